@@ -1,3 +1,3 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! An empty library, which holds the benchmarks: criterion benchmarks of single parts next to this
-//! file, benchmarks of whole programs in `python/`. RESULTS.md lists the measured figures.
+//! An empty library that cargo requires for the benchmarks. The Rust benchmarks are next to this
+//! file. Benchmarks of whole programs are in `python/`. RESULTS.md links to the figures.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Compares the pools with other allocators: `cargo xtask bench memory`.
-// criterion_group! generates undocumented items; a benchmark that cannot run may panic.
+// `criterion_group!` generates undocumented items. A benchmark that cannot run may panic.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -45,7 +45,8 @@ fn prefetch<T>(value: &T) {
     black_box(value);
 }
 
-/// Frees a random one of many live blocks and allocates another. Sizes and streams alternate.
+/// Measures allocating a block and then freeing a random live block, which the new one replaces.
+/// The new block has the same size and stream as the freed block.
 fn allocate_and_free(c: &mut Criterion) {
     let mut group = c.benchmark_group("allocate+free");
     let device = CpuDevice::with_threads(1).unwrap();
@@ -57,7 +58,7 @@ fn allocate_and_free(c: &mut Criterion) {
         let mut blocks: Vec<_> = (0..live)
             .map(|i| pool.allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()]).unwrap())
             .collect();
-        let name = format!("{live} live, {} streams", streams.len());
+        let name = format!("{live} live blocks, {} streams", streams.len());
         group.bench_function(BenchmarkId::new("ts-pool", &name), |b| {
             b.iter(|| {
                 let i = random.below(live);
@@ -65,8 +66,8 @@ fn allocate_and_free(c: &mut Criterion) {
                     pool.allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()]).unwrap();
             });
         });
-        // Shows how long the above waits for the caller's table of handles, which does not fit the
-        // caches if it is long.
+        // A long table of handles does not fit into the caches. This benchmark prefetches the
+        // handles. The benchmark above takes longer by the time that it waits for the table.
         let mut next: VecDeque<_> = [random.below(live), random.below(live)].into();
         group.bench_function(
             BenchmarkId::new("ts-pool, handles prefetched two ahead", &name),
@@ -103,14 +104,15 @@ fn allocate_and_free(c: &mut Criterion) {
     group.finish();
 }
 
-/// RMM's benchmark `random_allocations`: allocates or frees at random, in sizes of up to 1 MiB.
+/// Runs RMM's benchmark `random_allocations`, which allocates or frees at random. Sizes are at most
+/// 1 MiB.
 fn random_allocations(c: &mut Criterion) {
     let mut group = c.benchmark_group("random allocations of up to 1 MiB");
     let device = CpuDevice::with_threads(1).unwrap();
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     for count in [1000usize, 10_000] {
         let pool = pool(&device);
-        // Each allocation is also freed, at the end if not before.
+        // Counts frees too, because each block is freed, at the latest at the end.
         group.throughput(Throughput::Elements(2 * count as u64)).sample_size(50);
         group.bench_function(BenchmarkId::new("ts-pool", count), |b| {
             b.iter(|| {
@@ -150,7 +152,7 @@ fn random_allocations(c: &mut Criterion) {
     group.finish();
 }
 
-/// Takes a block and puts it back, on one thread and on twice as many threads as there are cores.
+/// Measures acquiring and releasing a block, on one thread and on two threads per core.
 fn blocks(c: &mut Criterion) {
     let device = CpuDevice::with_threads(1).unwrap();
     let pool = BlockPool::new(device, PoolConfig::default()).unwrap();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Benchmarks of single parts: `cargo xtask bench parts`.
-// criterion_group! generates undocumented items; a benchmark that cannot run may panic.
+// `criterion_group!` generates undocumented items. A benchmark that cannot run may panic.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::hint::black_box;
@@ -17,7 +17,7 @@ use tensorstream::orchestrator::{
 use tensorstream::pool::{Budget, HostPool};
 use tensorstream::{FileWriter, NewTensor};
 
-/// Allocates and frees a block of a fragmented pool.
+/// Measures allocating and freeing a block of a fragmented pool.
 fn pool(c: &mut Criterion) {
     let mut group = c.benchmark_group("pool/allocate+free");
     for live in [100usize, 10_000] {
@@ -33,7 +33,8 @@ fn pool(c: &mut Criterion) {
     group.finish();
 }
 
-/// Plans a model of 22 layers with 9 units each, with a budget of about half of its size.
+/// Measures planning a model of 22 layers with 9 units each. The budget is about half of the
+/// model's size.
 fn planner(c: &mut Criterion) {
     let sizes = [
         8_392_704, 1_052_672, 1_052_672, 8_392_704, 23_072_768, 23_072_768, 23_072_768, 8192, 8192,
@@ -51,7 +52,8 @@ fn planner(c: &mut Criterion) {
     });
 }
 
-/// Opens files of many tensors: `.ts` and safetensors, the latter also with the safetensors crate.
+/// Measures parsing the catalogs of a `.ts` file and a safetensors file with 100,000 tensors each.
+/// The safetensors crate also parses the safetensors file.
 fn catalog(c: &mut Criterion) {
     let tensors = 100_000u64;
     let meta = TensorMeta { dtype: Dtype::BF16, shape: vec![4, 4] };
@@ -78,19 +80,19 @@ fn catalog(c: &mut Criterion) {
         b.iter(|| safetensors::SafeTensors::deserialize(black_box(&safetensors)).unwrap());
     });
     let catalog = Catalog::from_bytes("m", &container).unwrap();
-    println!("a tensor takes {} bytes besides its name", catalog.heap_bytes() / tensors as usize);
+    println!("a tensor takes {} bytes, without its name", catalog.heap_bytes() / tensors as usize);
     group.finish();
 }
 
-/// Decodes one chunk of floats, whose exponents are distributed like those of weights, into memory
-/// that is reused.
+/// Measures decoding one chunk of floats into memory that is reused. The exponents of the floats
+/// are distributed like those of weights.
 fn codecs(c: &mut Criterion) {
     let mut state = 1u32;
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         state >> 8
     };
-    // The sum of four uniform numbers is nearly normal.
+    // The sum of four uniformly distributed numbers is nearly normally distributed.
     let floats: Vec<f32> = (0..CHUNK_LEN / 4)
         .map(|_| (0..4).map(|_| next() as f32 / (1 << 24) as f32 - 0.5).sum::<f32>() * 0.02)
         .collect();
@@ -115,8 +117,8 @@ fn codecs(c: &mut Criterion) {
     group.finish();
 }
 
-/// A pass over resident units, which shows the overhead of the engine, and a pass that streams from
-/// the page cache.
+/// Measures a pass over resident units, which shows the overhead of the engine. Also measures a
+/// pass that streams the units from the page cache.
 fn engine(c: &mut Criterion) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = dir.path().join("weights");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Benchmarks of CPU streams: `cargo xtask bench streams`.
-// criterion_group! generates undocumented items; a benchmark that cannot run may panic.
+// `criterion_group!` generates undocumented items. A benchmark that cannot run may panic.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::hint::black_box;
@@ -13,11 +13,11 @@ use tensorstream::streams::{
     WorkloadType,
 };
 
-/// The duration of a task of the background load.
+/// The duration of one task of the background load.
 const TASK: Duration = Duration::from_micros(100);
 /// The number of streams that keep the device busy.
 const BUSY: usize = 64;
-/// The number of tasks that each of them always has queued.
+/// The number of unfinished tasks of each busy stream when a measurement begins.
 const BACKLOG: u64 = 8;
 
 fn busy_work() -> HostFn {
@@ -37,7 +37,8 @@ fn keep_busy(streams: &[CpuStream]) {
     }
 }
 
-/// The time from submission until work begins, while streams of low priority keep the device busy.
+/// Measures the time from submitting work until it begins, while streams of low priority keep the
+/// device busy.
 fn start_latency(c: &mut Criterion) {
     let mut group = c.benchmark_group("start latency on a busy device, by priority");
     group.sample_size(30);
@@ -64,7 +65,7 @@ fn start_latency(c: &mut Criterion) {
     group.finish();
 }
 
-/// The cost of stream operations for the calling thread.
+/// Measures the time that stream operations take on the calling thread.
 fn operations(c: &mut Criterion) {
     let mut group = c.benchmark_group("operations");
     let device = CpuDevice::new().unwrap();

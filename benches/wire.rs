@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Compares sending tensors between two processes with raw sockets: `cargo xtask bench wire`.
+//! Compares TensorStream's connections between two processes with raw sockets: `cargo xtask bench
+//! wire`.
 //!
-//! A child process has an array and sends tensors of it. This process measures the time from its
-//! request until the last tensor is in memory that it reuses.
+//! A child process sends tensors, which are parts of one array. This process measures the time from
+//! its request until the last tensor has arrived in reused memory.
 #![allow(missing_docs, clippy::unwrap_used)] // a benchmark that cannot run may panic
 
 use std::collections::BTreeMap;
@@ -23,14 +24,15 @@ use tensorstream::remote::{
 };
 
 const MIB: usize = 1 << 20;
-/// The sizes of tensors in bytes, and how many make a round long enough to measure.
+/// The sizes of tensors in bytes, each with the number of tensors in a round.
 const SIZES: [(usize, usize); 3] = [(MIB, 256), (16 * MIB, 16), (256 * MIB, 4)];
-/// The number of round trips in a round.
+/// The number of round trips of a message in a round, for each placement of the two ends.
 const PINGS: usize = 2000;
 /// The length of a message, in bytes.
 const MESSAGE: usize = 64;
 
-/// The contenders.
+/// The contenders. A link is a connection of TensorStream. Raw sockets write
+/// 1 MiB at a time, or whole tensors. With "64 KiB reads", each read takes at most 64 KiB.
 const KINDS: [&str; 11] = [
     "raw tcp, 64 KiB reads",
     "raw tcp, 1 MiB",
@@ -53,7 +55,7 @@ fn main() {
             serve(&arguments[at + 1], &arguments[at + 2]);
         }
         None => {
-            // `cargo bench -- --test` runs each benchmark once, without timing it.
+            // `cargo bench -- --test` only checks that benchmarks run, so one short round suffices.
             let brief = arguments.iter().any(|a| a == "--test");
             let only: Vec<_> =
                 arguments.iter().filter(|a| KINDS.contains(&a.as_str())).cloned().collect();
@@ -63,7 +65,7 @@ fn main() {
     }
 }
 
-/// The requesting end of a contender.
+/// The end of a connection that requests tensors.
 trait Transport {
     /// Requests `count` tensors of `bytes` bytes and waits until the last one has arrived.
     fn receive(&mut self, bytes: usize, count: usize);
@@ -71,7 +73,7 @@ trait Transport {
     fn ping(&mut self);
 }
 
-/// A child process that serves a contender, and the requesting end.
+/// A child process that serves a contender, and the end in this process that requests tensors.
 struct Peer {
     child: Child,
     transport: Box<dyn Transport>,
@@ -107,7 +109,7 @@ fn start(kind: &str) -> Peer {
     }
     let address = String::from_utf8(line).unwrap().trim().to_string();
     let most = SIZES.iter().map(|(bytes, _)| *bytes).max().unwrap();
-    // The length of a read of a raw socket.
+    // The maximum length of one read from a raw socket.
     let piece = match kind {
         _ if kind.ends_with("whole") => usize::MAX,
         _ if kind.ends_with("64 KiB reads") => 64 << 10,
@@ -164,16 +166,17 @@ fn options(kind: &str) -> ConnectionOptions {
     if kind.contains("shared") { usual } else { usual.with_shared_bytes(0) }
 }
 
-/// Pins this process to a core. Otherwise it is up to chance whether both ends share one, which
-/// halves the rate.
+/// Pins this process to a core. Without pinning, both ends may happen to share a core, which halves
+/// the rate.
 fn pin(core: usize) {
     let mut cores = rustix::thread::CpuSet::new();
     cores.set(core);
-    // Best effort: the core may not exist, or the call may not be permitted.
+    // Ignores an error: the core may not exist, or the call may not be permitted.
     let _ = rustix::thread::sched_setaffinity(None, &cores);
 }
 
-/// Writes the certificate of a new authority, and a certificate and key that it signed.
+/// Writes the certificate of a new authority, a certificate for 127.0.0.1 that the authority
+/// signed, and the key of that certificate.
 fn write_certificates(directory: &Path) {
     std::fs::create_dir_all(directory).unwrap();
     let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
@@ -257,7 +260,7 @@ impl Transport for Linked {
     }
 }
 
-/// The child process, which has the array.
+/// Runs the child process, which sends parts of its array on request.
 fn serve(kind: &str, path: &str) {
     let most = SIZES.iter().map(|(bytes, _)| *bytes).max().unwrap();
     let array = vec![7; most];
@@ -326,7 +329,7 @@ fn serve_raw(mut socket: impl Read + Write, array: &[u8], whole: bool) {
                 };
                 for _ in 0..number(8) {
                     let piece = if whole { number(0) } else { MIB };
-                    // Every byte of the array is 7, so the last byte of each tensor is too.
+                    // Every byte of the array is 7. The other end checks the last byte of a tensor.
                     for piece in array[..number(0)].chunks(piece) {
                         socket.write_all(piece).unwrap();
                     }
@@ -381,13 +384,13 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
                 let begin = Instant::now();
                 peer.transport.receive(bytes, count);
                 let rate = (bytes * count) as f64 / 1e9 / begin.elapsed().as_secs_f64();
-                // The first round warms up.
+                // The first round is a warm-up and does not count.
                 if round > 0 {
                     rates.entry((kind, size)).or_default().push(rate);
                 }
             }
         }
-        // The children are pinned to core 1.
+        // The children are pinned to core 1, so the ends run on two cores, then on one.
         for core in [0, 1] {
             pin(core);
             for (kind, peer) in peers.iter_mut().enumerate() {
@@ -408,7 +411,8 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
     let names: Vec<String> =
         sizes.iter().map(|(bytes, _)| format!("{} MiB, GB/s", bytes / MIB)).collect();
     println!(
-        "| {rounds} rounds, medians | {} | {MESSAGE} bytes and back, µs: two cores, one core |",
+        "| {rounds} rounds, medians | {} | round trip of {MESSAGE} bytes, µs: two cores, one core \
+         |",
         names.join(" | ")
     );
     println!("|---|{}---|", "---|".repeat(sizes.len()));
@@ -432,7 +436,7 @@ fn measure(rounds: usize, brief: bool, only: &[String]) {
         }
         let cells: Vec<String> = (0..sizes.len())
             .map(|size| {
-                // The raw socket with the best median.
+                // Takes the best median of the raw sockets of this kind.
                 let best = raws
                     .iter()
                     .map(|&raw| median(&mut rates[&(raw, size)].clone()))

@@ -3,13 +3,25 @@
 
 usage: attack.py [--random 100000] [--mutated 100000] [--clients 4] [--seed 1]
 
-Random requests are well formed: any operator on offer, with arguments of the right or of other
-types, and any storages, shapes, strides and offsets. Mutated requests are the bytes of random ones
-with changes. At the same time an honest session compares its results with the CPU.
+The program starts a server on the loopback interface, and terminates it at the end. Clients send
+two kinds of requests:
 
-Fails unless the server survives, the honest session gets only right results, no answer contains the
-server's secret, and the memory of the server's own processes returns to within 64 MiB of what it
-was. The server is started and ended by this program, and listens on the loopback.
+- Random requests are well formed. Most of them call a random operator, with arguments of any type,
+  and with any storages, shapes, strides and offsets.
+- Mutated requests are random requests in which some bytes are changed.
+
+At the same time, an honest session runs operators and compares the results with the CPU. The
+program fails unless all of these conditions hold:
+
+- The server keeps running.
+- The honest session gets only correct results.
+- No reply contains the token of the server.
+- The memory of the server's own processes returns to within 64 MiB of its initial size.
+
+--random: the number of random requests.
+--mutated: the number of mutated requests.
+--clients: the number of clients that send requests at the same time.
+--seed: the seed of the random numbers.
 """
 
 from __future__ import annotations
@@ -33,21 +45,21 @@ from typing import Any
 
 import torch
 
-#: The token of the server, which no answer may contain.
+#: The token of the server. No reply may contain it.
 SECRET = b"a canary that nobody may have"
-#: Seconds without an answer after which a session is abandoned.
+#: The number of seconds that a client waits for a reply before it abandons its session.
 TIMEOUT = 4.0
-#: Requests between two checks that a session is alive.
+#: The number of requests between two checks that the server still runs the session.
 GROUP = 8
 #: The largest number of requests in a session.
 MAX_REQUESTS = 400
 MIB = 1 << 20
-#: Types of frames.
+#: Types of frames of the wire protocol.
 HELLO, MESSAGE, PING, PONG, CLOSE = 1, 7, 8, 9, 10
 
 
 def number(value: int) -> bytes:
-    """An unsigned integer, as the protocol encodes it."""
+    """Encodes an unsigned integer, modulo 2**64."""
     out = bytearray()
     value &= (1 << 64) - 1
     while value >= 0x80:
@@ -58,12 +70,12 @@ def number(value: int) -> bytes:
 
 
 def signed(value: int) -> bytes:
-    """A signed integer, as the protocol encodes it."""
+    """Encodes a signed integer."""
     return number((value << 1) ^ (value >> 63))
 
 
 def text(value: str) -> bytes:
-    """A string, as the protocol encodes it."""
+    """Encodes a string."""
     return number(len(value.encode())) + value.encode()
 
 
@@ -72,12 +84,12 @@ def frame(kind: int, stream: int = 0, seq: int = 0, body: bytes = b"") -> bytes:
 
 
 def field(tag: int, body: bytes) -> bytes:
-    """A field of a HELLO."""
+    """Encodes a field of a HELLO frame."""
     return struct.pack("<BI", tag, len(body)) + body
 
 
 def hello(session: bytes) -> bytes:
-    """The first bytes of a client, including the name of its session."""
+    """Encodes the first bytes that a client sends, which open the session with this id."""
     integers = [(0x81, 1), (0x82, 1 << 24), (0x83, 16)]
     body = b"".join(field(tag, struct.pack("<Q", value)) for tag, value in integers)
     body += field(4, SECRET) + field(5, b"attack") + field(6, b"exec/" + session.hex().encode())
@@ -89,7 +101,7 @@ def message(content: bytes) -> bytes:
 
 
 class Requests:
-    """Generates random requests. They use earlier operators and storages, so some make sense."""
+    """Generates random requests. They use earlier operators and storages, so some are valid."""
 
     def __init__(self, seed: int, names: list[str]) -> None:
         self.draw, self._names = random.Random(seed), names
@@ -144,17 +156,17 @@ class Requests:
         self._makers = makers
 
     def any_of(self, *makers: Any) -> bytes:
-        """The value of a random one of these functions."""
+        """Calls a random one of these functions, and returns its result."""
         return self.draw.choice(makers)()
 
     def whole(self) -> int:
-        """A random integer: usually small, sometimes at a limit."""
+        """Returns a random integer, which is usually small and sometimes near a limit."""
         small = [0, 1, 2, 3, 4, 5, 7, 8, 16, -1, -2, 100]
         odd = [1 << 16, 1 << 31, (1 << 31) - 1, -(1 << 31), 1 << 40, (1 << 63) - 1, -(1 << 63)]
         return self.draw.choice(small if self.draw.random() < 0.85 else odd)
 
     def view(self) -> bytes:
-        """A random dtype, shape, strides and offset."""
+        """Encodes a random dtype, shape, strides and offset."""
         draw = self.draw
         dims = draw.choice([0, 1, 1, 2, 2, 2, 3, 4, 5])
         sane = draw.random() < 0.9
@@ -174,7 +186,7 @@ class Requests:
         return out + (number(offset) if offset else b"")
 
     def tensor(self) -> bytes:
-        """A random view of a storage, which usually exists."""
+        """Encodes a random view of a storage. The storage usually exists."""
         storage = (
             self.draw.randrange(max(self.storages, 1)) + 1
             if self.draw.random() < 0.97
@@ -183,7 +195,7 @@ class Requests:
         return number(storage) + self.view()
 
     def value(self, kind: str = "", depth: int = 0) -> bytes:
-        """A random argument of this type, or sometimes of another."""
+        """Encodes a random argument of the type ``kind``, or sometimes of another type."""
         draw = self.draw
         if not kind or draw.random() < 0.12:
             kind = draw.choice([*self._makers, "List"])
@@ -200,7 +212,7 @@ class Requests:
         return self._makers.get(kind, lambda: b"\0")()
 
     def create(self) -> bytes:
-        """A request that creates a storage."""
+        """Encodes a request that creates a storage."""
         self.storages += 1
         size = self.draw.choice([64, 64, 256, 1000, 4096, 4096, 0, 1 << 20, 1 << 33, 1 << 62, 7])
         return (
@@ -214,7 +226,7 @@ class Requests:
         return number(self.draw.randrange(max(self.storages, 1)) + 1)
 
     def write(self) -> bytes:
-        """A request that writes to a storage."""
+        """Encodes a request that writes to a storage."""
         draw = self.draw
         count = draw.choice([8, 64, 64, 256])
         indices = struct.pack(
@@ -231,7 +243,7 @@ class Requests:
         )
 
     def output(self) -> bytes:
-        """Where the result of an operator goes."""
+        """Encodes a random destination for a result of an operator."""
         self.storages += 1
         draw, storage = self.draw, number(self.storages if self.draw.random() < 0.95 else 1)
         kind = draw.random()
@@ -242,7 +254,10 @@ class Requests:
         return b"\2" + storage
 
     def call(self) -> bytes:
-        """A request that calls a random operator, after its definition if it is new."""
+        """Encodes a request that calls a random operator.
+
+        If the session has not used the operator before, a definition of the operator comes first.
+        """
         draw = self.draw
         name = draw.choice(self._names)
         defined = b""
@@ -274,7 +289,7 @@ class Requests:
         )  # fmt: skip
 
     def one(self) -> bytes:
-        """A random request."""
+        """Encodes a random request."""
         rest = [
             self.create, self.create, self.write, self.write,
             lambda: b"\x06" + number(9) + self.tensor(),
@@ -285,11 +300,11 @@ class Requests:
         return self.call() if self.draw.random() < 0.7 else self.any_of(*rest)
 
     def mutated(self) -> bytes:
-        """A message with a random request, in which some bytes are changed."""
+        """Encodes a message with a random request, and changes some of its bytes."""
         draw = self.draw
         bytes_of = bytearray(message(b"\0" + self.one()))
         for _ in range(draw.choice([1, 1, 1, 2, 4])):
-            # Usually change the request and not the header of the frame.
+            # Usually changes the request, and not the header of the frame.
             at = draw.randrange(
                 24 if len(bytes_of) > 25 and draw.random() < 0.9 else 0, len(bytes_of)
             )
@@ -310,18 +325,18 @@ class Requests:
 
 
 class SessionEnded(Exception):
-    """The server closed the session, or does not answer."""
+    """The server closed the session, or does not reply."""
 
 
 class Session:
-    """A session of an attacker."""
+    """A session of an attacking client."""
 
     def __init__(self, address: tuple[str, int], draw: random.Random) -> None:
         self._socket = socket.create_connection(address, timeout=TIMEOUT)
         self._socket.sendall(hello(draw.randbytes(16)))
         self._bytes = bytearray()
         self._preface, self._received = False, 0
-        #: Requests that were refused or failed.
+        #: The number of requests that the server rejected or that failed.
         self.failed = 0
 
     def __enter__(self) -> Session:
@@ -337,7 +352,14 @@ class Session:
             raise SessionEnded(type(error).__name__) from error
 
     def sync(self, reply: int) -> None:
-        """Waits until the server has run all requests."""
+        """Waits until the server has run all requests.
+
+        Args:
+            reply: A number that identifies the reply to this call.
+
+        Raises:
+            SessionEnded: The server closed the session, or did not reply within ``TIMEOUT``.
+        """
         self.send(message(b"\0\x09" + number(reply)))
         end = time.monotonic() + TIMEOUT
         while time.monotonic() < end:
@@ -363,7 +385,7 @@ class Session:
             raise SessionEnded(type(error).__name__) from error
         if not received:
             raise SessionEnded("disconnected")
-        assert SECRET not in self._bytes[-100:] + received, "an answer contains the token"
+        assert SECRET not in self._bytes[-100:] + received, "a reply contains the token"
         self._bytes += received
         if not self._preface and len(self._bytes) >= 8:
             self._preface = True
@@ -378,7 +400,7 @@ class Session:
 
 
 def on_offer() -> list[str]:
-    """The names of the operators that a server offers, and of some that it does not."""
+    """Returns the names of the operators that a server offers, and some other names."""
     from tensorstream.remote.server._server import NAMESPACES, SERVER_OPERATORS
 
     names = [str(name) for name in torch._C._dispatch_get_all_op_names()]
@@ -395,7 +417,10 @@ def attack(
     outcomes: collections.Counter[str],
     done: list[int],
 ) -> None:  # fmt: skip
-    """Sends requests in many sessions, and counts how the sessions end."""
+    """Sends ``count`` requests in many sessions.
+
+    ``outcomes`` counts how the sessions end. Adds the number of requests to ``done[0]``.
+    """
     sent, turn = 0, 0
     while sent < count:
         turn += 1
@@ -425,9 +450,9 @@ def attack(
 
 
 def resident(processes: list[int]) -> int:
-    """The anonymous memory of these processes, in bytes.
+    """Returns the anonymous memory of these processes, in bytes.
 
-    Memory of files is left out, because its share depends on which other processes use it.
+    Memory mapped from files does not count, because other processes may share it.
     """
     total = 0
     for process in processes:
@@ -440,7 +465,7 @@ def resident(processes: list[int]) -> int:
 
 
 def children(process: int) -> list[int]:
-    """The ids of the child processes of a process."""
+    """Returns the ids of the child processes that the main thread of a process has started."""
     return [
         int(c)
         for c in Path(f"/proc/{process}/task/{process}/children")
@@ -450,7 +475,7 @@ def children(process: int) -> list[int]:
 
 
 class HonestSession:
-    """A session on a thread that computes, and compares its results with the CPU."""
+    """A session that runs operators on its own thread, and compares the results with the CPU."""
 
     def __init__(self, address: str) -> None:
         self.right, self.error, self._address = 0, "", address
@@ -466,10 +491,10 @@ class HonestSession:
                 while not self._stop.is_set():
                     x = torch.randn(8, 8)
                     there, here = (there + x.to(machine.device())).tanh(), (here + x).tanh()
-                    assert torch.equal(there.cpu(), here), "wrong result"
+                    assert torch.equal(there.cpu(), here), "the result differs from that of the CPU"
                     self.right += 1
                     time.sleep(0.01)
-        except BaseException as error:  # `sweep` raises it
+        except BaseException as error:  # `sweep` raises an error
             self.error = repr(error)
 
     def end(self) -> None:
@@ -554,7 +579,7 @@ def main() -> int:
             f"memory of the server: {before / MIB:.1f} MiB before, {after / MIB:.1f} MiB after; "
             f"{left - 1} sessions left"
         )
-        print(f"the honest session got {honest.right:,} right results, and no other")
+        print(f"the honest session got {honest.right:,} right results, and no wrong ones")
         assert status == 0 and not honest.error and abs(after - before) < 64 * MIB
     return 0
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Compares the I/O backends with the limits of this machine, in nine interleaved rounds.
 
-`cargo xtask bench io`. Needs fio; objects also need nginx and curl (apt-get install nginx-light
-curl), and are left out without them.
+`cargo xtask bench io`. Requires fio. The comparison of objects requires nginx and curl (apt-get
+install nginx-light curl), and is skipped without them.
 
-- Cold files: next to the best of fio with libaio and io_uring, into ordinary memory, registered
-  memory and huge pages, 4 MiB, 16 in flight.
-- The automatic choice: next to each backend, and on warm files next to memcpy.
-- Objects: from an nginx on the loopback, next to as many curls as we have requests in flight.
+- Cold files: compares the backends with the fastest of several fio runs. The runs use libaio or
+  io_uring, and ordinary memory, registered memory or huge pages. Each has 16 requests of 4 MiB in
+  flight.
+- The automatic choice: compares it with each backend, and on warm files with memcpy.
+- Objects: compares the object backend with as many curls as the backend has requests in flight.
+  Both read from an nginx on the loopback interface.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from typing import Any
 from models import ROOT, fio, huge_pages, llama_1b, spread
 
 ROUNDS = 9
-#: Requests in flight of fio.
+#: The number of requests that fio keeps in flight.
 FIO_DEPTH = 16
 CURLS = 8
-#: Our settings, which are the ones that are used without the tuner.
+#: The settings of the backends, which are the defaults that apply without the tuner.
 DEFAULTS = ["--request-bytes", "4MiB", "--in-flight", "8"]
 PROGRAM = ROOT / "target/release/tensorstream"
-#: The ways to run fio: arguments of `models.fio`.
+#: The ways to run fio, as keyword arguments of `models.fio`.
 FIO = {
     "libaio": {"engine": "libaio"},
     "io_uring": {"engine": "io_uring"},
@@ -75,7 +77,10 @@ def measure(source: str | Path, *options: str) -> Rows:
 
 
 def cold(shard: Path) -> None:
-    """Reads a cold file in order, and in units of 88 MB in random order."""
+    """Compares the backends with fio on a cold file.
+
+    The backends read the file in order, and in units of 88 MB in random order.
+    """
     disks: dict[str, list[float]] = defaultdict(list)
     ours: dict[str, list[dict[str, Any]]] = defaultdict(list)
     # Two passes take about as long as fio, which reads for a second.
@@ -117,16 +122,16 @@ def states(shard: Path) -> None:
         "cold": ["--states", "cold"],
         "half warm, alternating 32 MiB": ["--states", "half"],
         "half warm, alternating 1 MiB": ["--states", "half", "--stretch", "1MiB"],
-        # Four passes take about as long as a cold one.
+        # Four warm passes take about as long as one cold pass.
         "warm": ["--states", "warm", "--passes", "4"],
     }
     seen: dict[tuple[str, str], list[float]] = defaultdict(list)
     backends = ["adaptive", "uring", "direct", "buffered", "mmap"]
     for number in range(ROUNDS):
         for case, options in cases.items():
-            # Each runs in its own process, and they take turns to run first: which memory the page
-            # cache gets depends on what ran before, and some virtual machines copy a part of their
-            # memory at a third of the speed of the rest.
+            # Each backend runs in its own process, and the backends take turns to run first. Which
+            # memory the page cache gets depends on the processes before. Some virtual machines copy
+            # a part of their memory at a third of the speed of the rest.
             names = [*backends, "memcpy", "views"] if case == "warm" else backends
             first = number % len(names)
             for name in names[first:] + names[:first]:
@@ -143,13 +148,13 @@ def states(shard: Path) -> None:
 
 
 def objects(shard: Path) -> None:
-    """Compares our requests with as many curls to the same server."""
+    """Compares the object backend with curl. Both send the same number of requests at a time."""
     if shutil.which("nginx") is None or shutil.which("curl") is None:
-        print("\nobjects not measured: apt-get install nginx-light curl")
+        print("\ncannot measure objects without nginx and curl: apt-get install nginx-light curl")
         return
     curls, ours = [], []
     with nginx(shard.parent) as url:
-        # Brings the file into the page cache of the server.
+        # Reads the file once, so that it is in the page cache of the server.
         measure(f"{url}/{shard.name}", "--backends", "object")
         for _ in range(ROUNDS):
             curls.append(curl(f"{url}/{shard.name}", shard.stat().st_size))
@@ -170,7 +175,7 @@ def objects(shard: Path) -> None:
 
 
 def curl(url: str, size: int) -> float:
-    """The rate of several curls that read one range each and discard it, in GiB/s."""
+    """Runs several curls that read and discard one range each. Returns the total rate in GiB/s."""
     part = size // CURLS
     began = time.perf_counter()
     ranges = [f"{i * part}-{(i + 1) * part - 1}" for i in range(CURLS)]
@@ -184,10 +189,10 @@ def curl(url: str, size: int) -> float:
 
 @contextlib.contextmanager
 def nginx(directory: Path) -> Iterator[str]:
-    """Serves the files of a directory on the loopback with two workers, and yields the URL."""
+    """Serves a directory with nginx and two workers on the loopback interface. Yields the URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # Workers of root run as another user by default, who may not be able to read the files.
+    # If root starts nginx, its workers run as another user, who may not be able to read the files.
     user = "user root;" if os.geteuid() == 0 else ""
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "nginx.conf"
@@ -213,7 +218,7 @@ def nginx(directory: Path) -> Iterator[str]:
 
 
 def fluctuation(rates: list[float]) -> str:
-    """The standard deviation divided by the mean."""
+    """Returns the standard deviation divided by the mean, in percent."""
     return f"{statistics.stdev(rates) / statistics.mean(rates):.0%}"
 
 

@@ -2,7 +2,7 @@
 """Measures how long one machine and four machines take to fetch a checkpoint.
 
 `cargo xtask bench broadcast`. Each machine is a network namespace whose link has 400 Mbit/s in each
-direction. Needs root, for the namespaces, and `tc` with tbf.
+direction. Requires root for the namespaces, and `tc` with the scheduler tbf.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> int:
     from test_faults import broadcast_seconds
 
     if reason := skip_reason():
-        print(f"broadcast cannot run: {reason}")
+        print(f"cannot run broadcast: {reason}")
         return 1
     seconds: dict[int, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -41,10 +41,10 @@ def main() -> int:
     for receivers, times in seconds.items():
         spread = f"{min(times):.2f} to {max(times):.2f}"
         print(
-            f"{receivers} receivers of {BYTES >> 20} MiB at {RATE}: {medians[receivers]:.2f} s "
+            f"{receivers} receiver(s) of {BYTES >> 20} MiB at {RATE}: {medians[receivers]:.2f} s "
             f"({spread})"
         )
-    print(f"four, of one: {medians[4] / medians[1]:.2f}")
+    print(f"four receivers take {medians[4] / medians[1]:.2f} times as long as one")
     return 0
 
 

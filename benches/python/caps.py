@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Measures a 1.1B Llama in bf16 under memory limits and budgets, or prints why it was refused.
+"""Measures seconds per token of a 1.1B Llama in bf16 under memory limits and budgets.
 
-`cargo xtask bench caps`. Needs root and the memory controller of cgroup version 1.
+`cargo xtask bench caps`. Requires root and the memory controller of cgroup version 1.
 
-The limit is that of the process's own group or of its parent, and the page cache is empty or full.
-Each run is a process. Under each limit all budgets run in turn, five times; the figure of a budget
-is the median. The engine decides whether to read through the page cache.
+- The limit applies to the process's own memory cgroup or to the parent cgroup.
+- The script empties the page cache once at the start. For a full page cache, each run first reads
+  the whole model into it. The engine decides whether to read through the page cache.
+- Each run is a process. Under each limit, five rounds run all budgets in turn. The figure of a
+  budget is the median.
+- If TensorStream rejects a budget, the script prints the reason instead.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 
 from models import MIB, decode, drop_caches, llama_1b
 
-#: Memory limits, in MB.
+#: Memory limits in MB, which are 1,000,000 bytes each.
 CAPS_MB = (500, 800, 1100, 1500)
 BUDGETS: tuple[str, ...] = ("100MiB", "200MiB", "300MiB", "500MiB", "1000MiB", "1500MiB", "none")
 ROUNDS = 5
@@ -34,11 +37,17 @@ TIMEOUT_S = 90
 
 
 def contender(path: str, budget: str, fill: str) -> None:
-    """The process of a run. Prints its figures, or why it was refused, as JSON."""
+    """Runs the model in this process. Prints its figures, or why the budget was rejected, as JSON.
+
+    Args:
+        path: The directory of the model.
+        budget: The budget, or "none".
+        fill: "full" to read the whole model into the page cache first.
+    """
     import warnings
 
     import tensorstream as ts
-    import torch  # noqa: F401  # Takes seconds, which must not be timed.
+    import torch  # noqa: F401  # The import takes seconds, which must not be timed.
 
     if fill == "full":
         for file in Path(path).glob("*.safetensors"):
@@ -67,7 +76,17 @@ def contender(path: str, budget: str, fill: str) -> None:
 
 
 def run(cap_mb: int, budget: str, parent: bool, fill: str) -> dict[str, Any]:
-    """Runs one limit and budget, in a group with the limit or in a child of that group."""
+    """Runs the model in a new process, in a memory cgroup with a limit.
+
+    Args:
+        cap_mb: The limit in MB.
+        budget: The budget, or "none".
+        parent: Whether the process runs in a child of the group with the limit.
+        fill: "full" to read the whole model into the page cache first, else "empty".
+
+    Returns:
+        The figures of the process, or a dictionary that describes its failure.
+    """
     group = GROUPS / f"tensorstream-{os.getpid()}"
     inner = group / "child" if parent else group
     inner.mkdir(parents=True)
@@ -93,7 +112,7 @@ def run(cap_mb: int, budget: str, parent: bool, fill: str) -> dict[str, Any]:
 
 
 def described(results: list[dict[str, Any]]) -> str:
-    """Describes the runs of one limit and budget."""
+    """Formats the results of all runs with the same limit and budget."""
     for result in results:
         if not {"refused", "seconds"} & result.keys():
             return f"FAILED: {result}"
@@ -101,7 +120,7 @@ def described(results: list[dict[str, Any]]) -> str:
     if refused:
         after = max(result["after"] for result in refused)
         reason = refused[0]["refused"]
-        return f"{len(refused)} of {len(results)} refused within {after:.1f} s: {reason}"
+        return f"{len(refused)} of {len(results)} rejected within {after:.1f} s: {reason}"
     seconds = [result["seconds"] for result in results]
     budget = statistics.median(result["budget"] for result in results) / MIB
     less = ", warned" if results[0]["warned"] else ""
@@ -110,9 +129,9 @@ def described(results: list[dict[str, Any]]) -> str:
 
 
 def slowest_step(rounds: list[dict[str, dict[str, Any]]]) -> str:
-    """The budget that was slowest relative to the next smaller one.
+    """Describes the budget with the largest slowdown relative to the next smaller budget.
 
-    Ratios are taken within a round, and the median of all rounds counts.
+    A slowdown is the median of the ratios of all rounds. Each ratio is taken within a round.
     """
     steps = []
     given = [budget for budget in rounds[0] if budget != "none"]
@@ -126,7 +145,7 @@ def slowest_step(rounds: list[dict[str, dict[str, Any]]]) -> str:
             steps.append(
                 (
                     statistics.median(ratios),
-                    f"{larger} took {statistics.median(ratios):.2f} of {smaller}",
+                    f"{larger} took {statistics.median(ratios):.2f} times as long as {smaller}",
                 )
             )
     return max(steps)[1] if steps else "fewer than two budgets ran"
@@ -134,7 +153,7 @@ def slowest_step(rounds: list[dict[str, dict[str, Any]]]) -> str:
 
 def main() -> int:
     if not (GROUPS / "memory.limit_in_bytes").exists():
-        print("caps cannot run: it needs root and the memory controller of cgroup version 1")
+        print("cannot run caps: it requires root and the memory controller of cgroup version 1")
         return 1
     llama_1b()
     drop_caches()
@@ -153,8 +172,8 @@ def main() -> int:
                     f"{whose} group's limit of {cap} MB, {fill} page cache, budget {budget}: "
                     f"{described(results)}"
                 )
-            print(f"  slowest step: {slowest_step(rounds)}", flush=True)
-    print(f"{failed} runs were killed or stuck")
+            print(f"  largest slowdown: {slowest_step(rounds)}", flush=True)
+    print(f"{failed} runs failed or timed out")
     return int(failed > 0)
 
 

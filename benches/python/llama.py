@@ -4,8 +4,8 @@
 `cargo xtask bench llama` runs three interleaved rounds, and `cargo xtask demo --large` one.
 
 The contenders are TensorStream, accelerate with four `max_memory` settings, diffusers, and
-transformers with mapped files. Each run is a process that starts with cold caches. Figures are
-medians.
+transformers with mapped files. Each run is a process that starts with an empty page cache. Figures
+are medians.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from models import (
     spread,
 )
 
-#: The memory limit, which includes the page cache.
+#: The memory limit in bytes, which includes the page cache.
 CAP = 1500 * MIB
 BUDGET = "800MiB"
 ACCELERATE_MB = (300, 450, 600, 750)
@@ -39,7 +39,13 @@ ROUNDS = 3
 
 
 def contender(name: str, setting: str, path: Path) -> None:
-    """The process of a run. Prints its figures as JSON."""
+    """Runs a contender in this process. Prints its figures as JSON.
+
+    Args:
+        name: The contender.
+        setting: Its budget or `max_memory`; empty for contenders without one.
+        path: The directory of the model.
+    """
     import torch
 
     if name == "tensorstream":
@@ -75,7 +81,7 @@ def contender(name: str, setting: str, path: Path) -> None:
 
 
 def grouped(path: Path, folder: Path) -> Any:
-    """Loads a model with diffusers' group offloading to disk, one layer at a time."""
+    """Loads a model and offloads it to disk with diffusers. Each layer is one group."""
     import torch
     from accelerate import init_empty_weights
     from diffusers.hooks import apply_group_offloading
@@ -89,7 +95,7 @@ def grouped(path: Path, folder: Path) -> Any:
     tensors = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            # `opened` is not a dictionary.
+            # `opened` is not a dictionary, so it cannot be iterated without `keys()`.
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     model.load_state_dict(tensors, assign=True, strict=False)
     del tensors
@@ -105,7 +111,7 @@ def grouped(path: Path, folder: Path) -> Any:
 
 def main(rounds: int) -> int:
     if not shutil.which("fio"):
-        print("without fio the roofline is not measured: apt-get install fio", file=sys.stderr)
+        print("cannot measure the roofline without fio: apt-get install fio", file=sys.stderr)
     path = llama_1b()
     shard = path / "model-00001-of-00003.safetensors"
     entries = [("tensorstream", BUDGET), *[("accelerate", f"{mb}MB") for mb in ACCELERATE_MB]]
@@ -139,7 +145,9 @@ def main(rounds: int) -> int:
     print(
         "\n"
         + "; ".join(
-            f"{value / ours:.2f} times as fast as {name}" for name, value in others.items() if value
+            f"TensorStream is {value / ours:.2f} times as fast as {name}"
+            for name, value in others.items()
+            if value
         )
     )
     print(f"streamed {streamed / 1e9:.2f} GB per token", end="")
@@ -149,7 +157,7 @@ def main(rounds: int) -> int:
             f"; fio {spread([d / 1e9 for d in disk])} GB/s: roofline {roofline:.2f} s/token", end=""
         )
     print()
-    print(f"all contenders gave the same tokens: {len(tokens) == 1}")
+    print(f"all contenders produced the same tokens: {len(tokens) == 1}")
     return 0 if len(tokens) == 1 else 1
 
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Compares `ts.load_file` with other loaders of whole checkpoints, in nine interleaved rounds.
 
-`cargo xtask bench load`. Each contender runs in its own process, as its users call it, in random
-order. The rate is the size of the file, or of its decompressed tensors, divided by the duration of
-the call without imports. Cold: the page cache is emptied before each call.
+`cargo xtask bench load`. Each contender runs in its own process, as its users call it. The order is
+random in each round. A rate is the size of the file, or of its decompressed tensors, divided by the
+duration of the call without imports. For cold loads, the page cache is emptied before each call.
 
-The first load of a process and the loads that follow are reported separately. A virtual machine
-returns memory that was free for some seconds to its host, so the first load waits for it. How fast
-memory alone arrives is measured too. A later load starts when the memory of the previous one is
-freed.
+The script reports the first load of a process and later loads separately:
+
+- The first load must wait for memory, because a virtual machine returns memory to its host if the
+  memory was free for some seconds. The contender "memory alone" measures only this wait.
+- A later load starts when the memory of the previous load is freed.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from typing import Any
 from models import SCRATCH, child, drop_caches, fio, huge_pages, llama_1b, spread
 
 ROUNDS = 9
-#: Loads in a process after the first; their median counts.
+#: The number of loads in a process after the first load. Their median counts.
 FOLLOWING = 3
-#: Bytes of weights for ZipNN, which needs all of them in memory twice.
+#: The minimum number of bytes of weights for ZipNN, which needs all of them in memory twice.
 ZIPPED_BYTES = 512 << 20
 
 
@@ -119,23 +120,24 @@ def main() -> int:
 
 
 def _record(seen: dict[str, list[float]], name: str, result: dict[str, Any]) -> None:
-    """Adds the figures of a run."""
+    """Adds the figures of a run to ``seen``. Exits if the run failed."""
     if "error" in result:
-        sys.exit(f"{name}: {result['error']}")
+        sys.exit(f"{name} failed: {result['error']}")
     for key, value in result.items():
         seen[{"rate": name, "first": f"{name}, first"}.get(key, key)].append(value)
 
 
 def _ratios(ours: list[float], theirs: list[float]) -> str:
-    """The spread of the ratios of all rounds."""
+    """Formats the median and the range of the ratios of all rounds."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def _make_files(shard: Path) -> tuple[str, str, str]:
-    """Writes three files, unless they exist, and returns their paths.
+    """Writes three files if they do not exist, and returns their paths.
 
-    They are the model as a raw `.ts`, and the first 512 MiB of its weights compressed: a `.ts` with
-    `split`, and a file of ZipNN.
+    - The whole model as a `.ts` file without compression.
+    - At least 512 MiB of its weights as a `.ts` file with the codec `split`.
+    - The same weights as a file of ZipNN.
     """
     import tensorstream as ts
     import torch
@@ -163,7 +165,7 @@ def _make_files(shard: Path) -> tuple[str, str, str]:
 
 
 def _timed(load: Callable[[], Any], size: int) -> dict[str, float]:
-    """The rate of one load, in GB/s."""
+    """Measures one load of ``size`` bytes. Returns the rate in GB/s."""
     began = time.perf_counter()
     result = load()
     rate = size / (time.perf_counter() - began) / 1e9
@@ -174,7 +176,10 @@ def _timed(load: Callable[[], Any], size: int) -> dict[str, float]:
 def _timed_often(
     load: Callable[[], Any], size: int, prepare: Callable[[], Any] = drop_caches
 ) -> dict[str, float]:
-    """The rate of the first load, and the median rate of those that follow."""
+    """Measures several loads of ``size`` bytes. Calls ``prepare`` before each load.
+
+    Returns the rate of the first load and the median rate of the later loads, in GB/s.
+    """
     rates = []
     for _ in range(1 + FOLLOWING):
         gc.collect()
@@ -215,7 +220,7 @@ def _into(tensors: dict[str, Any], path: str) -> dict[str, float]:
 
 
 def memory() -> dict[str, float]:
-    """Allocates as much memory as the largest contender, on huge pages, with two threads."""
+    """Measures allocating as much memory as the largest contender, in huge pages on two threads."""
     import torch  # noqa: F401  # The other contenders import it too.
 
     libc, size, step = ctypes.CDLL(None), 2200 << 20, 32 << 20
@@ -269,7 +274,7 @@ def warm(path: str) -> dict[str, float]:
 
 
 def _clones(path: str) -> dict[str, Any]:
-    """Copies of the tensors of a checkpoint, in memory that has been written to."""
+    """Returns copies of the tensors of a checkpoint, so that all of their memory is allocated."""
     import tensorstream as ts
 
     return {name: tensor.clone() for name, tensor in ts.load_file(path, mapped=True).items()}
@@ -336,7 +341,7 @@ def safetensors(*files: str) -> dict[str, float]:
 
     def load() -> Any:
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        # load_file maps the file, which is read when it is touched.
+        # load_file only maps the file. Touching each page reads it.
         return tensors, [int(t.view(torch.uint8).flatten()[::4096].sum()) for t in tensors.values()]
 
     return _timed_often(load, _bytes(*files))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Helpers of the benchmarks: a generated Llama, memory limits, cold caches, fio, decoding."""
+"""Helpers for the benchmarks: a generated Llama, memory limits, cold caches, fio, decoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ MIB = 2**20
 
 
 def llama_1b() -> Path:
-    """The path of a random 1.1B Llama, 2.2 GB of bf16 in three shards. Creates it if necessary."""
+    """Returns the directory of a random 1.1B Llama: 2.2 GB of bf16 in three shards.
+
+    Creates the model if it does not exist.
+    """
     path = SCRATCH / "llama-1.1b"
     if not (path / "model.safetensors.index.json").exists():
         import torch
@@ -56,15 +59,15 @@ def drop_caches() -> None:
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
     except OSError:
-        print("cannot drop the page cache without root: reads are warm", file=sys.stderr)
+        print("cannot drop the page cache without root: reads may be warm", file=sys.stderr)
 
 
 @contextmanager
 def memory_cap(limit: int) -> Iterator[list[str]]:
     """Yields the start of a command line that limits a program to ``limit`` bytes.
 
-    The limit includes the page cache. It uses a memory cgroup of version 1 or 2, or else a scope of
-    systemd. If neither works, it prints a warning and yields an empty list.
+    The limit includes the page cache. Uses a memory cgroup of version 1 or 2, or else a systemd
+    scope. If neither works, prints a warning and yields an empty list.
     """
     v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
     if (v1 / "memory.limit_in_bytes").exists():
@@ -102,7 +105,7 @@ def memory_cap(limit: int) -> Iterator[list[str]]:
 
 
 def succeeds(command: list[str]) -> bool:
-    """Whether a command exists and exits with 0."""
+    """Returns whether a command exists and exits with 0 within ten seconds."""
     try:
         return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -110,9 +113,14 @@ def succeeds(command: list[str]) -> bool:
 
 
 def child(prefix: list[str], *args: str) -> dict[str, Any]:
-    """Runs this script in a new process, as one contender.
+    """Runs the current script in a new process, as one contender.
 
-    Returns the JSON of its last line, or a dictionary with "error" if it failed.
+    Args:
+        prefix: The start of the command line, as from `memory_cap`.
+        args: The arguments of the script.
+
+    Returns:
+        The JSON in the last line of the output, or a dictionary with "error" if the process failed.
     """
     command = [*prefix, sys.executable, sys.argv[0], *args]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -125,7 +133,7 @@ def child(prefix: list[str], *args: str) -> dict[str, Any]:
 
 
 def decode(model: Any, tokens: int) -> tuple[list[int], list[float]]:
-    """Decodes greedily after a prompt of 16 tokens; returns tokens and seconds of each step."""
+    """Decodes greedily after a prompt of 16 tokens. Returns the tokens, and the seconds of each."""
     import torch
 
     ids, past, out, seconds = torch.arange(1, 17).unsqueeze(0), None, [], []
@@ -141,7 +149,7 @@ def decode(model: Any, tokens: int) -> tuple[list[int], list[float]]:
 
 @contextmanager
 def huge_pages(count: int = 64) -> Iterator[bool]:
-    """Reserves huge pages of 2 MiB for fio until the context ends; yields whether it succeeded."""
+    """Reserves huge pages of 2 MiB for fio until the context ends. Yields whether this worked."""
     pool = Path("/proc/sys/vm/nr_hugepages")
     try:
         before = pool.read_text()
@@ -158,14 +166,17 @@ def huge_pages(count: int = 64) -> Iterator[bool]:
 def fio(
     file: Path, seconds: int, *, engine: str = "libaio", huge: bool = False, fixed: bool = False
 ) -> float:
-    """The rate of fio with direct I/O, 4 MiB and 16 in flight, in bytes per second.
+    """Reads a file with fio and direct I/O, with 16 requests of 4 MiB in flight.
 
     Args:
         file: The file to read.
         seconds: How long to read.
         engine: The I/O engine of fio.
-        huge: Read into huge pages, which need fewer segments for each request.
-        fixed: Register the memory and the file with the kernel.
+        huge: Whether to read into huge pages, which need fewer segments for each request.
+        fixed: Whether to register the memory and the file with the kernel.
+
+    Returns:
+        The rate in bytes per second.
     """
     options = (
         f"--rw=read --bs=4M --direct=1 --ioengine={engine} --iodepth=16 --time_based "
@@ -179,12 +190,12 @@ def fio(
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except FileNotFoundError:
-        sys.exit("cannot start fio: apt-get install fio")
+        sys.exit("cannot find the program fio: apt-get install fio")
     return float(json.loads(done.stdout)["jobs"][0]["read"]["bw_bytes"])
 
 
 def peak_rss() -> int:
-    """The peak resident memory of this process, in bytes."""
+    """Returns the peak resident memory of this process, in bytes."""
     status = Path("/proc/self/status").read_text()
     found = re.search(r"VmHWM:\s+(\d+)", status)
     assert found is not None
@@ -192,7 +203,7 @@ def peak_rss() -> int:
 
 
 def spread(values: list[float]) -> str:
-    """The median, and the range in parentheses."""
+    """Formats the median, and the range in parentheses."""
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 

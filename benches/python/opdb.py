@@ -5,15 +5,22 @@ usage: opdb.py [--only NAME ...] [--modules] [--every] [--served] [--samples 6] 
 [--verbose]
 
 The entries are those of PyTorch's own test tables: op_db for operators and module_db for modules.
-The samples of an entry are created on the device, or on the CPU with --modules and --every, and run
-on both. Results must have the same bits: those of the forward, and gradients if the entry is
-differentiable. Samples have one dtype, float32 if the entry supports it, else the first one that it
-supports. Samples that fail on the CPU do not count. If a process crashes, the entry counts as a
-crash, and another process continues.
+Each sample of an entry runs on the device and on the CPU. The outputs of both must have the same
+bits. If the entry is differentiable, the gradients must have the same bits too.
 
---modules: the table of modules, in training and in evaluation.
---every: seven dtypes, and every set of inputs that require gradients.
---served: on ``tensorstream serve``, whose sessions are sandboxed, instead of a local machine.
+- Samples are created on the device. With --modules or --every, they are created on the CPU.
+- Without --every, samples have one dtype: float32 if the entry supports it, else another one.
+- Samples that fail on the CPU do not count.
+- If a process crashes or times out, its entry counts as a crash, and a new process continues.
+
+--only: the entries to compare, by name. The default is all entries.
+--modules: compare modules instead of operators, in training mode and in evaluation mode.
+--every: compare seven dtypes, and every set of up to four inputs that require gradients.
+--served: use ``tensorstream serve``, whose sessions are sandboxed, instead of a local machine.
+--samples: the maximum number of samples of each operator.
+--jobs: the number of processes that compare entries at the same time.
+--json: print all outcomes as JSON.
+--verbose: print messages in full, with tracebacks.
 """
 
 from __future__ import annotations
@@ -34,11 +41,11 @@ from typing import Any
 from servers import served
 
 PASS, SKIP = "pass", "none"
-#: Seconds that an entry may take.
+#: The number of seconds that an entry may take.
 LIMIT = 120
-#: The dtypes of --every.
+#: The dtypes that --every compares.
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64")
-#: The number of inputs of which --every tries all sets that require gradients.
+#: The largest number of inputs in a set of inputs that require gradients, with --every.
 MOST_GRADS = 4
 
 
@@ -53,7 +60,10 @@ def _table(modules: bool) -> list[Any]:
 
 
 def _dtype(info: Any) -> Any:
-    """The dtype of the samples of an operator, or None if the CPU supports none."""
+    """Returns the dtype for the samples of an operator.
+
+    Returns None if the operator supports none of the tested dtypes on the CPU.
+    """
     import torch
 
     order = [
@@ -69,11 +79,11 @@ def _dtype(info: Any) -> Any:
 
 
 def _to_host(value: Any, grad: bool = False) -> Any:
-    """Copies all tensors of nested containers to the CPU."""
+    """Copies all tensors in nested containers to the CPU. Replaces devices ``ts`` with the CPU."""
     import torch
 
     if isinstance(value, torch.Tensor):
-        # The whole storage, because some operators read outside the view.
+        # Copies the whole storage, because some operators read outside the view.
         whole = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
         host = whole.detach().cpu().as_strided(value.shape, value.stride(), value.storage_offset())
         return host.requires_grad_(value.requires_grad and grad)
@@ -88,7 +98,7 @@ def _to_host(value: Any, grad: bool = False) -> Any:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """All tensors of nested containers."""
+    """Returns all tensors in nested containers."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -112,7 +122,10 @@ _UNDEFINED = (
 
 
 def _compare(name: str, expected: Any, actual: Any) -> None:
-    """Raises AssertionError unless two results are the same."""
+    """Raises AssertionError unless two results of the operator ``name`` are the same.
+
+    Numbers that are not in tensors may differ by less than 1e-5. Does not compare undefined values.
+    """
     import torch
 
     if isinstance(expected, torch.Tensor):
@@ -147,7 +160,7 @@ def _compare(name: str, expected: Any, actual: Any) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two tensors have the same bits, except for the payloads of NaNs."""
+    """Returns whether two tensors have the same bits. The payloads of NaNs may differ."""
     import torch
 
     if one.is_quantized or one.layout != torch.strided:
@@ -175,12 +188,12 @@ def _samples(info: Any, device: Any, dtype: Any, grad: bool, most: int) -> list[
 
 
 def _forward(info: Any, device: Any, most: int) -> int:
-    """Compares up to ``most`` samples, and returns how many were compared."""
+    """Compares the outputs of up to ``most`` samples. Returns the number of compared samples."""
     import torch
 
     dtype = _dtype(info)
     if dtype is None:
-        raise NotImplementedError("the CPU supports none of the dtypes")
+        raise NotImplementedError("the CPU supports none of the tested dtypes")
     count = 0
     for sample in _samples(info, device, dtype, False, most):
         there = (sample.input, sample.args, sample.kwargs)
@@ -202,7 +215,7 @@ def _forward(info: Any, device: Any, most: int) -> int:
 
 
 def _backward(info: Any, device: Any, most: int) -> int:
-    """Like `_forward`, for gradients."""
+    """Compares the gradients of up to ``most`` samples. Returns the number of compared samples."""
     import torch
 
     dtype = _dtype(info)
@@ -242,12 +255,12 @@ def _backward(info: Any, device: Any, most: int) -> int:
     return count
 
 
-#: Operators whose index arguments must be on the CPU, whatever the device.
+#: Operators whose index arguments must be on the CPU, even if the input is on another device.
 _INDICES_ON_HOST = ("tensor_split",)
 
 
 def _moved(value: Any, to: Any, name: str = "") -> Any:
-    """Copies arguments to a device. A tensor that occurs twice is copied once."""
+    """Copies arguments to a device. Copies a tensor that occurs twice only once."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -268,7 +281,10 @@ def _moved(value: Any, to: Any, name: str = "") -> Any:
 
 
 def _gradients(run: Any, values: Any) -> tuple[Any, Any]:
-    """The result of a call, and the gradients of its inputs for fixed gradients of its outputs."""
+    """Returns the result of a call, and the gradients of its inputs.
+
+    The gradients of the outputs are random numbers with a fixed seed.
+    """
     import torch
 
     torch.manual_seed(3)
@@ -283,9 +299,9 @@ def _gradients(run: Any, values: Any) -> tuple[Any, Any]:
 
 
 def _both(name: str, run: Any, here: Any, device: Any) -> int:
-    """Runs a call on the CPU and on the device, and compares the results.
+    """Runs a call on the CPU and on the device, and compares results and gradients.
 
-    Returns 0 if the CPU fails, else 1.
+    Returns 0 if the call fails on the CPU, else 1.
     """
     there = _moved(here, device, name)
     try:
@@ -297,7 +313,10 @@ def _both(name: str, run: Any, here: Any, device: Any) -> int:
 
 
 def _every(info: Any, device: Any, most: int) -> int:
-    """Compares every dtype, with every set of inputs that require gradients."""
+    """Compares every dtype in `DTYPES`, with every set of up to `MOST_GRADS` differentiable inputs.
+
+    Returns the number of compared calls.
+    """
     import torch
     from torch.utils._pytree import tree_map
 
@@ -337,18 +356,19 @@ def _every(info: Any, device: Any, most: int) -> int:
                 except Exception as error:
                     which = [leaves.index(one) for one in chosen]
                     failed.append(
-                        f"{dtype_name}, gradients of {which}: {type(error).__name__}: "
+                        f"{dtype_name}, gradients of inputs {which}: {type(error).__name__}: "
                         f"{str(error).splitlines()[0]}"
                     )
     if failed:
         raise AssertionError(
-            f"{len(failed)} of {count + len(failed)}: " + "\n".join(dict.fromkeys(failed))
+            f"{len(failed)} of {count + len(failed)} calls failed: "
+            + "\n".join(dict.fromkeys(failed))
         )
     return count
 
 
 def _module(info: Any, device: Any, training: bool) -> int:
-    """Compares results, gradients and buffers of a module."""
+    """Compares results, gradients and buffers of a module. Returns the number of compared calls."""
     import torch
 
     dtype = torch.float32 if torch.float32 in info.dtypes else info.dtypes[0]
@@ -400,7 +420,7 @@ def _evaluation(info: Any, device: Any, most: int) -> int:
 
 
 def _attempt(run: Any, *arguments: Any) -> tuple[str, str]:
-    """The outcome of a comparison, and why it failed."""
+    """Runs a comparison. Returns its outcome and, if it failed, the error and its traceback."""
     try:
         count = run(*arguments)
     except BaseException as error:
@@ -411,7 +431,7 @@ def _attempt(run: Any, *arguments: Any) -> tuple[str, str]:
     return (PASS if count else SKIP), ""
 
 
-#: The comparisons of an entry.
+#: The comparisons of an entry, by mode and by name.
 _PARTS = {
     "operators": {"forward": _forward, "backward": _backward},
     "every": {"every dtype": _every},
@@ -420,7 +440,7 @@ _PARTS = {
 
 
 def _worker(pipe: Any, most: int, what: str, address: str | None) -> None:
-    """Compares the entries whose numbers arrive, until None arrives."""
+    """Receives numbers of entries from ``pipe``, and sends the outcomes, until None arrives."""
     warnings.simplefilter("ignore")
     import torch
     from tensorstream.remote import RemoteMachine
@@ -443,7 +463,7 @@ def _worker(pipe: Any, most: int, what: str, address: str | None) -> None:
 
 
 class _Worker:
-    """A process that compares entries. If it crashes, the next entry starts another."""
+    """A process that compares entries. If it crashes, the next entry starts a new process."""
 
     def __init__(self, most: int, what: str, address: str | None) -> None:
         self._context, self._arguments = mp.get_context("spawn"), (most, what, address)
@@ -497,16 +517,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--samples", type=int, default=6, help="samples of each entry")
+    parser.add_argument(
+        "--samples", type=int, default=6, help="maximum number of samples of each operator"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--modules", action="store_true")
     parser.add_argument(
         "--every",
         action="store_true",
-        help="every dtype, and every set of inputs that require gradients",
+        help="compare seven dtypes, and every set of up to four inputs that require gradients",
     )
     parser.add_argument(
-        "--served", action="store_true", help="on a machine of `tensorstream serve`"
+        "--served", action="store_true", help="use `tensorstream serve`, not a local machine"
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--verbose", action="store_true")
@@ -536,9 +558,7 @@ def main() -> int:
                     print(trace)
     for part in _PARTS[what]:
         tried = [done[at][part][0] for at in wanted if done[at][part][0] != SKIP]
-        print(
-            f"{part}: {tried.count(PASS)} of {len(tried)} the same; crashes: {tried.count('crash')}"
-        )
+        print(f"{part}: {tried.count(PASS)} of {len(tried)} equal; crashes: {tried.count('crash')}")
     return 0
 
 

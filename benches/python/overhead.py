@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Measures the cost of streaming when everything is resident.
+"""Measures the cost of streaming when all weights are resident.
 
-`cargo xtask bench overhead`. Compares forwards of small models, offloaded and in memory, in
+`cargo xtask bench overhead`. Compares forward passes of small models, offloaded and in memory, in
 interleaved rounds. Prints medians and minima.
 """
 
@@ -24,7 +24,7 @@ ROUNDS = 40
 
 
 def interleaved(calls: list[Callable[[], Any]], rounds: int = ROUNDS) -> list[list[float]]:
-    """The milliseconds of each call in each round."""
+    """Runs the calls in interleaved rounds. Returns the milliseconds of all rounds, by call."""
     for _ in range(5):
         for call in calls:
             call()
@@ -38,18 +38,25 @@ def interleaved(calls: list[Callable[[], Any]], rounds: int = ROUNDS) -> list[li
 
 
 def show(name: str, uses: int, memory: list[float], offloaded: list[float]) -> None:
-    """Prints both times, their ratio, and the difference per use of a unit."""
+    """Prints the times of both models and their ratio, and the difference per use of a unit.
+
+    Args:
+        name: A description of the model.
+        uses: The number of units that a forward pass uses.
+        memory: The milliseconds of each round in memory.
+        offloaded: The milliseconds of each round with the offloaded model.
+    """
     a, b = statistics.median(memory), statistics.median(offloaded)
     least = min(offloaded) / min(memory)
     each = (min(offloaded) - min(memory)) / uses * 1e3
     print(
-        f"{name:38} {a:8.3f} ms, offloaded {b:8.3f} ms: {b / a:.2f} (minima {least:.2f}), "
-        f"{each:5.1f} µs per use"
+        f"{name:38} {a:8.3f} ms, offloaded {b:8.3f} ms, ratio {b / a:.2f} (of minima {least:.2f}), "
+        f"{each:5.1f} µs more per use"
     )
 
 
 class MatrixAndLinear(nn.Module):
-    """A module with its own parameter and a child."""
+    """A module with a parameter and a child module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +68,7 @@ class MatrixAndLinear(nn.Module):
 
 
 def offloaded(model: nn.Module) -> nn.Module:
-    """A copy of the model, offloaded with a budget that keeps everything resident."""
+    """Returns a copy of the model, offloaded with a budget that keeps everything resident."""
     size = 3 * sum(parameter.nbytes for parameter in model.parameters()) + 8 * MIB
     return ts.offload(copy.deepcopy(model), ts.Config(storage_path=tempfile.mkdtemp(), budget=size))
 

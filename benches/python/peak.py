@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Compares the peak memory of a process that streams a model with one that has it in memory.
+"""Compares the peak memory of a process that streams a model with that of a control process.
 
-`cargo xtask bench peak`; `ci` runs the first case. Fails unless peak(streamed) <= peak(in memory) -
-(weights - budget) + 16 MiB. Each run is a process, and the median of 5 counts. The control reads
-its weights into allocated memory, because pages of a mapped file would count as its memory.
+The control loads the whole model into allocated memory. It does not map the file, because mapped
+pages would count as its memory.
+
+`cargo xtask bench peak` runs both models, and `cargo xtask ci` the first one. Each run is a
+process, and each peak is the median of 5 runs. The script fails unless both conditions hold:
+
+- peak(streamed) <= peak(in memory) - (weights - budget) + 16 MiB
+- the engine's memory is within its budget in every run
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ CASES = {"minilm": 60, "llama": 800}
 
 
 def contender(model_name: str, how: str) -> None:
-    """The process of a run, "streamed" or "in-memory". Prints its figures as JSON."""
+    """Runs a model, "streamed" or "in-memory", in this process. Prints its figures as JSON."""
     import tensorstream as ts
     import torch
     import transformers
@@ -77,8 +82,8 @@ def main(cases: list[str]) -> int:
             flush=True,
         )
     print(
-        f"\npeaks within the allowed ones (medians of {RUNS}), and the memory of the engine always "
-        f"within its budget: {held}"
+        f"\neach peak (median of {RUNS}) is within the allowed peak, and the engine was within its "
+        f"budget in every run: {held}"
     )
     return 0 if held else 1
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Measures the device ``ts`` next to other ways to run operators remotely.
+"""Compares the device ``ts`` with other ways to run operators remotely.
 
 usage: remote.py [--rounds 31] [--ops 2048] [--mib 256] [--steps 50] [--peers]
 
-All figures are medians of interleaved rounds.
+Rates and durations are medians. The rounds of operators and of copies are interleaved.
 
---rounds: rounds of operators; copies have a third of them.
---peers: also torch.distributed.rpc, Ray and mycelya-torch, if they can be imported.
+--rounds: the number of rounds of operators. Copies run in a third as many rounds.
+--ops: the number of operators in a round.
+--mib: the size of a copy in MiB.
+--steps: the number of training steps of each model.
+--peers: also measure torch.distributed.rpc, Ray and mycelya-torch, if they can be imported.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from torch import nn
 
 
 def _rates(peers: dict[str, Any], rounds: int, count: int) -> None:
-    """Prints the cost of an operator for each peer, relative to the bare server."""
+    """Prints the cost of an operator for each peer, alone and relative to the bare server."""
     seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in peers}
     for turn in range(-1, rounds):
         for name, peer in peers.items():
@@ -58,8 +61,9 @@ def _rates(peers: dict[str, Any], rounds: int, count: int) -> None:
 
 
 def _others(ours: Tensors, rounds: int, count: int) -> None:
-    """Compares ours with each installed library, one at a time, because some keep a core busy while
-    they are idle.
+    """Compares the device ``ts`` with each installed library.
+
+    Creates and ends one library after the other, because some keep a core busy while they are idle.
     """
     makes: dict[str, Callable[[], Any]] = {
         "mycelya-torch, mock": Mycelya,
@@ -99,7 +103,7 @@ class _Recurrent(nn.Module):
 
 
 def _models() -> dict[str, tuple[nn.Module, torch.Tensor, torch.Tensor]]:
-    """Models, with inputs and labels."""
+    """Returns small models by name, each with inputs and labels."""
     perceptron = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 3))
     convolutional = nn.Sequential(
         nn.Conv2d(3, 8, 3),
@@ -127,7 +131,11 @@ def _train(
     steps: int,
     waits: Callable[[], int],
 ) -> tuple[list[float], list[int], list[float]]:
-    """Trains a model; returns the loss, waits and milliseconds of each step."""
+    """Trains a model for ``steps`` steps.
+
+    Returns the loss, the number of waits, and the milliseconds of each step. ``waits`` returns the
+    number of waits so far.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     torch.manual_seed(3)
     losses, waited, times = [], [], []
@@ -207,7 +215,7 @@ def _decode(machine: RemoteMachine, waits: Callable[[], int]) -> None:
 
 
 def _overhead(machine: RemoteMachine) -> None:
-    """Measures the client side of an addition, with and without a cached signature."""
+    """Measures the client's time for an addition, with and without a cached signature."""
     x, y = torch.ones(8, 8, device=machine.device()), torch.ones(8, 8, device=machine.device())
     here = torch.ones(8, 8)
     both: list[tuple[float, float]] = []
@@ -232,16 +240,20 @@ def _overhead(machine: RemoteMachine) -> None:
         inferred.append(seconds(lambda args=args: _infer.infer(op, args, None)))
     uncached_us, inferred_us = 1e6 * statistics.median(uncached), 1e6 * statistics.median(inferred)
     print(
-        f"\naddition of two tensors, one thread, median: {cached:.2f} µs cached "
-        f"({least:.2f} in the best of 40 blocks),"
+        f"\nmedian time to add two tensors on one thread, cached: {cached:.2f} µs "
+        f"({least:.2f} in the best of 40 blocks)"
     )
-    print(f"{cached / on_cpu:.1f} of an addition on the CPU ({on_cpu:.2f} µs);")
-    print(f"{uncached_us:.1f} µs not cached,")
-    print(f"{uncached_us / inferred_us:.2f} of meta inference alone ({inferred_us:.1f} µs)")
+    print(f"relative to an addition on the CPU ({on_cpu:.2f} µs): {cached / on_cpu:.1f}")
+    print(f"not cached: {uncached_us:.1f} µs")
+    print(f"relative to meta inference ({inferred_us:.1f} µs): {uncached_us / inferred_us:.2f}")
 
 
 def _raw_server(address: Any, bound: Any, size: int) -> None:
-    """Serves raw copies (u, d) and copies by torch.save and torch.load (U, D) over a socket."""
+    """Serves copies over a socket: raw bytes (u, d), or torch.save and torch.load (U, D).
+
+    The requests u and U are copies to the server, and d and D are copies from the server. First
+    sends the address of the socket to ``bound``.
+    """
     torch.set_num_threads(1)
     listener = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     listener.bind(address)
@@ -266,7 +278,14 @@ def _raw_server(address: Any, bound: Any, size: int) -> None:
 
 
 def _copies(machine: RemoteMachine, address: Any, rounds: int, mib: int) -> None:
-    """Compares copies with a raw socket at an address of the same kind."""
+    """Compares copies to and from the machine with copies over a raw socket.
+
+    Args:
+        machine: The machine to measure.
+        address: The address for the raw socket, of the same kind as that of the machine.
+        rounds: The number of interleaved rounds.
+        mib: The size of a copy in MiB.
+    """
     size, (ours, theirs) = mib << 20, mp.Pipe()
     mp.Process(target=_raw_server, args=(address, theirs, size), daemon=True).start()
     sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)

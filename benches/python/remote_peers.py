@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Other ways to run operators in another process, for remote.py.
 
-Each peer has three methods. ``one()`` adds once and waits for the result. ``chain(count)`` issues
-additions, each to the result of the one before, without waiting, and returns a reference to the
-last result. ``value(reference)`` waits for it. All peers start with 1.0 and add 1.0.
+All peers start with 1.0 and add 1.0. A peer has a method ``measure``, or these three methods:
+
+- ``one()`` runs one addition, and waits for its result.
+- ``chain(count)`` issues additions without waiting. Each adds to the result of the previous one.
+  Returns a reference to the last result.
+- ``value(reference)`` waits for a result, and returns it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ BATCH = 64
 
 
 def exact(sock: socket.socket, size: int, into: bytearray | None = None) -> bytearray:
-    """Reads exactly ``size`` bytes from a socket. Exits if the socket is closed."""
+    """Reads exactly ``size`` bytes from a socket to the start of ``into``, by default a new buffer.
+
+    Returns the buffer. Exits the process if the socket is closed.
+    """
     into = bytearray(size) if into is None else into
     view, at = memoryview(into)[:size], 0
     while at < size:
@@ -59,7 +65,7 @@ def _batches(count: int) -> list[list[tuple[Any, ...]]]:
 
 
 def _bare_server(family: socket.AddressFamily, address: Any, bound: Any) -> None:
-    """The process of `Bare`. Sends the address of its socket to ``bound``."""
+    """Runs the server process of `Bare`. First sends the address of its socket to ``bound``."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     listener = socket.socket(family)
@@ -76,27 +82,30 @@ def _bare_server(family: socket.AddressFamily, address: Any, bound: Any) -> None
 
 
 def _without_delay(sock: socket.socket) -> socket.socket:
-    """Turns off Nagle's algorithm."""
+    """Turns off Nagle's algorithm if this is a TCP socket. Returns the socket."""
     if sock.family == socket.AF_INET:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """The duration of a call."""
+    """Returns the duration of a call in seconds."""
     since = time.perf_counter()
     run()
     return time.perf_counter() - since
 
 
 def median_us(run: Callable[[], object], count: int = 300) -> float:
-    """The median duration of ``count`` calls, in microseconds."""
+    """Returns the median duration of ``count`` calls, in microseconds."""
     return 1e6 * statistics.median(seconds(run) for _ in range(count))
 
 
 def measure(peer: Any, count: int) -> tuple[float, float, float]:
-    """Measures a peer: microseconds of an addition with its wait, microseconds to issue one without
-    waiting, and additions per second.
+    """Measures a peer with a chain of ``count`` additions, and with single additions.
+
+    Returns:
+        The microseconds of one addition with its wait, the microseconds to issue one addition
+        without waiting, and the additions per second.
     """
     if hasattr(peer, "measure"):
         return peer.measure(count)
@@ -111,7 +120,7 @@ def measure(peer: Any, count: int) -> tuple[float, float, float]:
 class Bare:
     """A Python process that runs operators by name on its tensors, in marshalled batches of 64.
 
-    Its client knows no shapes, and it acknowledges and frees nothing.
+    The client does not compute shapes and frees no tensors. The server sends no acknowledgements.
     """
 
     def __init__(self, address: Any) -> None:
@@ -138,7 +147,7 @@ class Bare:
 
 
 class Tensors:
-    """A tensor of a PyTorch device, used as an ordinary program uses it."""
+    """Tensors of a PyTorch device, used with ordinary PyTorch calls."""
 
     def __init__(self, one: torch.Tensor) -> None:
         self._one = one
@@ -159,7 +168,8 @@ class Tensors:
 class Mycelya:
     """The mock machine of mycelya-torch, which runs in its client's process without a transport.
 
-    It has a separate process here, because a process of PyTorch supports one additional device.
+    This class runs it in a separate process, because PyTorch supports only one additional device
+    in a process.
     """
 
     def __init__(self) -> None:
@@ -196,7 +206,7 @@ def _mycelya() -> None:
 
 
 def _rpc(name: str, rank: int, port: int) -> Any:
-    """Joins a group of two processes on the loopback, and returns the module ``rpc``."""
+    """Joins a group of two processes on the loopback interface. Returns the module ``rpc``."""
     from torch.distributed import rpc
 
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TP_SOCKET_IFNAME="lo")
@@ -241,7 +251,7 @@ class Rpc:
 
 
 class Ray:
-    """A Ray actor that stores tensors by number, with one or 64 operators per call."""
+    """A Ray actor that stores tensors by number. A call runs ``batch`` operators, at most 64."""
 
     def __init__(self, batch: int) -> None:
         import ray

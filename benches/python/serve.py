@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Compares loading a checkpoint from a server with a raw socket and with the file itself.
+"""Compares three ways to load a checkpoint: from a server, over a raw socket, and from the file.
 
-`cargo xtask bench serve`. ``tensorstream serve-weights`` runs on this machine, with the file in its
-page cache. The raw socket sends the bytes of the file with ``sendfile``. All load into new memory,
-as loaders do.
+`cargo xtask bench serve`. ``tensorstream serve-weights`` runs on this machine, with the file in the
+page cache. The raw socket sends the bytes of the file with ``sendfile``. All three load into new
+memory, as loaders do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TENSORS, BYTES, ROUNDS = 64, 16 << 20, 9
 
 
 def send(file: Path, port: multiprocessing.connection.Connection) -> None:
-    """Sends a file to each client of a raw socket. Sends the address of the socket to ``port``."""
+    """Sends a file to each client of a raw socket. First sends the socket's address to ``port``."""
     listener = socket.create_server(("127.0.0.1", 0))
     port.send(listener.getsockname())
     while True:
@@ -38,7 +38,7 @@ def send(file: Path, port: multiprocessing.connection.Connection) -> None:
 
 
 def by_socket(address: tuple[str, int], size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Receives a file from a raw socket."""
+    """Receives a file of ``size`` bytes from a raw socket into a new array."""
     array = np.empty(size, np.uint8)
     rest = memoryview(array)
     with socket.create_connection(address) as connection:
@@ -79,7 +79,7 @@ def main() -> int:
                 "load_file, the file": lambda: ts.load_file(file),
             }
             rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for turn in range(ROUNDS + 1):  # The first warms up.
+            for turn in range(ROUNDS + 1):  # The first is a warm-up.
                 for kind, load in kinds.items():
                     began = time.perf_counter()
                     loaded = load()

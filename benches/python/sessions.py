@@ -3,8 +3,13 @@
 
 usage: sessions.py [--pairs 9] [--ops 4096] [--opened 50]
 
-Compares it with the same server in one process, in interleaved pairs, over TCP, Unix sockets and
-TLS. Also measures how long it takes to open a session. Needs openssl.
+Compares ``tensorstream serve`` with a server that runs all sessions in one process. Measures both
+in interleaved pairs, over TCP, Unix sockets and TLS. Also measures the time to open a session.
+Requires openssl.
+
+--pairs: the number of pairs for each transport.
+--ops: the number of operators in a measurement.
+--opened: the number of sessions to open.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from remote_peers import Tensors, measure
 from servers import listening, served
 from tensorstream.remote import RemoteMachine
 
-#: A server with one process for all sessions, as in a ``local`` machine.
+#: The program of a server that runs all sessions in one process, as a ``local`` machine does.
 _ONE_PROCESS = """
 import sys, torch
 from tensorstream.remote.server._server import devices_of, server
@@ -40,7 +45,10 @@ served.run()
 
 
 def _certificates(directory: Path) -> tuple[str, str, str]:
-    """Writes an authority, a certificate for 127.0.0.1 and its key, and returns their paths."""
+    """Writes the certificate of an authority, and a certificate for 127.0.0.1 with its key.
+
+    Returns the three paths in this order.
+    """
     ca, ca_key, cert, key = (
         str(directory / f"{name}.pem") for name in ("ca", "ca-key", "cert", "key")
     )
@@ -73,7 +81,7 @@ def _certificates(directory: Path) -> tuple[str, str, str]:
 
 
 def _opened(address: str, count: int) -> list[float]:
-    """The milliseconds to open a session, ``count`` times."""
+    """Opens ``count`` sessions one after the other. Returns the milliseconds that each took."""
     times = []
     for _ in range(count):
         since = time.perf_counter()
@@ -92,7 +100,7 @@ def main() -> int:
     parser.add_argument("--opened", type=int, default=50)
     options = parser.parse_args()
     if shutil.which("openssl") is None:
-        sys.exit("sessions.py needs openssl for the certificates: apt-get install openssl")
+        sys.exit("cannot create certificates without openssl: apt-get install openssl")
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     print(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Compares the bandwidth of a model that streams with fio on the same shard, in nine rounds.
+"""Compares the read bandwidth of a streaming model with that of fio, in nine rounds.
 
-`cargo xtask bench storage`. Both read with direct I/O, and the model decodes at the same time. fio
-reads into ordinary memory and, if they can be reserved, into huge pages, which the engine uses.
+`cargo xtask bench storage`. Both use direct I/O. fio reads the first shard of the model. The model
+also decodes tokens while it streams its weights. fio reads into ordinary pages. If huge pages can
+be reserved, fio also reads into huge pages, as the engine does.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> int:
             disks["ordinary pages"].append(fio(shard, 2))
             if huge:
                 disks["huge pages"].append(fio(shard, 2, huge=True))
-            model(ids)  # The ring was full while fio ran. This restores the steady state.
+            model(ids)  # Restores the steady state: the engine filled its buffers during fio.
             before, began = ts.stats(model)["read_bytes"], time.perf_counter()
             for _ in range(2):
                 model(ids)
@@ -65,7 +66,7 @@ def main() -> int:
 
 
 def fluctuation(rates: list[float]) -> str:
-    """The standard deviation divided by the mean."""
+    """Returns the standard deviation divided by the mean, in percent."""
     return f"{statistics.stdev(rates) / statistics.mean(rates):.0%}"
 
 

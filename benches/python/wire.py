@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Compares sending tensors between two Python processes with other libraries.
+"""Compares TensorStream with other libraries, for sending tensors between two Python processes.
 
 `cargo xtask bench wire-peers`. The contenders are raw sockets, Python's TLS, shared memory, Arrow
 Flight, gRPC and ZeroMQ.
 
-A child process has a float32 array. This process measures the time from its request for tensors
-until the last one is in an array of numpy, whose last element it reads. Each contender is used as
-its users would: raw sockets send 1 MiB at a time into an array that is reused, Flight and ZeroMQ
-return their own memory without a copy, and gRPC sends parts of 1 MiB, which are copied. Rounds are
-interleaved, and each end is pinned to its own core unless ``--unpinned`` is given. Ratios are
-medians of the ratios of each round.
+A child process sends tensors, which are parts of a float32 array. This process measures the time
+from its request until the last tensor is in a numpy array. It reads the last element of each array.
+
+- Each contender is used as its users would use it. Raw sockets send 1 MiB or a whole tensor at a
+  time, and receive into a reused array. Flight and ZeroMQ return their own memory without a copy.
+  gRPC sends parts of 1 MiB, and this process copies them into an array.
+- Rounds are interleaved. Ratios of rates are medians of the ratios of each round.
+- Each end is pinned to its own core, unless ``--unpinned`` is given.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import numpy as np
 MIB = 1 << 20
 #: The largest tensor, in bytes.
 TOP = 256 * MIB
-#: Bytes of a tensor, and the number of tensors in a round.
+#: The size of a tensor in bytes, and the number of tensors in a round, by name of the size.
 SIZES = {"1 MiB": (MIB, 256), "16 MiB": (16 * MIB, 16), "256 MiB": (TOP, 4)}
 ROUNDS, PINGS, MESSAGE = 10, 300, bytes(64)
 OURS = ("ours, TCP", "ours, TLS", "ours, shared memory")
@@ -66,12 +68,15 @@ def fill(
 
 
 def slots(segment: SharedMemory) -> list[np.ndarray[Any, Any]]:
-    """The two arrays of a shared memory segment, which are used in turn."""
+    """Returns the two arrays of a shared memory segment. The ends use the arrays in turn."""
     return [np.frombuffer(segment.buf, np.float32, TOP // 4, at * TOP) for at in (0, 1)]
 
 
 def serve(kind: str, control: Any, directory: str, segment: str | None) -> None:
-    """The child process, which has the array. Sends its address to ``control``."""
+    """Runs the child process, which sends tensors on request.
+
+    First sends its address to ``control``.
+    """
     pin(1)
     array = np.ones(TOP // 4, np.float32)
     view = memoryview(array).cast("B")
@@ -124,7 +129,11 @@ def serve(kind: str, control: Any, directory: str, segment: str | None) -> None:
 def run_requests(
     control: Any, send: Callable[[int, int], object], echo: Callable[[], object]
 ) -> None:
-    """Sends tensors or echoes messages, as the other end requests."""
+    """Serves the requests that arrive from ``control``, until None arrives.
+
+    A request consists of a size ``n`` and a count. Calls ``send`` count times, or ``echo`` if ``n``
+    is 0.
+    """
     for n, count in iter(control.recv, None):
         for number in range(count):
             if n:
@@ -187,9 +196,10 @@ def serve_grpc(view: memoryview, control: Any) -> None:
 def connect(
     kind: str, control: Any, address: Any, directory: str, segment: SharedMemory | None
 ) -> tuple[Arrays, Callable[[], object] | None]:
-    """Connects to a child.
+    """Connects to a child process.
 
-    Returns a function that receives arrays, and one that sends a message and waits for its echo.
+    Returns a function that requests and receives arrays, and a function that sends a message and
+    waits for its echo. The latter is None for contenders without messages.
     """
     memory = np.zeros(TOP // 4, np.float32)
     view = memoryview(memory).cast("B")
@@ -261,7 +271,7 @@ def connect(
         if not two:
             fill(raw, view[:n], *whole)
             return memory[: n // 4]
-        # Each byte grants a slot: two at the start, then one when a slot has been read.
+        # Each byte grants the other end a slot: two at the start, then one after each slot is read.
         raw.send(b"c" * min(2, count) if number == 0 else b"c" * (number + 1 < count))
         raw.recv(1)
         np.copyto(memory[: n // 4], two[number & 1][: n // 4])
@@ -276,8 +286,8 @@ def connect(
 def pin(core: int) -> None:
     """Pins this process to a core, unless ``--unpinned`` is given.
 
-    Otherwise it is up to chance which processes share a core. Libraries with several threads lose
-    more by pinning.
+    Without pinning, both ends may happen to share a core. Pinning slows down libraries with several
+    threads more than others.
     """
     if "--unpinned" in sys.argv:
         return
@@ -300,9 +310,10 @@ def main() -> int:
             process = multiprocessing.Process(target=serve, args=arguments, daemon=True)
             process.start()
             peers[kind] = (process, near, *connect(kind, near, near.recv(), directory, shared))
-        for turn in range(ROUNDS + 1):  # The first warms up.
+        for turn in range(ROUNDS + 1):  # The first is a warm-up.
             for size, (n, count) in SIZES.items():
-                # They take turns to run first, because the first one meets what the last one left.
+                # The contenders take turns to run first, because the previous contender affects the
+                # contents of the caches.
                 for kind in KINDS[turn % len(KINDS) :] + KINDS[: turn % len(KINDS)]:
                     if kind not in peers:
                         continue
@@ -326,11 +337,11 @@ def main() -> int:
         segment.unlink()
     report(list(peers), rates, trips)
     sys.stdout.flush()
-    os._exit(0)  # Views of the segment are alive, so it cannot be closed.
+    os._exit(0)  # Skips closing the segment, which would fail because views of it still exist.
 
 
 def pings(control: Any, trip: Callable[[], object], kind: str) -> Iterator[float]:
-    """The duration of each of many round trips, in microseconds."""
+    """Yields the duration of each of ``PINGS`` round trips, in microseconds."""
     if kind != "gRPC":
         control.send((0, PINGS))
     for _ in range(PINGS):
@@ -342,11 +353,11 @@ def pings(control: Any, trip: Callable[[], object], kind: str) -> Iterator[float
 def report(
     kinds: list[str], rates: dict[tuple[str, str], list[float]], trips: dict[str, list[float]]
 ) -> None:
-    """Prints the table of rates and ratios."""
+    """Prints a table of rates, round trips and ratios."""
     print(
         f"| {ROUNDS} rounds, medians | "
         + " | ".join(f"{size}, GB/s" for size in SIZES)
-        + " | 64 bytes and back, µs |"
+        + " | round trip of 64 bytes, µs |"
     )
     print("|---|" + "---|" * (len(SIZES) + 1))
     for kind in kinds:
@@ -372,7 +383,7 @@ def report(
 
 
 def certificate(directory: str) -> None:
-    """Writes a self-signed certificate and its key."""
+    """Writes a self-signed certificate for 127.0.0.1 and its key into a directory."""
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 "
     command += "-subj /CN=127.0.0.1 "
     command += "-addext subjectAltName=IP:127.0.0.1 -addext basicConstraints=critical,CA:FALSE "

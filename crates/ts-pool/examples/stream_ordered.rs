@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Allocates and frees device memory in stream order, on the CPU device.
 //!
-//! Run it with `cargo run -p ts-pool --example stream_ordered`. Replace `CpuDevice` by `CudaDevice`
-//! (feature `cuda`) to run the same program on a GPU.
+//! Run it with `cargo run -p ts-pool --example stream_ordered`. To run the same program on a GPU,
+//! replace `CpuDevice::new()` with `CudaDevice::new(0)` (feature `cuda`).
 
 use std::thread::sleep;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use ts_pool::{Error, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool};
 
 const MIB: usize = 1 << 20;
 
-/// Stands for a kernel that takes a while.
+/// Returns a function that sleeps for 50 ms, as a stand-in for a kernel.
 fn kernel() -> HostFn {
     HostFn::new(|| sleep(Duration::from_millis(50)))
 }
@@ -21,12 +21,12 @@ fn main() -> Result<(), Error> {
     let device = CpuDevice::new()?;
     let copies = device.create_stream(StreamPriority::Normal)?;
     let compute = device.create_stream(StreamPriority::High)?;
-    // One segment with room for one buffer, so that every allocation below reuses the same memory.
+    // The pool has one segment with room for one buffer, so the allocations below share its memory.
     let options = OrderedOptions::default().with_segment_bytes(MIB).with_limit_bytes(MIB);
     let pool = StreamOrderedPool::new(device.clone(), options);
 
-    // The same stream reuses freed memory at once, although the kernel still runs: the work that
-    // uses `second` runs after it.
+    // The same stream reuses freed memory at once, although the kernel still runs. This is safe,
+    // because work that uses `second` runs after the kernel.
     let first = pool.allocate_for_stream(MIB, &copies)?;
     let range = first.range()?;
     copies.launch_host_fn(kernel().writes(range))?;
@@ -34,15 +34,15 @@ fn main() -> Result<(), Error> {
     let second = pool.allocate_for_stream(MIB, &copies)?;
     assert_eq!(second.range()?, range);
 
-    // Another stream takes the memory too. The pool makes `compute` wait on the device for
-    // `copies`; this thread does not wait.
+    // Another stream can take the memory too. The pool makes `compute` wait for `copies` on the
+    // device. This thread does not wait.
     drop(second);
     let third = pool.allocate_for_stream(MIB, &compute)?;
     assert_eq!(third.range()?, range);
-    println!("taken from another stream: {}", pool.stats().reused_across_streams);
+    println!("blocks taken from another stream: {}", pool.stats().reused_across_streams);
 
-    // A buffer can be used on a second stream. The event orders the accesses, and `record_use`
-    // keeps the memory from being reused before the second stream is done with it.
+    // A second stream can use a buffer. The event orders the accesses. `record_use` keeps the pool
+    // from reusing the memory before the second stream is done with it.
     compute.launch_host_fn(kernel().writes(range))?;
     let written = device.create_event()?;
     compute.record(&written)?;

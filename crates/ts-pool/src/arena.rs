@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A contiguous range of host memory: an anonymous mapping, on huge pages if the system provides
-//! them, or pinned memory of a device.
+//! A contiguous range of host memory. It is either an anonymous mapping, with huge pages if the
+//! system provides them, or host memory that a device allocated, usually pinned.
 
 use std::ptr::NonNull;
 
@@ -11,14 +11,18 @@ use ts_streams::{Device, MemoryKind, RawMemory};
 
 use crate::Error;
 
-/// Alignment of blocks in bytes; their sizes are multiples of it. One page, which satisfies the
-/// memory alignment that any file system requires for direct I/O.
+/// Alignment of blocks in bytes. The size of a block is a multiple of it.
+///
+/// 4096 bytes is the usual page size, and enough for the alignment that file systems require for
+/// direct I/O.
 pub const BLOCK_ALIGN: usize = 4096;
 
-/// Alignment of the arena's first byte: the size of a huge page on x86-64 and arm64.
+/// Alignment in bytes of mapped arenas that are at least this long: the usual size of a huge page
+/// on x86-64 and arm64.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Zeroed memory at a fixed address. The system allocates the pages of a mapping on first touch.
+/// Memory at a fixed address, initially zeroed. The system allocates the pages of a mapping on
+/// first touch.
 #[derive(Debug)]
 pub(crate) struct Arena {
     memory: Memory,
@@ -26,50 +30,58 @@ pub(crate) struct Arena {
     len: usize,
 }
 
-/// Owns the memory that the base of an arena points into. It is never dereferenced, because blocks
-/// alias it.
+/// The owner of the memory that `Arena::base` points into. The bytes are never accessed through the
+/// owner, because blocks alias them.
 #[derive(Debug)]
 enum Memory {
     Mapping(MmapMut),
     Device { _memory: Box<dyn RawMemory> },
 }
 
-// SAFETY: the mapping is plain memory at a fixed address. `Arena` does not access it after
-// construction; all access goes through the disjoint blocks that `pool` hands out.
+// SAFETY: the memory has a fixed address and is not tied to a thread. `Arena` does not access it
+// after construction; all access goes through the disjoint blocks that `HostPool` allocates.
 unsafe impl Send for Arena {}
-// SAFETY: as above; a shared reference only returns addresses.
+// SAFETY: the safe methods that take `&self` only return addresses, or advise the system about
+// pages without changing their contents.
 unsafe impl Sync for Arena {}
 
 impl Arena {
     /// Maps `len` bytes of anonymous memory.
+    ///
+    /// # Errors
+    /// Returns [`Error::Map`] if the system cannot map the memory.
     pub(crate) fn new(len: usize) -> Result<Self, Error> {
         let failed = |source| Error::Map { bytes: len, source };
-        // Spare room to align the base. It costs address space, not memory.
+        // The spare bytes for aligning the base cost address space, but no memory.
         let align = if len >= HUGE_PAGE { HUGE_PAGE } else { 4096 };
         let size =
             len.checked_add(align).ok_or_else(|| failed(std::io::ErrorKind::OutOfMemory.into()))?;
         let mut mapping = MmapOptions::new().len(size).map_anon().map_err(failed)?;
         #[cfg(target_os = "linux")]
         {
-            // A forked child would share every page copy-on-write, and each write in the parent
-            // would then copy a page.
+            // Without this advice, a forked child would share every page copy-on-write, and the
+            // first write to each page in the parent would copy the page.
             let _ = mapping.advise(memmap2::Advice::DontFork);
         }
         let start = mapping.as_mut_ptr();
         let skip = start.align_offset(align);
-        // Without huge pages the arena works too; only the first touch is slower. The advice covers
-        // whole huge pages only, because touching a partial one would allocate memory past the end.
+        // The result is ignored, because the arena also works without huge pages, only more slowly.
+        // The advice covers whole huge pages only, because touching a partial one would allocate
+        // memory past the end.
         #[cfg(target_os = "linux")]
         let _ = mapping.advise_range(memmap2::Advice::HugePage, skip, len - len % HUGE_PAGE);
-        // SAFETY: `skip < align` and the mapping has `len + align` bytes, so the result is inside.
+        // SAFETY: `skip < align`, and the mapping has `len + align` bytes. So the result is inside
+        // the mapping, and is not null.
         let base = unsafe { NonNull::new_unchecked(start.add(skip)) };
         Ok(Self { memory: Memory::Mapping(mapping), base, len })
     }
 
-    /// Allocates host memory that the device can access directly (pinned memory), and zeroes it.
+    /// Allocates pinned host memory, which the device can access directly, and zeroes it. A device
+    /// without pinned memory may return ordinary host memory.
     ///
     /// # Errors
-    /// Returns [`Error::Device`] if the device has no such memory.
+    /// Returns [`Error::Device`] if the device cannot allocate host memory. Returns [`Error::Map`]
+    /// if `len` exceeds the address space, or if the memory is too short or not aligned.
     pub(crate) fn of_device<D: Device>(device: &D, len: usize) -> Result<Self, Error> {
         let failed = || Error::Map { bytes: len, source: std::io::ErrorKind::OutOfMemory.into() };
         let layout = Layout::from_size_align(len, BLOCK_ALIGN).map_err(|_| failed())?;
@@ -82,7 +94,13 @@ impl Arena {
         }
         let range = memory.range();
         if range.len() < len || !range.address().is_multiple_of(BLOCK_ALIGN) {
-            return Err(failed());
+            let reason = format!(
+                "the device returned {} bytes at {:#x}, expected at least {len} bytes aligned to \
+                 {BLOCK_ALIGN}",
+                range.len(),
+                range.address()
+            );
+            return Err(Error::Map { bytes: len, source: std::io::Error::other(reason) });
         }
         let base = NonNull::new(range.as_ptr()).ok_or_else(failed)?;
         // SAFETY: `RawMemory` guarantees that nobody else uses the memory and that the host can
@@ -91,11 +109,14 @@ impl Arena {
         Ok(Self { memory: Memory::Device { _memory: Box::new(memory) }, base, len })
     }
 
-    /// Returns the pages of a range to the system; they read as zeros afterwards. Does nothing for
-    /// device memory and on systems other than Linux.
+    /// Returns the pages of a range to the system. The range then reads as zeros. Does nothing for
+    /// memory that a device allocated, and on systems other than Linux.
+    ///
+    /// # Panics
+    /// Panics if the range is not inside the arena.
     ///
     /// # Safety
-    /// Nobody accesses the range during the call, and nobody relies on its old contents afterwards.
+    /// No thread may access the range during the call or rely on its old contents afterwards.
     pub(crate) unsafe fn discard(&self, offset: usize, len: usize) {
         self.check_range(offset, len);
         #[cfg(target_os = "linux")]
@@ -103,14 +124,18 @@ impl Arena {
             use memmap2::UncheckedAdvice::DontNeed;
             let Memory::Mapping(mapping) = &self.memory else { return };
             let skip = self.base.as_ptr().addr() - mapping.as_ptr().addr();
-            // SAFETY: the caller guarantees that nobody uses the range. It is inside the arena,
-            // which starts `skip` bytes after the start of the mapping.
+            // SAFETY: the caller guarantees that no thread accesses the range or relies on its
+            // contents. The range is inside the arena (`check_range`), which starts `skip` bytes
+            // after the start of the mapping.
             let _ = unsafe { mapping.unchecked_advise_range(DontNeed, skip + offset, len) };
         }
     }
 
-    /// Allocates the pages of a range now and keeps their contents. Does nothing for device memory,
-    /// on Linux before 5.14 and on other systems: pages are then allocated on first touch.
+    /// Allocates the pages of a range now instead of on first touch. Keeps their contents. Does
+    /// nothing for memory that a device allocated, on Linux before 5.14, and on other systems.
+    ///
+    /// # Panics
+    /// Panics if the range is not inside the arena.
     pub(crate) fn populate(&self, offset: usize, len: usize) {
         self.check_range(offset, len);
         #[cfg(target_os = "linux")]
@@ -133,10 +158,10 @@ impl Arena {
         self.len
     }
 
-    /// Returns the address of the byte at `offset`, which may be the end of the arena.
+    /// Returns the address `offset` bytes after the base. `offset` may equal the arena's length.
     pub(crate) fn at(&self, offset: usize) -> NonNull<u8> {
         self.check_range(offset, 0);
-        // SAFETY: the check above keeps the result inside the mapping or at its end.
+        // SAFETY: `check_range` keeps the result inside the arena or at its end.
         unsafe { self.base.add(offset) }
     }
 }

@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::Error;
 
-/// A hard limit on bytes that several memory pools share. Clones are handles to the same budget.
+/// A hard limit, in bytes, that several memory pools share. Clones are handles to the same budget.
 ///
+/// # Examples
 /// ```
 /// use ts_pool::Budget;
 ///
@@ -29,7 +30,7 @@ struct BudgetInner {
 }
 
 impl Budget {
-    /// Creates a budget of `limit_bytes` with no reservations.
+    /// Creates a budget of `limit_bytes` without reservations.
     pub fn new(limit_bytes: usize) -> Self {
         let inner = BudgetInner {
             limit: limit_bytes,
@@ -39,10 +40,11 @@ impl Budget {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Reserves `bytes` until the returned reservation is dropped. Never blocks.
+    /// Reserves `bytes` bytes until the returned reservation is dropped. Never blocks.
     ///
     /// # Errors
-    /// Returns [`Error::OverBudget`], and reserves nothing, if fewer bytes are left.
+    /// Returns [`Error::OverBudget`], and reserves nothing, if fewer than `bytes` bytes are
+    /// unreserved.
     pub fn reserve(&self, bytes: usize) -> Result<Reservation, Error> {
         let inner = &self.inner;
         let taken = inner.used.fetch_update(Ordering::AcqRel, Ordering::Acquire, |used| {
@@ -77,7 +79,7 @@ impl Budget {
     }
 }
 
-/// Bytes reserved from a [`Budget`]. Dropping it releases them.
+/// Bytes reserved from a [`Budget`]. Dropping the reservation releases the bytes.
 #[derive(Debug)]
 pub struct Reservation {
     inner: Arc<BudgetInner>,

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use crate::Error;
 use crate::pool::{Block, HostPool};
 
-/// A mutable byte buffer in a [`HostPool`]: a whole block, or a part split off
-/// one.
+/// A mutable byte buffer from a [`HostPool`]: a whole block, or a part that was
+/// [split off](Buffer::split_off) a block.
 ///
 /// Different threads can fill the parts of one block at the same time. Join the parts again with
-/// [`unsplit`](Buffer::unsplit), or drop them; the block is freed when its last part is dropped.
+/// [`unsplit`](Buffer::unsplit), or drop them. The block is freed when its last part is dropped.
 ///
+/// # Examples
 /// ```
 /// use ts_pool::{Budget, HostPool};
 ///
@@ -29,7 +30,8 @@ use crate::pool::{Block, HostPool};
 #[derive(Debug)]
 pub struct Buffer {
     block: Arc<Block>,
-    /// This part is `offset..offset + len` of the block. No other `Buffer` overlaps it.
+    /// Offset of this part in the block, in bytes. No other `Buffer` overlaps `offset..offset +
+    /// len`.
     offset: usize,
     len: usize,
 }
@@ -38,8 +40,8 @@ impl HostPool {
     /// Allocates a buffer of `len` bytes, aligned to [`BLOCK_ALIGN`](crate::BLOCK_ALIGN). Never
     /// waits for memory.
     ///
-    /// The buffer contains what the previous owner of the memory left there, or zeros if the memory
-    /// was never used.
+    /// The buffer contains the bytes that previous owners of the memory wrote. Memory that was
+    /// never used, or that [`retire`](Self::retire) returned to the system, is zeroed.
     ///
     /// # Errors
     /// Returns [`Error::Full`] if no free block is large enough now, and [`Error::NeverFits`] if
@@ -55,11 +57,12 @@ impl Buffer {
         Self { block: Arc::new(block), offset: 0, len }
     }
 
-    /// Splits the buffer: it keeps the first `at` bytes, and the rest is returned.
+    /// Splits off and returns the bytes from `at` on. This buffer keeps the first `at` bytes.
+    /// Copies nothing.
     ///
     /// # Panics
     /// Panics if `at` is greater than the length.
-    #[must_use = "dropping the returned buffer frees its bytes"]
+    #[must_use = "the bytes from `at` on are accessible only through the returned buffer"]
     pub fn split_off(&mut self, at: usize) -> Buffer {
         assert!(at <= self.len, "cannot split at {at}: the buffer has {} bytes", self.len);
         let tail =
@@ -71,7 +74,7 @@ impl Buffer {
     /// Appends `tail`, which must start in the same block where this buffer ends. Copies nothing.
     ///
     /// # Errors
-    /// Returns `tail` unchanged if it is not adjacent.
+    /// Returns `tail` unchanged if it is in another block or does not start where this buffer ends.
     pub fn unsplit(&mut self, tail: Buffer) -> Result<(), Buffer> {
         if !Arc::ptr_eq(&self.block, &tail.block) || tail.offset != self.offset + self.len {
             return Err(tail);
@@ -85,7 +88,7 @@ impl Buffer {
         self.offset
     }
 
-    /// Makes the bytes read-only and shareable. Copies nothing.
+    /// Converts the buffer to a read-only buffer that can be cloned. Copies nothing.
     pub fn freeze(self) -> SharedBuffer {
         SharedBuffer { block: self.block, offset: self.offset, len: self.len }
     }
@@ -107,14 +110,14 @@ impl Deref for Buffer {
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`. The access is exclusive because parts do not overlap and this one
-        // is borrowed mutably.
+        // SAFETY: the memory is valid as in `deref`. The access is exclusive, because parts do not
+        // overlap and this part is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.ptr().as_ptr(), self.len) }
     }
 }
 
-/// Read-only bytes of a [`Buffer`] that was [frozen](Buffer::freeze). Clones share the bytes; the
-/// block is freed when the last clone is dropped.
+/// Read-only bytes of a [`Buffer`] that was [frozen](Buffer::freeze). Clones share the bytes. The
+/// block is freed when all clones and all other parts of the block are dropped.
 #[derive(Debug, Clone)]
 pub struct SharedBuffer {
     block: Arc<Block>,
@@ -134,6 +137,7 @@ impl Deref for SharedBuffer {
 
 fn part_ptr(block: &Block, offset: usize) -> NonNull<u8> {
     debug_assert!(offset <= block.size());
-    // SAFETY: `from_block` and `split_off` create all parts and keep `offset` inside the block.
+    // SAFETY: `from_block` and `split_off` create all parts, and keep `offset` inside the block or
+    // at its end.
     unsafe { block.ptr().add(offset) }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Pools of blocks in a few fixed sizes, which are recycled.
+//! Pools that recycle memory blocks of a few fixed sizes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
@@ -19,23 +19,25 @@ const MAX_SHARDS: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolConfig {
-    /// Maximum size of the pool in bytes, including blocks in use.
+    /// Maximum size of the pool in bytes. Free blocks and blocks in use both count.
     pub pool_bytes: usize,
     /// Size of the smallest block in bytes.
     pub min_block_bytes: usize,
-    /// Size of the largest block that is recycled, in bytes. Larger requests are allocated from the
-    /// device and freed again.
+    /// Size of the largest block that the pool recycles, in bytes. Blocks for larger requests are
+    /// allocated from the device, and freed when they are dropped.
     pub max_block_bytes: usize,
-    /// Number of block sizes, at least 2. They form a geometric progression from `min_block_bytes`
-    /// to `max_block_bytes`, rounded up to multiples of 4096 bytes.
+    /// Number of block sizes; a value below 2 counts as 2. The sizes form a geometric progression
+    /// from `min_block_bytes` to `max_block_bytes`, rounded up to multiples of 4096 bytes. Sizes
+    /// that are equal after rounding count once.
     pub classes: usize,
-    /// Whether to allocate up to half of `pool_bytes` when the pool is created, in equal shares for
-    /// all block sizes.
+    /// Whether to allocate blocks when the pool is created. All block sizes get an equal share of
+    /// half of `pool_bytes`. A size that exceeds this share gets no block.
     pub preallocate: bool,
 }
 
 impl Default for PoolConfig {
-    /// 256 MiB, with 16 block sizes from 64 KiB to 64 MiB.
+    /// Returns a configuration of 256 MiB, with 16 block sizes from 64 KiB to 64 MiB, not
+    /// preallocated.
     fn default() -> Self {
         Self {
             pool_bytes: 256 << 20,
@@ -48,35 +50,38 @@ impl Default for PoolConfig {
 }
 
 impl PoolConfig {
-    /// Sets [`pool_bytes`](Self::pool_bytes).
+    /// Sets the maximum size of the pool in bytes: see [`pool_bytes`](Self::pool_bytes).
     #[must_use]
     pub fn with_pool_bytes(mut self, pool_bytes: usize) -> Self {
         self.pool_bytes = pool_bytes;
         self
     }
 
-    /// Sets [`min_block_bytes`](Self::min_block_bytes).
+    /// Sets the size of the smallest block in bytes: see
+    /// [`min_block_bytes`](Self::min_block_bytes).
     #[must_use]
     pub fn with_min_block_bytes(mut self, min_block_bytes: usize) -> Self {
         self.min_block_bytes = min_block_bytes;
         self
     }
 
-    /// Sets [`max_block_bytes`](Self::max_block_bytes).
+    /// Sets the size of the largest recycled block in bytes: see
+    /// [`max_block_bytes`](Self::max_block_bytes).
     #[must_use]
     pub fn with_max_block_bytes(mut self, max_block_bytes: usize) -> Self {
         self.max_block_bytes = max_block_bytes;
         self
     }
 
-    /// Sets [`classes`](Self::classes).
+    /// Sets the number of block sizes: see [`classes`](Self::classes).
     #[must_use]
     pub fn with_classes(mut self, classes: usize) -> Self {
         self.classes = classes;
         self
     }
 
-    /// Sets [`preallocate`](Self::preallocate).
+    /// Sets whether to allocate blocks when the pool is created: see
+    /// [`preallocate`](Self::preallocate).
     #[must_use]
     pub fn with_preallocate(mut self, preallocate: bool) -> Self {
         self.preallocate = preallocate;
@@ -85,7 +90,8 @@ impl PoolConfig {
 }
 
 impl PoolConfig {
-    /// A configuration for large transfers: 512 MiB, blocks of at least 1 MiB, preallocated.
+    /// Returns a configuration for large transfers: 512 MiB, with blocks from 1 MiB to 64 MiB.
+    /// Blocks of up to 16 MiB are [preallocated](Self::preallocate).
     pub fn high_throughput() -> Self {
         Self {
             pool_bytes: 512 << 20,
@@ -95,7 +101,8 @@ impl PoolConfig {
         }
     }
 
-    /// A configuration for machines with little memory: 64 MiB, blocks from 16 KiB to 16 MiB.
+    /// Returns a configuration for machines with little memory: 64 MiB, with blocks from 16 KiB to
+    /// 16 MiB.
     pub fn low_memory() -> Self {
         Self {
             pool_bytes: 64 << 20,
@@ -105,7 +112,7 @@ impl PoolConfig {
         }
     }
 
-    /// Returns the block sizes in ascending order, as multiples of 4096 bytes.
+    /// Returns the distinct block sizes in bytes, in ascending order. All are multiples of 4096.
     fn block_sizes(&self) -> Vec<usize> {
         let (least, most) =
             (self.min_block_bytes.max(1) as f64, self.max_block_bytes.max(1) as f64);
@@ -118,10 +125,10 @@ impl PoolConfig {
     }
 }
 
-/// A [`BlockPool`] of device memory.
+/// Another name for [`BlockPool`], for pools of device memory.
 pub type GpuMemoryPool<D> = BlockPool<D>;
 
-/// A pool of memory blocks in a few fixed sizes. Acquiring a free block takes no lock. Clones are
+/// A pool of memory blocks of a few fixed sizes. Acquiring a free block takes no lock. Clones are
 /// handles to the same pool.
 ///
 /// The pool is sharded by thread. A thread takes free blocks from its own shard first, and from the
@@ -131,6 +138,7 @@ pub type GpuMemoryPool<D> = BlockPool<D>;
 /// The pool does not track streams: dropping a [`PooledBuffer`] recycles its block at once. If work
 /// on a stream may still use the block, call [`PooledBuffer::release_after`] instead.
 ///
+/// # Examples
 /// ```
 /// use ts_pool::ts_streams::CpuDevice;
 /// use ts_pool::{BlockPool, PoolConfig};
@@ -174,14 +182,15 @@ struct BlockPoolInner<D: Device> {
     drops: AtomicU64,
 }
 
-/// The free blocks and counters of some threads, on its own cache lines.
+/// The free blocks and counters of the threads that map to this shard. The alignment keeps two
+/// shards from sharing a cache line.
 #[derive(Debug)]
 #[repr(align(128))]
 struct Shard<D: Device> {
     shared: Arc<BlockPoolInner<D>>,
     /// One stack of free blocks per class.
     free: Box<[StackGroup]>,
-    /// Bytes of blocks that threads of this shard acquired.
+    /// Bytes in blocks that threads of this shard acquired and that are not dropped yet.
     in_use: AtomicUsize,
     high_water: AtomicUsize,
     hits: AtomicU64,
@@ -189,14 +198,14 @@ struct Shard<D: Device> {
     returns: AtomicU64,
 }
 
-/// The stacks that fit into 128 bytes, the pair of cache lines that processors fetch together.
+/// Sixteen stacks, which fill 128 bytes: two cache lines, which many processors fetch together.
 #[derive(Debug)]
 #[repr(align(128))]
 struct StackGroup([Stack; GROUP_LEN]);
 
 const GROUP_LEN: usize = 16;
 
-/// Storage for one block. Whoever owns the slot's index owns the block.
+/// Storage for one block. The owner of the slot's index also owns the block.
 #[derive(Debug)]
 struct BlockSlot<M> {
     memory: Mutex<Option<M>>,
@@ -214,34 +223,39 @@ pub struct BlockStats {
     pub in_use_bytes: usize,
     /// Bytes in all blocks, free or in use.
     pub pool_bytes: usize,
-    /// An upper bound of the most bytes that were ever in use at the same time. Exact for one
-    /// thread; with several threads it adds their individual maxima, which may lie at different
-    /// times.
+    /// An upper bound of the most bytes that were ever in use at the same time.
+    ///
+    /// The value is exact if one thread acquires all blocks. With several threads it can be too
+    /// high, because it adds maxima that the threads may have reached at different times.
     pub high_water_bytes: usize,
-    /// Requests that were served with a free block.
+    /// Number of requests that were served with a free block.
     pub hits: u64,
-    /// Requests that found no free block, whether or not the device then had memory.
+    /// Number of requests that found no free block, whether or not the device then had memory.
     pub misses: u64,
-    /// Dropped blocks that were kept for reuse.
+    /// Number of dropped blocks that were kept for reuse.
     pub returns: u64,
-    /// Blocks that were freed to the device.
+    /// Number of blocks whose memory was returned to the device.
     pub drops: u64,
 }
 
 impl BlockStats {
-    /// Returns the fraction of requests that were served with a free block; 0 without requests.
+    /// Returns the fraction of requests that were served with a free block, from 0 to 1. Returns 0
+    /// if there were no requests.
     pub fn hit_rate(&self) -> f64 {
         let all = self.hits + self.misses;
         if all > 0 { self.hits as f64 / all as f64 } else { 0.0 }
     }
 }
 
-/// A block of a [`BlockPool`]. Dropping it returns the block to the pool.
+/// A block of a [`BlockPool`].
+///
+/// Dropping it returns the block to the pool at once. A block larger than
+/// [`PoolConfig::max_block_bytes`] is freed instead.
 #[derive(Debug)]
 pub struct PooledBuffer<D: Device> {
     shard: Arc<Shard<D>>,
     slot: u32,
-    /// The size class; `None` for a block larger than all classes, which is not recycled.
+    /// The size class. `None` for a block larger than all classes, which is not recycled.
     class: Option<u16>,
     range: MemoryRange,
     block_bytes: usize,
@@ -251,8 +265,9 @@ impl<D: Device> BlockPool<D> {
     /// Creates a pool of device memory.
     ///
     /// # Errors
-    /// With [`PoolConfig::preallocate`], returns [`Error::OutOfMemory`] or [`Error::Device`] if the
-    /// device cannot allocate the blocks. Otherwise it does not fail.
+    /// Fails only if [`PoolConfig::preallocate`] is set. Returns [`Error::OutOfMemory`] if the
+    /// device has too little memory for a block even after the pool frees its other blocks. Returns
+    /// [`Error::Device`] if the device fails for another reason.
     pub fn new(device: D, config: PoolConfig) -> Result<Self, Error> {
         Self::with_kind(device, MemoryKind::Device, config)
     }
@@ -263,7 +278,7 @@ impl<D: Device> BlockPool<D> {
     /// The same as [`new`](Self::new).
     pub fn with_kind(device: D, kind: MemoryKind, config: PoolConfig) -> Result<Self, Error> {
         let sizes = config.block_sizes();
-        // No block is smaller than `sizes[0]`, so the pool never needs more slots.
+        // No block is smaller than `sizes[0]`, so the pool never needs more slots than this.
         let count = u32::try_from(config.pool_bytes / sizes[0] + 1).unwrap_or(u32::MAX - 1);
         let (links, empty_slots) = (Links::new(count), Stack::new());
         (0..count).rev().for_each(|slot| empty_slots.push(&links, slot));
@@ -294,7 +309,7 @@ impl<D: Device> BlockPool<D> {
                 returns: AtomicU64::new(0),
             })
         };
-        // More shards than cores, so that threads that share a core rarely share a shard.
+        // Uses four shards per core, up to the maximum, so that threads rarely share a shard.
         let shards = 4 * std::thread::available_parallelism().map_or(1, usize::from);
         let this = Self { shards: (0..shards.min(MAX_SHARDS)).map(shard).collect() };
         if config.preallocate {
@@ -309,7 +324,7 @@ impl<D: Device> BlockPool<D> {
         Ok(this)
     }
 
-    /// Returns the device.
+    /// Returns the device that the pool allocates blocks from.
     pub fn device(&self) -> &D {
         &self.shared().device
     }
@@ -317,11 +332,13 @@ impl<D: Device> BlockPool<D> {
     /// Acquires a block of at least `bytes` bytes. Its contents are undefined.
     ///
     /// If no block of the size class is free, the pool allocates one from the device, which may
-    /// block. If the pool is at its limit or the device is full, it frees other free blocks first.
+    /// block. If the pool is at its limit or the device is full, the pool first frees other free
+    /// blocks.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfMemory`] if all blocks are in use and the pool has reached its limit
-    /// or the device has no more memory. Returns [`Error::Device`] if the device fails otherwise.
+    /// Returns [`Error::OutOfMemory`] if the pool's limit or the device's memory is too small even
+    /// after all free blocks are freed. Returns [`Error::Device`] if the device fails for another
+    /// reason.
     pub fn acquire(&self, bytes: usize) -> Result<PooledBuffer<D>, Error> {
         let shared = self.shared();
         let class = shared.sizes.partition_point(|&size| size < bytes);
@@ -342,14 +359,14 @@ impl<D: Device> BlockPool<D> {
         Ok(PooledBuffer { shard: Arc::clone(shard), slot, class, range, block_bytes })
     }
 
-    /// Frees all free blocks to the device. Blocks while the device frees them.
+    /// Returns the memory of all free blocks to the device. Blocks while the device frees it.
     pub fn clear(&self) {
         for class in 0..self.shared().sizes.len() {
             while self.evict(class) {}
         }
     }
 
-    /// Returns current statistics. The counters are read one after the other, so they may be
+    /// Returns the current statistics. Reads one counter after the other, so the result may be
     /// slightly inconsistent while other threads use the pool.
     pub fn stats(&self) -> BlockStats {
         let shared = self.shared();
@@ -398,13 +415,15 @@ impl<D: Device> BlockPool<D> {
         &self.shards[0].shared
     }
 
-    /// Pops a free block of this shard, or else of the next one that has any.
+    /// Pops a free block of a class from the shard with this number, or else from the next shard
+    /// that has one. Returns the slot of the block.
     fn pop_free(&self, class: usize, shard: usize) -> Option<u32> {
         let (before, from) = self.shards.split_at(shard);
         from.iter().chain(before).find_map(|shard| shard.pop_free(class))
     }
 
-    /// Allocates a block from the device, and frees other free blocks until there is room for it.
+    /// Allocates a block from the device and returns its slot. Frees other free blocks until there
+    /// is room for the new one.
     #[cold]
     fn new_block(&self, bytes: usize) -> Result<u32, Error> {
         let shared = self.shared();
@@ -429,12 +448,14 @@ impl<D: Device> BlockPool<D> {
         }
     }
 
-    /// Frees one of the largest free blocks to the device. Returns whether there was a free block.
+    /// Returns the memory of a free block of the largest possible class to the device. Returns
+    /// `false` if no block is free.
     fn evict_any(&self) -> bool {
         (0..self.shared().sizes.len()).rev().any(|class| self.evict(class))
     }
 
-    /// Frees one free block of a class to the device. Returns whether there was one.
+    /// Returns the memory of a free block of a class to the device. Returns `false` if no block of
+    /// the class is free.
     fn evict(&self, class: usize) -> bool {
         let Some(slot) = self.pop_free(class, 0) else { return false };
         self.shared().free_block(slot, self.shared().sizes[class]);
@@ -442,18 +463,19 @@ impl<D: Device> BlockPool<D> {
     }
 }
 
-/// Returns a number per thread, which selects its shard modulo the number of shards.
+/// Returns a number that identifies this thread. Modulo the number of shards, it is the number of
+/// the thread's shard.
 fn shard_index() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
         static INDEX: usize = NEXT.fetch_add(1, Ordering::Relaxed);
     }
-    // The thread-local is gone while the thread exits.
+    // Fails while the thread exits, when its thread-locals are already destroyed.
     INDEX.try_with(|index| *index).unwrap_or(0)
 }
 
 impl<D: Device> Shard<D> {
-    /// Counts a block that was just acquired.
+    /// Adds a block that was just acquired to the bytes in use, and updates their maximum.
     fn count_acquired(&self, bytes: usize) {
         let used = self.in_use.fetch_add(bytes, Ordering::Relaxed) + bytes;
         if used > self.high_water.load(Ordering::Relaxed) {
@@ -475,8 +497,8 @@ impl<D: Device> Shard<D> {
 }
 
 impl<D: Device> BlockPoolInner<D> {
-    /// Allocates a block from the device into an empty slot; `None` if the device has no memory or
-    /// no slot is empty.
+    /// Allocates a block from the device into an empty slot. Returns `None` if the device is full
+    /// or no slot is empty.
     fn fill_slot(&self, bytes: usize) -> Result<Option<u32>, Error> {
         let layout = std::alloc::Layout::from_size_align(bytes, 4096).ok();
         let memory = match layout.map(|layout| self.device.allocate(layout, self.kind)) {
@@ -519,7 +541,8 @@ impl<D: Device> PooledBuffer<D> {
         self.len() == 0
     }
 
-    /// Returns the kind of memory that the pool requests from the device.
+    /// Returns the kind of memory that the pool requests from the device. The device may return
+    /// another kind: see [`PinnedMemoryPool::is_pinned`].
     pub fn kind(&self) -> MemoryKind {
         self.shard.shared.kind
     }
@@ -533,8 +556,8 @@ impl<D: Device> PooledBuffer<D> {
     /// not block.
     ///
     /// # Errors
-    /// Returns [`Error::Device`] if the stream has failed. The block returns to the pool at once
-    /// then, because a failed stream runs no more work.
+    /// Returns [`Error::Device`] if the stream has failed. In this case the block returns to the
+    /// pool at once, because a failed stream runs no more work.
     pub fn release_after(self, stream: &D::Stream) -> Result<(), Error> {
         Ok(stream.launch_host_fn(HostFn::new(move || drop(self)))?)
     }
@@ -555,8 +578,9 @@ impl<D: Device> Drop for PooledBuffer<D> {
 }
 
 /// A [`BlockPool`] of pinned host memory, which the device can access directly. On a device without
-/// pinned memory it uses ordinary host memory; see [`is_pinned`](Self::is_pinned).
+/// pinned memory, the pool uses ordinary host memory: see [`is_pinned`](Self::is_pinned).
 ///
+/// # Examples
 /// ```
 /// use ts_pool::ts_streams::CpuDevice;
 /// use ts_pool::{PinnedMemoryPool, PoolConfig};
@@ -564,7 +588,7 @@ impl<D: Device> Drop for PooledBuffer<D> {
 /// let pool = PinnedMemoryPool::new(CpuDevice::new()?, PoolConfig::low_memory())?;
 /// assert!(!pool.is_pinned(), "the CPU device has only ordinary memory");
 /// let mut buffer = pool.acquire(4)?;
-/// let bytes = buffer.host_bytes_mut().expect("the pool is of host memory");
+/// let bytes = buffer.host_bytes_mut().expect("the pool allocates host memory");
 /// bytes.copy_from_slice(&[1, 2, 3, 4]);
 /// # Ok::<(), ts_pool::Error>(())
 /// ```
@@ -575,10 +599,10 @@ pub struct PinnedMemoryPool<D: Device> {
 }
 
 impl<D: Device> PinnedMemoryPool<D> {
-    /// Creates a pool, and allocates a first block to find out whether the memory is pinned.
+    /// Creates a pool. Acquires one block, to determine whether the memory is pinned.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfMemory`] or [`Error::Device`] if the device cannot allocate a block.
+    /// The same as [`BlockPool::new`] and [`BlockPool::acquire`].
     pub fn new(device: D, config: PoolConfig) -> Result<Self, Error> {
         let pool = BlockPool::with_kind(device, MemoryKind::PinnedHost, config)?;
         let first = pool.acquire(1)?;
@@ -601,7 +625,7 @@ impl<D: Device> PinnedMemoryPool<D> {
         &self.pool
     }
 
-    /// Acquires a block of at least `bytes` bytes: see [`BlockPool::acquire`].
+    /// Acquires a block of at least `bytes` bytes, like [`BlockPool::acquire`].
     ///
     /// # Errors
     /// The same as [`BlockPool::acquire`].
@@ -609,7 +633,7 @@ impl<D: Device> PinnedMemoryPool<D> {
         self.pool.acquire(bytes)
     }
 
-    /// Returns current statistics: see [`BlockPool::stats`].
+    /// Returns the current statistics, like [`BlockPool::stats`].
     pub fn stats(&self) -> BlockStats {
         self.pool.stats()
     }

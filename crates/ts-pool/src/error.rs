@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use ts_streams::StreamId;
 
-/// The class of an [`Error`].
+/// The category of an [`Error`], which a caller can match on to choose a reaction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// No memory is free now. The request may succeed after other memory is freed.
+    /// Too little memory is free now. The request may succeed after other memory is freed.
     Full,
-    /// The request exceeds the size of the pool, or what is left of the budget.
+    /// The request exceeds the size of the pool, or the unreserved bytes of the budget.
     NeverFits,
     /// The operating system or a device reported an error.
     System,
@@ -22,19 +22,20 @@ pub enum ErrorKind {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The pool has no free block of this size now.
+    /// The host pool has no free block that is large enough now.
     #[error(
-        "out of memory: cannot allocate {requested_bytes} bytes: the largest free block has \
-         {largest_free_bytes} bytes ({free_bytes} of the pool's {capacity_bytes} bytes are free)"
+        "cannot allocate {requested_bytes} bytes from the host pool: the largest free block has \
+         {largest_free_bytes} bytes, and {free_bytes} of the pool's {capacity_bytes} bytes are \
+         free; drop other buffers or create a larger pool"
     )]
     Full {
-        /// Requested size.
+        /// Requested size in bytes.
         requested_bytes: usize,
-        /// Largest contiguous free block.
+        /// Size of the largest contiguous free block in bytes.
         largest_free_bytes: usize,
-        /// All free bytes.
+        /// Number of free bytes in the pool.
         free_bytes: usize,
-        /// The pool's size.
+        /// Size of the pool in bytes.
         capacity_bytes: usize,
     },
     /// The request exceeds the size of the pool, or the limit for one allocation.
@@ -43,9 +44,9 @@ pub enum Error {
          {capacity_bytes} bytes"
     )]
     NeverFits {
-        /// Requested size.
+        /// Requested size in bytes.
         requested_bytes: usize,
-        /// The largest allocation that can succeed.
+        /// Size of the largest allocation that can succeed, in bytes.
         capacity_bytes: usize,
     },
     /// The reservation would exceed the budget.
@@ -54,112 +55,123 @@ pub enum Error {
         of_budget(*limit_bytes)
     )]
     OverBudget {
-        /// Requested size.
+        /// Requested size in bytes.
         requested_bytes: usize,
         /// Bytes that are already reserved.
         used_bytes: usize,
-        /// The budget.
+        /// Limit of the budget in bytes.
         limit_bytes: usize,
     },
-    /// The device has no more memory, or the pool has reached its limit.
+    /// The device has no more memory, or the pool has reached its limit of bytes or of 65,536
+    /// segments.
     #[error(
-        "out of memory on {device}: cannot allocate {requested_bytes} bytes: the pool holds \
-         {capacity_bytes} bytes{}, {in_use_bytes} in use, {pending_bytes} freed but still used by \
-         other streams; largest free block {largest_free_bytes}{}",
-        at_most(*limit_bytes), by_stream(free_bytes)
+        "out of memory on device {device:?}: cannot allocate {requested_bytes} bytes; the largest \
+         free block has {largest_free_bytes} bytes; of the pool's {capacity_bytes} bytes{}, \
+         {in_use_bytes} are in use, {pending_bytes} are freed but may still be used by other \
+         streams{}",
+        limit(*limit_bytes), by_stream(free_bytes)
     )]
     OutOfMemory {
-        /// The device's name.
+        /// Name of the device.
         device: String,
-        /// Requested size.
+        /// Requested size in bytes.
         requested_bytes: usize,
         /// Bytes that the pool has allocated from the device.
         capacity_bytes: usize,
-        /// The most that the pool may allocate from the device; [`usize::MAX`] if unlimited.
+        /// Maximum number of bytes that the pool may allocate from the device; [`usize::MAX`] if
+        /// unlimited.
         limit_bytes: usize,
         /// Bytes in live blocks.
         in_use_bytes: usize,
-        /// Largest contiguous free block.
+        /// Size of the largest contiguous free block in bytes.
         largest_free_bytes: usize,
-        /// Bytes that are freed but may still be used by other streams.
+        /// Bytes in freed blocks that other streams may still use.
         pending_bytes: usize,
-        /// Free bytes per stream.
+        /// Free bytes of each stream that owns any.
         free_bytes: Vec<(StreamId, usize)>,
     },
-    /// The source of a copy does not have the length of the buffer.
+    /// The source of a copy and the buffer differ in length.
     #[error(
         "cannot copy {given_bytes} bytes into a buffer of {buffer_bytes} bytes: the lengths must \
          be equal"
     )]
     WrongLength {
-        /// Length of the source.
+        /// Length of the source in bytes.
         given_bytes: usize,
-        /// Length of the buffer.
+        /// Length of the buffer in bytes.
         buffer_bytes: usize,
     },
     /// A byte range is not completely inside the buffer.
     #[error(
-        "range out of bounds: {len} bytes at offset {offset} are not inside the buffer of \
+        "range out of bounds: {len} bytes at offset {offset} extend past the end of the buffer of \
          {size_bytes} bytes"
     )]
     OutOfRange {
-        /// First byte of the range.
+        /// Offset of the range in the buffer, in bytes.
         offset: usize,
         /// Length of the range in bytes.
         len: usize,
-        /// The buffer's size.
+        /// Size of the buffer in bytes.
         size_bytes: usize,
     },
     /// The buffer's memory was freed by
-    /// [`free_for_stream`](crate::StreamOrderedPool::free_for_stream) and may belong to another
-    /// buffer.
-    #[error("stale buffer: its memory was freed together with all memory of its stream")]
+    /// [`free_for_stream`](crate::StreamOrderedPool::free_for_stream), and may now belong to
+    /// another buffer.
+    #[error("stale buffer: `free_for_stream` has freed its memory; allocate a new buffer")]
     Stale,
     /// The requested alignment exceeds the alignment of the pool's blocks.
     #[error(
         "cannot align memory to {align} bytes: the pool aligns blocks to {granule_bytes} bytes; \
-         create it with `granule_bytes: {align}` or more"
+         create the pool with `granule_bytes` of at least {align}"
     )]
     BadAlignment {
-        /// Requested alignment.
+        /// Requested alignment in bytes.
         align: usize,
-        /// Alignment of the pool's blocks.
+        /// Alignment of the pool's blocks in bytes.
         granule_bytes: usize,
     },
     /// The pool has served 65,536 streams, which is the maximum.
-    #[error("cannot serve another stream: the pool has reached its limit of 65,536 streams")]
+    #[error(
+        "cannot serve another stream: the pool has reached its limit of 65,536 streams; reuse \
+         streams or create another pool"
+    )]
     TooManyStreams,
     /// A line of an allocation log cannot be parsed.
     #[error("invalid allocation log: line {line}: {reason}")]
     BadLog {
         /// Line number, counted from 1.
         line: usize,
-        /// What is wrong with the line.
+        /// Description of the problem.
         reason: String,
     },
     /// The device reported an error.
     #[error(transparent)]
     Device(#[from] ts_streams::Error),
-    /// The operating system could not map the memory.
-    #[error("cannot map {bytes} bytes of memory: {source}")]
+    /// Host memory could not be allocated or mapped, or a descriptor does not refer to shared
+    /// memory of the expected kind and length.
+    #[error("cannot allocate or map {bytes} bytes of memory: {source}")]
     Map {
-        /// Requested size.
+        /// Requested size in bytes.
         bytes: usize,
-        /// The system's error.
+        /// The cause.
         source: std::io::Error,
     },
 }
 
-/// The limit of a pool for an error message; empty if it is unlimited.
-fn at_most(limit_bytes: usize) -> String {
-    if limit_bytes == usize::MAX { String::new() } else { format!(" of at most {limit_bytes}") }
+/// Formats the limit of a pool for an error message. Returns an empty string for no limit.
+fn limit(limit_bytes: usize) -> String {
+    if limit_bytes == usize::MAX { String::new() } else { format!(" (limit {limit_bytes})") }
 }
 
-/// The limit of a budget for an error message. An unlimited budget refuses only what overflows.
+/// Formats the limit of a budget for an error message. A reservation from a budget without a limit
+/// fails only if the total overflows.
 fn of_budget(limit_bytes: usize) -> String {
     match limit_bytes {
         usize::MAX => " and the total overflows".into(),
-        limit_bytes => format!(", and the budget is {limit_bytes} bytes"),
+        limit_bytes => format!(
+            ", and the budget is {limit_bytes} bytes; drop other reservations or use a larger \
+             budget"
+        ),
     }
 }
 
@@ -174,11 +186,12 @@ pub(crate) fn range_in(
 }
 
 fn by_stream(free_bytes: &[(StreamId, usize)]) -> String {
-    free_bytes.iter().map(|(stream, bytes)| format!(", {bytes} free on stream {stream}")).collect()
+    let text = |(stream, bytes): &(_, _)| format!(", {bytes} are free on stream {stream}");
+    free_bytes.iter().map(text).collect()
 }
 
 impl Error {
-    /// Returns the class of this error.
+    /// Returns the category of this error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Full { .. } | Error::OutOfMemory { .. } => ErrorKind::Full,

@@ -2,19 +2,21 @@
 //! Memory pools for tensors: host memory under an exact budget, and device memory that is allocated
 //! and freed in stream order.
 //!
-//! - [`HostPool`] sub-allocates one host mapping. Its [`Buffer`]s can be split, so that several
-//!   threads fill one block at once.
+//! - [`HostPool`] sub-allocates one range of host memory. Its [`Buffer`]s can be split, so that
+//!   several threads fill one block at once.
 //! - [`StreamOrderedPool`] sub-allocates segments of device memory. The stream that freed a block
-//!   can reuse it at once; another stream first waits on the device.
+//!   can reuse it at once. If another stream reuses the block before the first stream is idle, the
+//!   pool makes the other stream wait on the device. The calling thread does not wait for streams.
 //! - [`BlockPool`] and [`PinnedMemoryPool`] recycle blocks of a few fixed sizes without locks.
-//! - [`TensorBuffer`] holds bytes in host memory or on a GPU.
+//! - [`TensorBuffer`] stores bytes in host memory or on a GPU.
 //! - [`Budget`] is a byte limit that several pools share.
-//! - `SharedMemory` and `SharedMemoryView` are sealed memory shared between two processes (Linux).
+//! - `SharedMemory` and `SharedMemoryView` share memory of a fixed size between two processes
+//!   (Linux).
 //! - [`WriteWatch`] detects writes to buffers that should not change (Linux).
 //! - [`AllocationLog`] replays an allocation log of RMM (the RAPIDS Memory Manager) against a pool.
 //!
 //! The allocators keep their metadata outside the memory that they manage, so they also work for
-//! memory that the CPU cannot access. This crate knows nothing about files, tensor layouts or
+//! memory that the CPU cannot access. This crate does not depend on files, tensor layouts or
 //! models.
 //!
 //! ```
@@ -23,11 +25,11 @@
 //! let budget = Budget::new(1 << 20);
 //! let pool = HostPool::new(&budget, 1 << 20)?;
 //! let mut head = pool.allocate(8192)?;
-//! let mut tail = head.split_off(4096); // two owners of one block: fill both in parallel
+//! let mut tail = head.split_off(4096); // two threads can now fill the two buffers
 //! head.fill(1);
 //! tail.fill(2);
 //! head.unsplit(tail).expect("the parts are adjacent");
-//! // Read-only and cloneable; dropping the last clone frees the block.
+//! // The frozen buffer can be cloned. Dropping the last clone frees the block.
 //! let shared = head.freeze();
 //! assert_eq!((shared[0], shared[4096]), (1, 2));
 //! drop(shared);
@@ -42,8 +44,8 @@
 //! documented for programs that embed this crate:
 //!
 //! - [`BlockPool`] and [`GpuMemoryPool`] as pools of device memory, with [`Upload`] and
-//!   [`PooledBuffer::release_after`]. `PooledMemory` of ts-remote receives tensors into them. The
-//!   Python package uses only [`PinnedMemoryPool`].
+//!   [`PooledBuffer::release_after`]. The type `PooledMemory` of ts-remote can receive tensors into
+//!   such a pool. The Python package uses `PooledMemory` only with a [`PinnedMemoryPool`].
 //! - [`AllocationLog`], [`LogEvent`] and [`Replay`].
 //! - Of [`StreamOrderedPool`]: [`Backing::Device`],
 //!   [`reserve_segment_in_background`](StreamOrderedPool::reserve_segment_in_background) and
@@ -55,9 +57,10 @@
 //! # Invariants
 //! - Each byte of an arena belongs to at most one live block, and each byte of a block to at most
 //!   one [`Buffer`].
-//! - A block returns to its pool exactly when its last owner is dropped, on any thread.
-//! - No stream uses memory that a [`StreamOrderedPool`] has handed to another stream, provided that
-//!   every use by a stream other than the owner was [recorded](StreamOrderedAllocator::record_use).
+//! - A block of a [`HostPool`] becomes free exactly when its last owner is dropped, on any thread.
+//! - When a [`StreamOrderedPool`] reuses memory, earlier work on the memory runs before later work.
+//!   The caller must [record](StreamOrderedAllocator::record_use) each use by a stream other than
+//!   the one that the memory was allocated for.
 //! - [`Budget::used_bytes`] never exceeds [`Budget::limit_bytes`].
 //!
 //! # Features
@@ -102,6 +105,6 @@ pub use send_queue::send_queue_bytes;
 pub use shared::{SharedMemory, SharedMemoryView};
 pub use tensor_buffer::TensorBuffer;
 pub use transfer::Upload;
-/// The devices and streams that the pools work with.
+/// The `ts-streams` crate, which defines the devices and streams that the pools use.
 pub use ts_streams;
 pub use watch::{WatchedBuffer, WriteWatch};

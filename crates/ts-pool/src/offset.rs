@@ -1,33 +1,35 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Allocates offsets in ranges of granules. It only does the bookkeeping and touches no memory.
+//! Allocates blocks of granules in ranges. A granule is the unit of allocation, for example 512
+//! bytes. This module only does the bookkeeping and never accesses the memory.
 //!
-//! Free blocks are kept in bins by size, eight bins per power of two, with a bitmap of the
-//! non-empty bins as in TLSF (Masmano et al., 2004). Blocks are linked to their neighbours, so that
-//! a freed block coalesces with them. Allocating and freeing take O(1), with one exception: if no
-//! larger bin has a block, the bin of the requested size is searched linearly. A pool that is meant
-//! to be full must not refuse a block that fits exactly.
+//! Free blocks are in bins by size, eight bins per power of two, with a bitmap of the non-empty
+//! bins as in TLSF (Masmano et al., 2004). Blocks are linked to their neighbours, so that a freed
+//! block coalesces with them. Allocating and freeing take O(1), with one exception: if no larger
+//! bin has a block, the bin of the requested size is searched linearly. Without this search, a
+//! nearly full pool could reject a request although a free block fits.
 //!
 //! Each block has an owner (for example a stream). A free block is in the bins of its owner, and
 //! coalesces only with neighbours of the same owner.
 //!
 //! Programs request the same sizes again and again. A freed block of such a size goes to a quick
-//! list and is not coalesced before memory is short. Freeing and reusing it does not read or change
-//! its node, which with 100,000 blocks is rarely in the cache.
+//! list, and is usually not coalesced until memory is short. Freeing and reusing such a block does
+//! not access its node. With 100,000 blocks, the node is rarely in the CPU cache.
 
 const NONE: u32 = u32::MAX;
 /// Number of quick lists per owner.
 const QUICK_LISTS: usize = 32;
 /// Capacity of a quick list in blocks.
 const QUICK_LIST_LEN: usize = 16;
-/// The score from which a quick list accepts blocks. A request of its size adds one to the score,
-/// and a request of another size with the same hash subtracts one.
+/// The score that a quick list needs to accept freed blocks. A request of the list's size adds one
+/// to its score. A request of another size with the same hash subtracts one.
 const MIN_SCORE: u16 = 2;
-/// The highest score, which is the number of other requests after which the list changes its size.
+/// The highest score of a quick list. If the score is 0 after a request of another size, the list
+/// changes to that size.
 const MAX_SCORE: u16 = 4;
 const BIN_COUNT: usize = 8 * 32;
 
-/// Identifies an allocated block of an [`OffsetAllocator`]. It becomes invalid when the block is
-/// freed.
+/// Identifies an allocated block of an [`OffsetAllocator`]. The id becomes invalid when the block
+/// is freed, unless the block goes to a quick list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BlockId {
     node: u32,
@@ -35,14 +37,14 @@ pub(crate) struct BlockId {
 }
 
 impl BlockId {
-    /// Returns a number that is unique among the allocated blocks.
+    /// Returns a number that no other allocated block has.
     pub(crate) fn index(self) -> u32 {
         self.node
     }
 }
 
-/// The owner of a block. Only the owner can allocate the block again, until
-/// [`OffsetAllocator::steal`] or [`OffsetAllocator::give`] transfers it to another owner.
+/// The owner of a block, for example a stream. A free block can be allocated only for its owner,
+/// until [`OffsetAllocator::steal`] or [`OffsetAllocator::give`] transfers it to another owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Owner(pub(crate) u16);
 
@@ -51,25 +53,27 @@ pub(crate) struct Owner(pub(crate) u16);
 pub(crate) struct BlockInfo {
     /// Number of the range, as passed to [`OffsetAllocator::add_range`].
     pub(crate) range: u16,
-    /// In granules.
+    /// Offset in the range, in granules.
     pub(crate) offset: u32,
-    /// In granules.
+    /// Length in granules.
     pub(crate) len: u32,
-    /// The owner. A free block keeps its owner.
+    /// The owner of the block, also while the block is free.
     pub(crate) owner: Owner,
     pub(crate) free: bool,
 }
 
-/// A block, or an unused entry of the node table with `len` 0.
+/// An entry of the node table: a block, or an unused entry if `len` is 0.
 #[derive(Debug, Clone, Copy)]
 struct Node {
     offset: u32,
     len: u32,
-    /// Neighbours in the range, by offset.
+    /// Index of the node of the preceding block in the range, or `NONE`.
     before: u32,
+    /// Index of the node of the following block in the range, or `NONE`.
     after: u32,
-    /// Neighbours in the free list of the bin.
+    /// Index of the preceding node in the free list of the bin, or `NONE`.
     previous: u32,
+    /// Index of the following node in the free list of the bin, or `NONE`.
     next: u32,
     /// Odd while the block is allocated.
     generation: u32,
@@ -83,13 +87,13 @@ impl Node {
     }
 }
 
-/// Freed blocks of one size that were not coalesced. Their nodes still count as allocated.
+/// Freed blocks of one size that are not coalesced. Their nodes still count as allocated.
 #[derive(Debug, Clone, Copy)]
 struct QuickList {
     /// Size of the blocks in granules.
     len: u32,
     count: u16,
-    /// How likely this size is to be requested again.
+    /// A measure of how often this size is requested, from 0 to [`MAX_SCORE`].
     score: u16,
     blocks: [BlockId; QUICK_LIST_LEN],
 }
@@ -117,11 +121,11 @@ impl QuickList {
 #[derive(Debug)]
 struct Bins {
     quick_lists: [QuickList; QUICK_LISTS],
-    /// The first node of each bin.
+    /// Index of the first node of each bin, or `NONE`.
     heads: [u32; BIN_COUNT],
     /// Bit `b` of word `w` is set if bin `w * 32 + b` has a block.
     used: [u32; BIN_COUNT / 32],
-    /// Free granules, including those in quick lists.
+    /// Number of free granules, including those in quick lists.
     free: u64,
 }
 
@@ -191,8 +195,8 @@ impl OffsetAllocator {
         }
     }
 
-    /// Removes the ranges that are one free block and for which `remove` returns `true`. Returns
-    /// their numbers.
+    /// Removes each range that consists of one free block, if `remove` returns `true` for the
+    /// block. Returns the numbers of the removed ranges.
     pub(crate) fn remove_ranges(&mut self, mut remove: impl FnMut(BlockInfo) -> bool) -> Vec<u16> {
         self.coalesce_all();
         let mut removed = Vec::new();
@@ -208,14 +212,15 @@ impl OffsetAllocator {
         removed
     }
 
-    /// Creates the bins of an owner.
+    /// Creates the bins of an owner, and of all owners with smaller numbers, if they do not exist.
     pub(crate) fn add_owner(&mut self, owner: Owner) {
         while self.bins.len() <= usize::from(owner.0) {
             self.bins.push(Bins::EMPTY);
         }
     }
 
-    /// Allocates `len` granules from the free blocks of `owner`; `None` if none is long enough.
+    /// Allocates `len` granules from the free blocks of `owner`. Returns `None` if no block is long
+    /// enough.
     pub(crate) fn allocate(&mut self, len: u32, owner: Owner) -> Option<BlockId> {
         let len = len.max(1);
         if let Some(block) = self.take_quick(len, owner) {
@@ -231,8 +236,10 @@ impl OffsetAllocator {
         Some(self.take(id, len))
     }
 
-    /// Allocates `len` granules for `owner` from the free blocks of another owner that `may_take`
-    /// accepts. Takes the smallest block found. Returns the block and its previous owner.
+    /// Allocates `len` granules for `owner` from a free block of another owner.
+    ///
+    /// Considers only owners for which `may_take` returns `true`, and takes the smallest block
+    /// found. Returns the block and its previous owner.
     pub(crate) fn steal(
         &mut self,
         len: u32,
@@ -250,8 +257,8 @@ impl OffsetAllocator {
         };
         let id = match best(self) {
             Some(id) => id,
-            // Quick lists are the last resort, because their owners will probably request their
-            // blocks next.
+            // Takes blocks from quick lists last, because their owners will probably request these
+            // blocks soon.
             None => {
                 others.iter().for_each(|&other| self.coalesce(other));
                 best(self)?
@@ -279,8 +286,11 @@ impl OffsetAllocator {
         live
     }
 
-    /// Frees an allocated block of known length and owner, if possible to a quick list. The caller
-    /// must not use the id any more, because it stays valid while the block is in the quick list.
+    /// Frees an allocated block of `len` granules that belongs to `owner`. Puts the block into a
+    /// quick list if possible.
+    ///
+    /// The caller must not use the id afterwards. [`is_live`](Self::is_live) cannot detect such a
+    /// use, because the id stays valid while the block is in a quick list.
     pub(crate) fn release_sized(&mut self, block: BlockId, len: u32, owner: Owner) {
         let bins = &mut self.bins[usize::from(owner.0)];
         let list = &mut bins.quick_lists[quick_list_of(len)];
@@ -300,7 +310,8 @@ impl OffsetAllocator {
         self.insert_free(id);
     }
 
-    /// Takes a block of exactly this length from a quick list, and updates the score of the list.
+    /// Allocates a block of exactly `len` granules from a quick list, if it has one. Updates the
+    /// score of the list.
     fn take_quick(&mut self, len: u32, owner: Owner) -> Option<BlockId> {
         let bins = self.bins.get_mut(usize::from(owner.0))?;
         let list = &mut bins.quick_lists[quick_list_of(len)];
@@ -319,7 +330,7 @@ impl OffsetAllocator {
         None
     }
 
-    /// Moves the blocks of a quick list to the bins.
+    /// Coalesces the blocks of a quick list, and moves them to the bins.
     fn flush_quick_list(&mut self, owner: Owner, list: usize) {
         loop {
             let bins = &mut self.bins[usize::from(owner.0)];
@@ -342,22 +353,22 @@ impl OffsetAllocator {
         (0..self.bins.len() as u16).for_each(|owner| self.coalesce(Owner(owner)));
     }
 
-    /// Frees a block that fills its whole range, and removes the range. Returns the range's number,
-    /// or `None` if the block was already free.
+    /// Frees a block that fills its whole range, and removes the range. Returns the number of the
+    /// range, or `None` if the block was already free.
     pub(crate) fn release_with_range(&mut self, block: BlockId) -> Option<u16> {
         if !self.is_live(block) {
             return None;
         }
         let node = &mut self.nodes[block.node as usize];
-        debug_assert!(node.before == NONE && node.after == NONE, "the range has other blocks");
+        debug_assert!(node.before == NONE && node.after == NONE, "the block fills its range");
         node.generation = node.generation.wrapping_add(1);
         let range = node.range;
         self.recycle_node(block.node);
         Some(range)
     }
 
-    /// Transfers the free blocks of all owners that `may_take` accepts to `owner`, and coalesces
-    /// them.
+    /// Transfers free blocks of other owners to `owner`, and coalesces them. Takes the blocks of
+    /// each owner for which `may_take` returns `true`.
     pub(crate) fn give(&mut self, owner: Owner, mut may_take: impl FnMut(Owner) -> bool) {
         self.coalesce_all();
         for id in 0..self.nodes.len() as u32 {
@@ -392,17 +403,18 @@ impl OffsetAllocator {
         nodes.map(|(id, node)| BlockId { node: id as u32, generation: node.generation }).collect()
     }
 
-    /// Returns whether the id is valid: the block has not been freed since it was allocated.
+    /// Returns whether the id is valid: the block was not freed, or is still in a quick list.
     pub(crate) fn is_live(&self, block: BlockId) -> bool {
         self.nodes[block.node as usize].generation == block.generation
     }
 
-    /// Returns position and owner of an allocated block; `None` if it was freed.
+    /// Returns the position and the owner of a block, or `None` if the id is invalid.
     pub(crate) fn block_info(&self, block: BlockId) -> Option<BlockInfo> {
         self.is_live(block).then(|| block_info(&self.nodes[block.node as usize]))
     }
 
-    /// Returns all blocks, ordered by range and offset.
+    /// Returns all blocks, allocated and free, in the order of range and offset.
+    /// Coalesces all free blocks first.
     pub(crate) fn blocks(&mut self) -> Vec<BlockInfo> {
         self.coalesce_all();
         let mut blocks: Vec<BlockInfo> =
@@ -421,7 +433,8 @@ impl OffsetAllocator {
         self.bins.get(usize::from(owner.0)).map_or(0, |bins| bins.free)
     }
 
-    /// Returns the length of the longest free block of any owner.
+    /// Returns the length of the longest free block of any owner, in granules. Coalesces all free
+    /// blocks first.
     pub(crate) fn largest_free(&mut self) -> u32 {
         self.coalesce_all();
         let largest = |owner: usize| {
@@ -434,20 +447,20 @@ impl OffsetAllocator {
     /// Returns a free block of `owner` with at least `len` granules.
     fn find(&self, len: u32, owner: Owner) -> Option<u32> {
         let bins = self.bins.get(usize::from(owner.0))?;
-        // The block that was freed last often fits, because programs repeat their requests.
+        // The block that was freed last often fits, because programs request the same sizes again.
         let last = bins.heads[bin_of(len)];
         if last != NONE && self.nodes[last as usize].len >= len {
             return Some(last);
         }
-        // Any block of a bin whose smallest size is at least `len` fits. Otherwise, search the bin
-        // that contains `len`, whose blocks may be shorter.
+        // Every block in the bins from `bin_at_least(len)` on fits. If these bins are empty,
+        // searches the bin of `len`, whose blocks may be too short.
         bins.lowest_from(bin_at_least(len)).map(|bin| bins.heads[bin]).or_else(|| {
             self.bin(usize::from(owner.0), bin_of(len))
                 .find(|&id| self.nodes[id as usize].len >= len)
         })
     }
 
-    /// Iterates over the free blocks in a bin.
+    /// Iterates over the nodes of the free blocks in a bin.
     fn bin(&self, owner: usize, bin: usize) -> impl Iterator<Item = u32> + '_ {
         let first = self.bins[owner].heads[bin];
         std::iter::successors((first != NONE).then_some(first), |&id| {
@@ -481,8 +494,8 @@ impl OffsetAllocator {
         BlockId { node: id, generation: node.generation }
     }
 
-    /// Coalesces a block that is in no bin with its free neighbours of the same owner. Returns the
-    /// resulting block.
+    /// Coalesces a block with its free neighbours of the same owner. The block must not be in a
+    /// bin. Returns the resulting block.
     fn merge_neighbours(&mut self, id: u32) -> u32 {
         let mut id = id;
         let Node { before, after, owner, .. } = self.nodes[id as usize];
@@ -503,7 +516,7 @@ impl OffsetAllocator {
         id
     }
 
-    /// Extends a block by its next neighbour, which must be in no bin.
+    /// Extends a block by the block after it, which must not be in a bin.
     fn absorb_after(&mut self, id: u32) {
         let gone = self.nodes[id as usize].after;
         let Node { len, after, .. } = self.nodes[gone as usize];
@@ -515,8 +528,8 @@ impl OffsetAllocator {
         self.recycle_node(gone);
     }
 
-    /// Makes a node available for another block. It keeps its generation, so that old ids stay
-    /// invalid.
+    /// Makes a node available for another block. The node keeps its generation, so that old ids
+    /// stay invalid.
     fn recycle_node(&mut self, id: u32) {
         self.nodes[id as usize].len = 0;
         self.unused_nodes.push(id);
@@ -568,7 +581,7 @@ impl OffsetAllocator {
 
 /// Returns the quick list for blocks of `len` granules.
 fn quick_list_of(len: u32) -> usize {
-    // Fibonacci hashing (Knuth) spreads similar sizes over different lists.
+    // Fibonacci hashing (Knuth) distributes similar sizes over different lists.
     (len.wrapping_mul(0x9E37_79B9) >> 27) as usize
 }
 
@@ -577,7 +590,8 @@ fn block_info(node: &Node) -> BlockInfo {
     BlockInfo { range, offset, len, owner: Owner(owner), free: node.is_free() }
 }
 
-/// Returns the bin for blocks of `len` granules: the exponent and the 3 bits below the leading one.
+/// Returns the bin for blocks of `len` granules. From 8 granules on, the number of the bin combines
+/// the binary exponent of `len` with the 3 bits below its leading bit.
 fn bin_of(len: u32) -> usize {
     let exponent = len.ilog2();
     if exponent < 3 {

@@ -10,17 +10,18 @@ use crate::arena::{Arena, BLOCK_ALIGN};
 use crate::offset::{BlockId, OffsetAllocator, Owner};
 use crate::{Budget, Error, Reservation};
 
-/// A pool of host memory that is allocated once and handed out as [`Buffer`](crate::Buffer)s.
+/// A pool that sub-allocates [`Buffer`](crate::Buffer)s from one range of host memory.
 ///
 /// Clones are handles to the same pool. The memory returns to the system when the last handle and
 /// the last buffer are dropped.
 ///
+/// # Examples
 /// ```
 /// use ts_pool::{BLOCK_ALIGN, Budget, HostPool};
 ///
 /// let budget = Budget::new(1 << 20);
 /// let pool = HostPool::new(&budget, 2 * BLOCK_ALIGN)?;
-/// let buffer = pool.allocate(100)?; // zeroed, because nobody has used the memory yet
+/// let buffer = pool.allocate(100)?; // zeroed, because the memory was never used
 /// assert_eq!(buffer[..], [0; 100]);
 /// assert_eq!(pool.stats().in_use_bytes, BLOCK_ALIGN);
 /// assert!(pool.allocate(2 * BLOCK_ALIGN).is_err(), "full until the buffer is dropped");
@@ -49,41 +50,46 @@ struct PoolState {
     failures: u64,
 }
 
-/// Statistics of a [`HostPool`]. Byte counts are of whole blocks.
+/// Statistics of a [`HostPool`]. Byte counts include the rounding of each request to a whole block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// Size of the pool.
+    /// Size of the pool in bytes.
     pub capacity_bytes: usize,
     /// Bytes in live blocks.
     pub in_use_bytes: usize,
     /// The most bytes that were ever in live blocks at the same time.
     pub high_water_bytes: usize,
-    /// Size of the largest free block.
+    /// Size of the largest free block in bytes.
     pub largest_free_bytes: usize,
-    /// Successful allocations since the pool was created.
+    /// Number of successful allocations since the pool was created.
     pub allocations: u64,
-    /// Allocations that failed because no free block was large enough.
+    /// Number of allocations that failed with [`Error::Full`].
     pub failures: u64,
 }
 
 impl HostPool {
     /// Creates a pool of `capacity_bytes`, rounded down to a multiple of [`BLOCK_ALIGN`].
     ///
-    /// The whole size is reserved from `budget` now; the system allocates pages on first touch.
+    /// The pool reserves its whole size from `budget` now. The system allocates pages on first
+    /// touch.
     ///
     /// # Errors
-    /// Returns [`Error::OverBudget`] if the budget has fewer bytes left, and [`Error::Map`] if the
-    /// system cannot map the memory.
+    /// Returns [`Error::OverBudget`] if the budget has fewer unreserved bytes, and [`Error::Map`]
+    /// if the system cannot map the memory.
     pub fn new(budget: &Budget, capacity_bytes: usize) -> Result<Self, Error> {
         Self::with_arena(Arena::new, budget, capacity_bytes)
     }
 
-    /// Creates a pool of host memory that the device can access directly (pinned memory). Copies
-    /// between it and the device need no staging buffer.
+    /// Creates a pool of pinned host memory, which `device` can access directly. Copies between the
+    /// pool and the device need no staging buffer.
+    ///
+    /// A device without pinned memory, such as the CPU device, returns ordinary host memory. All
+    /// pages are allocated now, because the pool zeroes the memory.
     ///
     /// # Errors
-    /// The same as [`new`](Self::new), and [`Error::Device`] if the device has no such memory.
+    /// The same as [`new`](Self::new), and [`Error::Device`] if the device cannot allocate host
+    /// memory.
     pub fn for_device<D: Device>(
         device: &D,
         budget: &Budget,
@@ -117,7 +123,8 @@ impl HostPool {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Allocates a block of at least `len` bytes. See [`allocate`](Self::allocate).
+    /// Allocates a block of at least `len` bytes. Returns the same errors as
+    /// [`allocate`](Self::allocate).
     pub(crate) fn allocate_block(&self, len: usize) -> Result<Block, Error> {
         let capacity_bytes = self.inner.arena.len();
         if len > capacity_bytes {
@@ -144,23 +151,24 @@ impl HostPool {
         Ok(Block { pool: self.clone(), id, ptr, size: granules * BLOCK_ALIGN })
     }
 
-    /// Returns the address range of the pool, for example to register it with the kernel or a
-    /// device. It does not change during the lifetime of the pool.
+    /// Returns the address range of the pool, for example to register the memory with the kernel or
+    /// a device. The range does not change during the lifetime of the pool.
     pub fn as_ptr_range(&self) -> std::ops::Range<*const u8> {
         let arena = &self.inner.arena;
         arena.at(0).as_ptr().cast_const()..arena.at(arena.len()).as_ptr().cast_const()
     }
 
-    /// Returns free memory to the system, now and whenever a buffer is dropped from now on.
+    /// Returns all free memory to the system now, and the memory of each block when it is freed
+    /// later.
     ///
-    /// Call it when no more buffers will be needed, so that memory does not stay allocated until
-    /// the last buffer is dropped. Has no effect on the memory of [`for_device`](Self::for_device)
-    /// pools and on systems other than Linux.
+    /// Call this when the program needs few or no further buffers. Without this call, the memory
+    /// stays allocated until the last handle and the last buffer are dropped. Has no effect on the
+    /// memory of [`for_device`](Self::for_device) pools and on systems other than Linux.
     pub fn retire(&self) {
         self.inner.retired.store(true, Ordering::SeqCst);
         let mut free = Vec::new();
-        // Allocates all free memory and then drops it, which returns its pages. Nobody else can
-        // allocate that memory in between.
+        // Allocates all free memory. Dropping it at the end returns its pages to the system. Other
+        // threads cannot allocate the same memory meanwhile.
         loop {
             let largest = self.inner.lock().offsets.largest_free() as usize * BLOCK_ALIGN;
             match self.allocate(largest) {
@@ -173,8 +181,10 @@ impl HostPool {
     /// Allocates the pages of a byte range of the pool from the system now, and keeps their
     /// contents.
     ///
-    /// The first touch of a page is slower than many disks, so populating ahead of a read speeds up
-    /// the read. Blocks until the pages are allocated. Buffers in the range may be in use.
+    /// Allocating a page on first touch can take longer than reading it from a disk. Populating the
+    /// pages before a read therefore makes the read faster. Blocks until the pages are allocated.
+    /// Buffers in the range may be in use. Has no effect on the memory of
+    /// [`for_device`](Self::for_device) pools, on Linux before 5.14, and on other systems.
     ///
     /// # Panics
     /// Panics if the range is not inside the pool.
@@ -182,7 +192,7 @@ impl HostPool {
         self.inner.arena.populate(range.start, range.len());
     }
 
-    /// Returns current statistics.
+    /// Returns the current statistics. Coalesces free blocks, to determine the largest one.
     pub fn stats(&self) -> PoolStats {
         let mut state = self.inner.lock();
         PoolStats {
@@ -198,7 +208,8 @@ impl HostPool {
 
 impl PoolInner {
     fn lock(&self) -> MutexGuard<'_, PoolState> {
-        // No code that can panic runs while the state is inconsistent.
+        // A panic does not poison this lock. That is sound, because no code that can panic runs
+        // while the state is inconsistent.
         self.state.lock()
     }
 }
@@ -212,11 +223,12 @@ pub(crate) struct Block {
     size: usize,
 }
 
-// SAFETY: `ptr` points into the arena, which `pool` keeps alive. `OffsetAllocator` assigns a range
-// to one block at a time, so the block may move to any thread.
+// SAFETY: `ptr` points into the arena, which `pool` keeps alive. `OffsetAllocator` assigns each
+// range to one block at a time, so moving the block to another thread moves the only owner of the
+// range.
 unsafe impl Send for Block {}
-// SAFETY: a inner `Block` only returns its address. `Buffer` and `SharedBuffer` control access to
-// the memory.
+// SAFETY: a shared `Block` only returns its address and size. `Buffer` and `SharedBuffer` control
+// access to the memory.
 unsafe impl Sync for Block {}
 
 impl Block {
@@ -233,13 +245,14 @@ impl Drop for Block {
     fn drop(&mut self) {
         if self.pool.inner.retired.load(Ordering::SeqCst) {
             let offset = self.ptr.as_ptr().addr() - self.pool.inner.arena.at(0).as_ptr().addr();
-            // SAFETY: this block owns the range until it is released below, and nobody uses the
-            // memory any more. `allocate` promises the next owner initialised bytes, and zeros are.
+            // SAFETY: this block owns the range until it is released below, and its buffers are
+            // dropped, so no thread accesses the range. The next owner relies only on initialised
+            // bytes, and zeros are initialised.
             unsafe { self.pool.inner.arena.discard(offset, self.size) };
         }
         let mut state = self.pool.inner.lock();
-        // Coalesces at once: under a budget that is just large enough, the free memory must be
-        // contiguous.
+        // Coalesces at once, because a budget that is just large enough suffices only if the free
+        // memory is contiguous.
         state.offsets.release(self.id);
         state.in_use -= self.size;
     }

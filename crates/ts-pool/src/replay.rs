@@ -10,6 +10,7 @@ use crate::{DeviceBuffer, Error, ErrorKind, StreamOrderedAllocator};
 
 /// The allocations and frees of a program, in order.
 ///
+/// # Examples
 /// ```
 /// use ts_pool::ts_streams::CpuDevice;
 /// use ts_pool::{AllocationLog, OrderedOptions, StreamOrderedPool};
@@ -37,38 +38,41 @@ pub struct LogEvent {
     pub allocates: bool,
     /// Address of the memory.
     pub pointer: u64,
-    /// Size of the memory.
+    /// Size of the memory in bytes.
     pub bytes: usize,
-    /// Number of the stream. Stream names that are not numbers are assigned one each.
+    /// Number of the stream. The parser assigns a number to each stream name that is not a number.
     pub stream: u64,
 }
 
-/// The outcome of [`AllocationLog::replay`]. Byte counts are of requested sizes.
+/// The outcome of [`AllocationLog::replay`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Replay {
-    /// Allocations that succeeded.
+    /// Number of allocations that succeeded.
     pub allocations: usize,
-    /// Frees of memory that the replay had allocated.
+    /// Number of frees of memory that the replay had allocated.
     pub frees: usize,
-    /// Allocations that failed because the pool had too little memory.
+    /// Number of allocations that failed because the pool had too little memory.
     pub refused: usize,
-    /// Frees of memory that the log does not allocate, or whose allocation failed.
+    /// Number of frees of memory that the log had not allocated, or whose allocation failed in the
+    /// replay.
     pub unmatched: usize,
-    /// Number of streams.
+    /// Number of streams that the log uses.
     pub streams: usize,
-    /// The most bytes that were ever allocated at the same time.
+    /// The most bytes that were ever allocated at the same time, as a sum of requested sizes.
     pub peak_bytes: usize,
     /// Size of the pool at the end, in bytes allocated from the device.
     pub capacity_bytes: usize,
 }
 
 impl AllocationLog {
-    /// Parses lines of the columns `Thread,Time,Action,Pointer,Size,Stream`, with or without that
-    /// header.
+    /// Parses comma-separated lines with the columns `Thread,Time,Action,Pointer,Size,Stream`. The
+    /// header line is optional.
     ///
-    /// The actions are `allocate`, `free`, `deallocate`, and `allocate failure`, which is skipped.
-    /// Pointers and streams are decimal numbers, or hexadecimal numbers with the prefix `0x`. Sizes
-    /// are decimal. Streams can also be names.
+    /// - The actions are `allocate`, `free`, `deallocate`, and `allocate failure`, which is
+    ///   skipped.
+    /// - Pointers are decimal numbers, or hexadecimal numbers with the prefix `0x`.
+    /// - Sizes are decimal numbers, in bytes.
+    /// - Streams are numbers like pointers, or names.
     ///
     /// # Errors
     /// Returns [`Error::BadLog`] with the number of the first invalid line.
@@ -91,21 +95,24 @@ impl AllocationLog {
     /// Repeats the allocations and frees on `pool`, with one stream of `device` for each stream of
     /// the log.
     ///
-    /// A free on a stream other than the one of the allocation first records a use by that stream.
-    /// Memory that the log does not free is freed at the end.
+    /// The log may free memory on a stream other than the one that allocated it. The replay then
+    /// records a use by the stream that frees the memory, before the free. Memory that the log does
+    /// not free is freed at the end.
     ///
     /// # Errors
-    /// Returns [`Error::Device`] if the device fails, and [`Error::NeverFits`] if a size exceeds
-    /// the address space. Allocations that fail for lack of memory are counted in
-    /// [`Replay::refused`].
+    /// - [`Error::Device`]: the device fails.
+    /// - [`Error::NeverFits`]: a size exceeds the address space.
+    /// - [`Error::TooManyStreams`]: the log uses more streams than the pool supports.
+    ///
+    /// An allocation that fails for lack of memory is not an error. [`Replay::refused`] counts it.
     pub fn replay<D: Device>(
         &self,
         device: &D,
         pool: &impl StreamOrderedAllocator<D>,
     ) -> Result<Replay, Error> {
         let mut streams: HashMap<u64, D::Stream> = HashMap::new();
-        // A pointer can be allocated twice without a free in between if another thread logged the
-        // free late.
+        // The log can allocate a pointer twice without a free in between, if another thread logged
+        // the free late.
         let mut live: HashMap<u64, Vec<(DeviceBuffer<D>, u64)>> = HashMap::new();
         let (mut replay, mut bytes) = (Replay::default(), 0);
         for event in &self.events {
@@ -151,25 +158,42 @@ impl AllocationLog {
     }
 }
 
-/// Parses one line. Returns `None` for the header and for failed allocations.
+/// Parses one line. Returns `None` for the header and for a failed allocation. An error is the
+/// description of the problem.
 fn parse_line(line: &str, names: &mut HashMap<String, u64>) -> Result<Option<LogEvent>, String> {
     let fields: Vec<&str> = line.split(',').map(str::trim).collect();
     let [_, _, action, pointer, bytes, stream] = fields[..] else {
-        return Err(format!("expected 6 columns, got {}", fields.len()));
+        return Err(format!(
+            "expected the 6 columns Thread,Time,Action,Pointer,Size,Stream, got {}",
+            fields.len()
+        ));
     };
     let allocates = match action {
         "Action" | "allocate failure" => return Ok(None),
         "allocate" => true,
         "free" | "deallocate" => false,
-        other => return Err(format!("unknown action {other:?}")),
+        other => {
+            return Err(format!(
+                "unknown action {other:?}: expected allocate, \"allocate failure\", free or \
+                 deallocate"
+            ));
+        }
     };
     let number = |text: &str| match text.strip_prefix("0x") {
         Some(digits) => u64::from_str_radix(digits, 16).ok(),
         None => text.parse().ok(),
     };
-    let pointer = number(pointer).ok_or_else(|| format!("invalid pointer {pointer:?}"))?;
-    let bytes = bytes.parse().map_err(|_| format!("invalid size {bytes:?}"))?;
-    // Names such as `per-thread default` get numbers from the top, which are not valid pointers.
+    let pointer = number(pointer).ok_or_else(|| {
+        format!(
+            "invalid pointer {pointer:?}: expected a decimal number, or a hexadecimal number after \
+             0x, below 2^64"
+        )
+    })?;
+    let bytes = bytes.parse().map_err(|_| {
+        format!("invalid size {bytes:?}: expected a decimal 64-bit number of bytes")
+    })?;
+    // Stream names such as `per-thread default` get numbers downwards from `u64::MAX`. Streams that
+    // are pointers never have such numbers.
     let next = u64::MAX - names.len() as u64;
     let stream = number(stream).unwrap_or_else(|| *names.entry(stream.into()).or_insert(next));
     Ok(Some(LogEvent { allocates, pointer, bytes, stream }))

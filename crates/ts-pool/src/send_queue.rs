@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bytes in the send buffer of a socket, on Linux. This crate's module for a system call that has
-//! no safe wrapper.
+//! Measures the send buffer of a TCP socket, on Linux. The `ioctl` for it has no safe wrapper in
+//! the dependencies of this crate.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Returns how many bytes of the kernel's send buffer of a TCP socket are in use: bytes that were
-/// written and that the peer's system has not acknowledged. Does not block.
+/// Returns the number of bytes in the kernel's send buffer of a TCP socket. These bytes were
+/// written to the socket, and the peer's system has not acknowledged them. Does not block.
 ///
 /// # Errors
-/// Returns the error of the system, for example if `socket` is not a socket, or listens.
+/// Returns the error of the system, for example if `socket` is not a socket or is a listening
+/// socket.
 ///
 /// # Examples
 /// ```
@@ -26,7 +27,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// ```
 pub fn send_queue_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
     let mut bytes: libc::c_int = 0;
-    // SIOCOUTQ, which is TIOCOUTQ on every architecture.
+    // Linux defines the request `SIOCOUTQ` as `TIOCOUTQ` on every architecture.
     // SAFETY: `socket` is open during the call, which writes one `c_int` to the address of `bytes`.
     let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(bytes.unsigned_abs().into()) }

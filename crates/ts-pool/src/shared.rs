@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Memory shared between two processes.
 //!
-//! It never hands out references to the shared bytes, because the other process may write to them
-//! at any time. Bytes are copied in and out, as with a socket.
+//! This module never returns references to the shared bytes, because the other process may write to
+//! them at any time. Bytes are copied in and out, as with a socket.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -13,8 +13,9 @@ use crate::Error;
 
 /// Anonymous shared memory of a fixed length that another process can read.
 ///
-/// The system frees it when the last descriptor and the last mapping in any process are gone.
+/// The system frees the memory when no process has a descriptor or a mapping of it any more.
 ///
+/// # Examples
 /// ```
 /// use ts_pool::{SharedMemory, SharedMemoryView};
 ///
@@ -39,7 +40,8 @@ impl SharedMemory {
     /// Creates `len` bytes of zeroed memory. The system allocates its pages on first touch.
     ///
     /// # Errors
-    /// Returns [`Error::Map`] if the system cannot create it; always on systems other than Linux.
+    /// Returns [`Error::Map`] if the system cannot create the memory. On systems other than Linux,
+    /// `create` always fails.
     pub fn create(len: usize) -> Result<Self, Error> {
         let failed = |source| Error::Map { bytes: len, source };
         let descriptor = sealed_descriptor(len).map_err(failed)?;
@@ -47,13 +49,13 @@ impl SharedMemory {
         Ok(Self { mapping, descriptor })
     }
 
-    /// Returns the file descriptor with which another process [opens](SharedMemoryView::open) it.
+    /// Returns the file descriptor. Another process passes it to [`SharedMemoryView::open`].
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.descriptor.as_fd()
     }
 
     /// Returns the length in bytes.
-    #[allow(clippy::len_without_is_empty)] // never empty: the system refuses empty mappings
+    #[allow(clippy::len_without_is_empty)] // not useful for a fixed length
     pub fn len(&self) -> usize {
         self.mapping.len()
     }
@@ -63,7 +65,7 @@ impl SharedMemory {
     /// A process that reads the same bytes at the same time can see a mix of old and new bytes.
     ///
     /// # Panics
-    /// Panics if the bytes do not fit.
+    /// Panics if `offset..offset + bytes.len()` is not inside the memory.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
         let to = ptr_at(&self.mapping, offset, bytes.len());
         // SAFETY: `ptr_at` has checked the range. The mapping is writable and as long as its file,
@@ -79,11 +81,12 @@ pub struct SharedMemoryView {
 }
 
 impl SharedMemoryView {
-    /// Maps the shared memory behind `descriptor`, which must have exactly `len` bytes.
+    /// Maps the shared memory that `descriptor` refers to, which must have exactly `len` bytes.
     ///
     /// # Errors
-    /// Returns [`Error::Map`] if the length differs, or if the file is not memory that is sealed
-    /// against shrinking. Reading a file that shrinks would crash this process.
+    /// Returns [`Error::Map`] if the length differs, or if the file is not a memfd on tmpfs that is
+    /// sealed against shrinking. Reading a file that shrinks would crash this process. On systems
+    /// other than Linux, `open` always fails.
     pub fn open(descriptor: BorrowedFd<'_>, len: usize) -> Result<Self, Error> {
         let failed = |source| Error::Map { bytes: len, source };
         check(descriptor, len).map_err(failed)?;
@@ -92,19 +95,23 @@ impl SharedMemoryView {
     }
 
     /// Returns the length in bytes.
-    #[allow(clippy::len_without_is_empty)] // as above
+    #[allow(clippy::len_without_is_empty)] // not useful for a fixed length
     pub fn len(&self) -> usize {
         self.mapping.len()
     }
 
-    /// Copies bytes out of the memory, starting at byte `offset`.
+    /// Fills `into` with bytes of the memory, starting at byte `offset`.
+    ///
+    /// If the other process writes to these bytes at the same time, the copy can be a mix of old
+    /// and new bytes.
     ///
     /// # Panics
-    /// Panics if the range is not inside the memory.
+    /// Panics if `offset..offset + into.len()` is not inside the memory.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
         let from = ptr_at(&self.mapping, offset, into.len());
-        // SAFETY: as in `SharedMemory::write`. If the other process writes at the same time, only
-        // the values of the copied bytes are undetermined.
+        // SAFETY: `ptr_at` has checked the range, and the file is sealed against shrinking, so the
+        // mapping stays readable. `into` is borrowed exclusively. If the other process writes at
+        // the same time, only the values of the copied bytes are undetermined.
         unsafe { from.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) };
     }
 
@@ -114,10 +121,12 @@ impl SharedMemoryView {
     /// ordinary stores would first read each cache line of the destination.
     ///
     /// # Panics
-    /// Panics if the range is not inside the memory.
+    /// Panics if `offset..offset + into.len()` is not inside the memory.
     pub fn read_non_temporal(&self, offset: usize, into: &mut [u8]) {
         let from = ptr_at(&self.mapping, offset, into.len());
-        // SAFETY: as in `read`.
+        // SAFETY: `ptr_at` has checked the range, and the file is sealed against shrinking. `into`
+        // is memory of this process that is borrowed exclusively, so it does not overlap the
+        // mapping.
         unsafe { copy_non_temporal(from, into) };
     }
 }
@@ -135,9 +144,9 @@ unsafe fn copy_non_temporal(from: *const u8, into: &mut [u8]) {
 
     // SAFETY: every bit pattern is a valid `CacheLine`, and `into` is borrowed exclusively.
     let (head, lines, tail) = unsafe { into.align_to_mut::<CacheLine>() };
-    // SAFETY: the three parts make up `into`, in order, so all reads are inside the caller's range.
-    // The lines are aligned, as non-temporal stores require. The fence orders these stores before
-    // any later store that publishes the bytes.
+    // SAFETY: the three parts make up `into`, in order, so all reads are inside the range that the
+    // caller guarantees to be valid. The lines are aligned, as non-temporal stores require. The
+    // fence orders these stores before any later store that publishes the bytes.
     unsafe {
         from.copy_to_nonoverlapping(head.as_mut_ptr(), head.len());
         let mut from = from.add(head.len());
@@ -155,22 +164,23 @@ unsafe fn copy_non_temporal(from: *const u8, into: &mut [u8]) {
     }
 }
 
-/// Copies `into.len()` bytes.
+/// Copies `into.len()` bytes with ordinary stores.
 ///
 /// # Safety
-/// As above.
+/// `from` is valid for reads of `into.len()` bytes, and does not overlap `into`.
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn copy_non_temporal(from: *const u8, into: &mut [u8]) {
     // SAFETY: the caller guarantees that the ranges are valid and do not overlap.
     unsafe { from.copy_to_nonoverlapping(into.as_mut_ptr(), into.len()) };
 }
 
-/// Returns the address of byte `offset`, after a check that `len` bytes follow it.
+/// Returns the address of byte `offset`. Panics if `offset..offset + len` is not inside the
+/// mapping.
 fn ptr_at(mapping: &MmapRaw, offset: usize, len: usize) -> *mut u8 {
     let fits = offset.checked_add(len).is_some_and(|end| end <= mapping.len());
     let total = mapping.len();
     assert!(fits, "range out of bounds: {len} bytes at offset {offset} of {total} shared bytes");
-    // SAFETY: the check above keeps the result inside the mapping or at its end.
+    // SAFETY: the assertion above keeps the result inside the mapping or at its end.
     unsafe { mapping.as_mut_ptr().add(offset) }
 }
 
@@ -188,14 +198,18 @@ fn sealed_descriptor(len: usize) -> io::Result<OwnedFd> {
 fn check(descriptor: BorrowedFd<'_>, len: usize) -> io::Result<()> {
     use rustix::fs::{SealFlags, fcntl_get_seals, fstat, fstatfs};
 
-    /// The file system of an ordinary memfd. On hugetlbfs, which is refused, the other process
-    /// could remove pages again.
+    /// The type of tmpfs, the file system of an ordinary memfd. Memory on hugetlbfs is rejected,
+    /// because the other process could remove pages from it.
     const TMPFS: u64 = 0x0102_1994;
 
     let seals = fcntl_get_seals(descriptor)?;
     let ordinary = fstatfs(descriptor)?.f_type as u64 == TMPFS;
-    if !ordinary || !seals.contains(SealFlags::SHRINK) || fstat(descriptor)?.st_size != len as i64 {
-        let reason = "the descriptor is not shared memory of this length, sealed against shrinking";
+    let (sealed, size) = (seals.contains(SealFlags::SHRINK), fstat(descriptor)?.st_size);
+    if !ordinary || !sealed || size != len as i64 {
+        let reason = format!(
+            "expected a memfd of {len} bytes on tmpfs, sealed against shrinking; got {size} bytes \
+             (on tmpfs: {ordinary}, sealed: {sealed})"
+        );
         return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     }
     Ok(())
@@ -216,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_view_reads_what_was_written() {
+    fn a_view_reads_the_written_bytes() {
         let mut memory = SharedMemory::create(10_000).unwrap();
         let view = SharedMemoryView::open(memory.descriptor(), 10_000).unwrap();
         let bytes: Vec<u8> = (0..5000).map(|i| i as u8).collect();
@@ -233,12 +247,12 @@ mod tests {
             let mut read = vec![1; to - from + 2];
             view.read_non_temporal(from, &mut read[1..=to - from]);
             assert_eq!(read[1..=to - from], bytes[from - 5000..to - 5000]);
-            assert_eq!((read[0], read[to - from + 1]), (1, 1), "the bytes around it are unchanged");
+            assert_eq!((read[0], read[to - from + 1]), (1, 1), "all other bytes are unchanged");
         }
     }
 
     #[test]
-    fn memory_that_could_shrink_is_refused() {
+    fn memory_that_could_shrink_is_rejected() {
         let memory = SharedMemory::create(4096).unwrap();
         assert!(SharedMemoryView::open(memory.descriptor(), 8192).is_err());
         assert!(

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Lock-free stacks of indices (Treiber, 1986). The head combines the top index with a counter of
-//! changes, which solves the ABA problem: a head whose top index was popped and pushed again
-//! differs from the head before.
+//! changes. The counter solves the ABA problem: if an index is popped and pushed again, the head
+//! differs from its earlier value.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const NONE: u32 = u32::MAX;
 
-/// For each index the index below it, in whichever stack it is. An index is in at most one stack.
+/// Stores, for each index in a stack, the index below it. An index is in at most one stack at a
+/// time.
 #[derive(Debug)]
 pub(crate) struct Links {
     below: Box<[Link]>,
@@ -31,7 +32,7 @@ impl Links {
 /// A stack of indices. All calls for one stack must pass the same [`Links`].
 #[derive(Debug)]
 pub(crate) struct Stack {
-    /// The counter in the upper 32 bits, the top index in the lower 32 bits.
+    /// The counter in the upper 32 bits, and the top index or `NONE` in the lower 32 bits.
     head: AtomicU64,
 }
 
@@ -40,13 +41,13 @@ impl Stack {
         Self { head: AtomicU64::new(u64::from(NONE)) }
     }
 
-    /// Pushes an index that the caller owns, and gives up that ownership.
+    /// Pushes an index that the caller owns. The stack then owns the index.
     pub(crate) fn push(&self, links: &Links, index: u32) {
         let mut head = self.head.load(Ordering::Relaxed);
         loop {
             links.below[index as usize].0.store(head as u32, Ordering::Relaxed);
             let new = next_counter(head) | u64::from(index);
-            // Release: the next owner of the index sees all writes of this one.
+            // `Release` makes all writes of this owner visible to the next owner of the index.
             match self.head.compare_exchange_weak(head, new, Ordering::Release, Ordering::Relaxed) {
                 Ok(_) => return,
                 Err(now) => head = now,
@@ -54,7 +55,7 @@ impl Stack {
         }
     }
 
-    /// Pops an index, which the caller then owns; `None` if the stack is empty.
+    /// Pops an index, which the caller then owns. Returns `None` if the stack is empty.
     pub(crate) fn pop(&self, links: &Links) -> Option<u32> {
         let mut head = self.head.load(Ordering::Acquire);
         loop {
@@ -62,8 +63,8 @@ impl Stack {
             if top == NONE {
                 return None;
             }
-            // Another thread may have popped `top` by now. The counter has changed then, and the
-            // exchange fails.
+            // Another thread may have popped `top` by now. In that case the counter has changed,
+            // and the exchange below fails.
             let below = links.below[top as usize].0.load(Ordering::Relaxed);
             let new = next_counter(head) | u64::from(below);
             match self.head.compare_exchange_weak(head, new, Ordering::Acquire, Ordering::Acquire) {
@@ -74,7 +75,7 @@ impl Stack {
     }
 }
 
-/// Returns the incremented counter, in the upper 32 bits.
+/// Returns the counter of `head` plus one in the upper 32 bits, and zeros in the lower 32 bits.
 fn next_counter(head: u64) -> u64 {
     ((head >> 32) + 1) << 32
 }
@@ -146,10 +147,10 @@ mod models {
         }
     }
 
-    /// Loom checks all interleavings with up to three preemptions: no two threads access a value at
-    /// the same time, and each owner sees the writes of the previous one. One thread pops both
-    /// indices and pushes back only the first, so the other thread sees the same top index with a
-    /// different index below it (ABA).
+    /// Loom checks all interleavings with up to three preemptions. No two threads may access a
+    /// value at the same time, and each owner must see the writes of the previous owner. One thread
+    /// pops both indices, and pushes the first back before the second. In between, the other thread
+    /// can see the same top index with a different index below it (ABA).
     #[test]
     fn the_owner_of_an_index_has_exclusive_access() {
         let mut builder = loom::model::Builder::new();

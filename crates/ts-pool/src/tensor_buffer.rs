@@ -12,9 +12,10 @@ use crate::{DeviceBuffer, Error, OrderedOptions, StreamOrderedPool};
 
 /// The bytes of a tensor, in host memory or in device memory.
 ///
-/// All copies are explicit and block until they are done. GPU buffers come from one
-/// [`StreamOrderedPool`] per GPU, which lives until the process exits.
+/// All copies are explicit and block until they are done. If the caller passes no pool, a GPU
+/// buffer comes from one [`StreamOrderedPool`] per GPU, which lives until the process exits.
 ///
+/// # Examples
 /// ```
 /// use ts_pool::TensorBuffer;
 ///
@@ -36,24 +37,26 @@ enum Storage {
 }
 
 impl TensorBuffer {
-    /// Wraps host bytes. Copies nothing.
+    /// Creates a buffer in host memory that owns `bytes`. Copies nothing.
     pub fn cpu(bytes: Vec<u8>) -> Self {
         Self { storage: Storage::Host(bytes) }
     }
 
-    /// Allocates `len` zeros in host memory.
+    /// Allocates `len` zero bytes in host memory.
     pub fn cpu_zeros(len: usize) -> Self {
         Self::cpu(vec![0; len])
     }
 
-    /// Allocates `len` bytes on GPU `ordinal`, or zeros in host memory if that fails.
+    /// Allocates `len` bytes with undefined contents on GPU `ordinal`, or `len` zero bytes in host
+    /// memory if that fails.
     ///
-    /// On a GPU the contents are undefined. The first fallback in the process logs a warning with
-    /// the cause.
+    /// The first fallback in the process logs a warning with the cause.
     pub fn try_allocate_gpu(len: usize, ordinal: usize) -> Self {
         static WARN: Once = Once::new();
         Self::allocate_gpu(len, ordinal).unwrap_or_else(|error| {
-            WARN.call_once(|| log::warn!("using host memory for {len} bytes: {error}"));
+            WARN.call_once(|| {
+                log::warn!("using host memory instead of GPU {ordinal} for {len} bytes: {error}");
+            });
             Self::cpu_zeros(len)
         })
     }
@@ -61,8 +64,9 @@ impl TensorBuffer {
     /// Allocates `len` bytes on GPU `ordinal`. Their contents are undefined.
     ///
     /// # Errors
-    /// Returns [`Error::Device`] with [`ts_streams::Error::NoGpu`] if the GPU does not exist, and
-    /// [`Error::OutOfMemory`] if its memory is full.
+    /// Returns [`Error::Device`] if the GPU does not exist ([`ts_streams::Error::NoGpu`]) or its
+    /// driver fails. Also returns the same errors as [`allocate_in`](Self::allocate_in), for
+    /// example [`Error::OutOfMemory`] if the memory of the GPU is full.
     pub fn allocate_gpu(len: usize, ordinal: usize) -> Result<Self, Error> {
         let (pool, stream) = gpu(ordinal)?;
         Self::allocate_in(&pool, &stream, len)
@@ -130,7 +134,7 @@ impl TensorBuffer {
     /// Copies the bytes to a vector in host memory.
     ///
     /// # Errors
-    /// Returns [`Error::Device`] if the copy from the device fails.
+    /// The same as [`DeviceBuffer::read`], if the bytes are in device memory.
     pub fn to_host(&self) -> Result<Vec<u8>, Error> {
         match &self.storage {
             Storage::Host(bytes) => Ok(bytes.clone()),
@@ -154,7 +158,8 @@ impl TensorBuffer {
     /// memory.
     ///
     /// # Errors
-    /// The same as [`allocate_gpu`](Self::allocate_gpu), and [`Error::Device`] if the copy fails.
+    /// The same as [`allocate_gpu`](Self::allocate_gpu). Also returns [`Error::Device`] or
+    /// [`Error::Stale`] if the copy fails.
     pub fn to_gpu(&self, ordinal: usize) -> Result<Self, Error> {
         let (pool, stream) = gpu(ordinal)?;
         self.to_pool(&pool, &stream)
@@ -163,7 +168,8 @@ impl TensorBuffer {
     /// Copies the bytes to a new buffer from `pool`, for work on `stream`.
     ///
     /// # Errors
-    /// The same as [`allocate_in`](Self::allocate_in), and [`Error::Device`] if the copy fails.
+    /// The same as [`allocate_in`](Self::allocate_in). Also returns [`Error::Device`] or
+    /// [`Error::Stale`] if the copy fails.
     pub fn to_pool(
         &self,
         pool: &StreamOrderedPool<AnyDevice>,
@@ -180,8 +186,8 @@ impl TensorBuffer {
     /// Overwrites the whole buffer with `bytes`.
     ///
     /// # Errors
-    /// Returns [`Error::WrongLength`] if the lengths differ, and [`Error::Device`] if the copy
-    /// fails.
+    /// Returns [`Error::WrongLength`] if the lengths differ, and [`Error::Device`] or
+    /// [`Error::Stale`] if the copy fails.
     pub fn copy_from_slice(&mut self, bytes: &[u8]) -> Result<(), Error> {
         if bytes.len() != self.len() {
             return Err(Error::WrongLength { given_bytes: bytes.len(), buffer_bytes: self.len() });
@@ -192,8 +198,8 @@ impl TensorBuffer {
     /// Overwrites a part of the buffer, starting at byte `offset`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the bytes do not fit, and [`Error::Device`] if the copy
-    /// fails.
+    /// Returns [`Error::OutOfRange`] if the bytes are not completely inside the buffer, and
+    /// [`Error::Device`] or [`Error::Stale`] if the copy fails.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
         match &mut self.storage {
             Storage::Host(host) => {

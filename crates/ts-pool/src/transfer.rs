@@ -15,9 +15,10 @@ impl<D: Device> DeviceBuffer<D> {
     /// it. Blocks until the copy is done.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the bytes do not fit, [`Error::Stale`] if the memory was
-    /// freed with its stream, and [`Error::Device`] if the stream has failed or if called from a
-    /// host function on a stream.
+    /// - [`Error::OutOfRange`]: the bytes are not completely inside the buffer.
+    /// - [`Error::Stale`]: [`free_for_stream`](crate::StreamOrderedPool::free_for_stream) has freed
+    ///   the memory.
+    /// - [`Error::Device`]: the stream has failed, or a host function on a stream made the call.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
         let (part, from) = (
             self.range_for_copy(offset, bytes.len())?,
@@ -31,7 +32,7 @@ impl<D: Device> DeviceBuffer<D> {
         })
     }
 
-    /// Copies bytes from the buffer to the host, starting at byte `offset`. Blocks like
+    /// Fills `bytes` with bytes of the buffer, starting at byte `offset`. Blocks like
     /// [`write`](Self::write).
     ///
     /// If another stream writes to the buffer, the caller must first wait for that work.
@@ -41,7 +42,8 @@ impl<D: Device> DeviceBuffer<D> {
     pub fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error> {
         let (part, to) = (self.range_for_copy(offset, bytes.len())?, MemoryRange::of(bytes));
         self.transfer(|stream, range| {
-            // SAFETY: as in `write`, except that `bytes` is borrowed mutably and written to.
+            // SAFETY: as in `write`, except that the copy writes to `bytes`, which is borrowed
+            // mutably.
             unsafe { stream.copy(to, range.slice(part)) }
         })
     }
@@ -49,15 +51,17 @@ impl<D: Device> DeviceBuffer<D> {
     /// Overwrites this buffer with the contents of `from`. Blocks until the copy is done.
     ///
     /// The copy runs on this buffer's stream, after all work submitted to the streams of both
-    /// buffers. Between buffers of different pools it goes through host memory.
+    /// buffers. If another stream writes to `from`, the caller must first wait for that work. A
+    /// copy between buffers of different pools goes through host memory.
     ///
     /// # Errors
     /// The same as [`write`](Self::write), and [`Error::Device`] if the lengths differ.
     pub fn copy_from(&mut self, from: &Self) -> Result<(), Error> {
         check_may_block()?;
         let copied = self.transfer_with(from, |stream, to, from| {
-            // SAFETY: as in `write`, for both buffers. Work on the stream of `from` is ordered
-            // before the copy; its owner orders work on other streams.
+            // SAFETY: both ranges are valid until `transfer_with` returns, which waits for the
+            // copy. `transfer_with` orders the copy after the work on the streams of both buffers,
+            // and the caller orders it after work on other streams.
             unsafe { stream.copy(to, from) }
         });
         if let Some(copied) = copied {
@@ -72,8 +76,10 @@ impl<D: Device> DeviceBuffer<D> {
         self.write(0, &bytes)
     }
 
-    /// Checks a byte range, and that this thread may wait for streams. Both must be known before a
-    /// copy is submitted, because the caller then has to wait for it.
+    /// Checks that a byte range is inside the buffer, and that this thread may wait for streams.
+    ///
+    /// Both checks must come before the copy is submitted. Afterwards the caller must wait for the
+    /// copy, so it cannot return early.
     fn range_for_copy(&self, offset: usize, len: usize) -> Result<Range<usize>, Error> {
         let range = range_in(self.len(), offset, len)?;
         check_may_block()?;
@@ -82,19 +88,21 @@ impl<D: Device> DeviceBuffer<D> {
 }
 
 impl<D: Device> PooledBuffer<D> {
-    /// Returns the bytes if they are host memory: from a [`PinnedMemoryPool`], or from a pool of
+    /// Returns the bytes if the buffer is from a pool of [`MemoryKind::PinnedHost`] or
     /// [`MemoryKind::Host`]. The caller must first wait for streams that write to them.
     pub fn host_bytes(&self) -> Option<&[u8]> {
         let range = self.is_host().then(|| self.range())?;
-        // SAFETY: it is host memory, which the system initialised when it allocated the pages. This
-        // value owns it and is borrowed.
+        // SAFETY: the range is host memory, which the system initialised when it allocated the
+        // pages. This value owns the range, and the result borrows this value.
         Some(unsafe { std::slice::from_raw_parts(range.as_ptr(), range.len()) })
     }
 
-    /// Returns the bytes for writing if they are host memory: see [`host_bytes`](Self::host_bytes).
+    /// Returns the bytes for writing, in the same cases as [`host_bytes`](Self::host_bytes). The
+    /// caller must first wait for streams that use them.
     pub fn host_bytes_mut(&mut self) -> Option<&mut [u8]> {
         let range = self.is_host().then(|| self.range())?;
-        // SAFETY: as in `host_bytes`; the mutable borrow makes the access exclusive.
+        // SAFETY: the range is valid as in `host_bytes`, and the mutable borrow makes the access
+        // exclusive.
         Some(unsafe { std::slice::from_raw_parts_mut(range.as_ptr(), range.len()) })
     }
 
@@ -108,8 +116,8 @@ impl<D: Device> PooledBuffer<D> {
     /// The caller must first wait for other streams that use the buffer.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the bytes do not fit, and [`Error::Device`] if the stream
-    /// has failed or if called from a host function on a stream.
+    /// - [`Error::OutOfRange`]: the bytes are not completely inside the buffer.
+    /// - [`Error::Device`]: the stream has failed, or a host function on a stream made the call.
     pub fn write(&mut self, offset: usize, bytes: &[u8], stream: &D::Stream) -> Result<(), Error> {
         let part = range_in(self.range().len(), offset, bytes.len())?;
         check_may_block()?;
@@ -120,7 +128,7 @@ impl<D: Device> PooledBuffer<D> {
         Ok(stream.synchronize()?)
     }
 
-    /// Copies bytes from the buffer to the host, starting at byte `offset`. Blocks like
+    /// Fills `bytes` with bytes of the buffer, starting at byte `offset`. Blocks like
     /// [`write`](Self::write).
     ///
     /// # Errors
@@ -129,7 +137,7 @@ impl<D: Device> PooledBuffer<D> {
         let part = range_in(self.range().len(), offset, bytes.len())?;
         check_may_block()?;
         let from = self.range().slice(part);
-        // SAFETY: as in `write`, except that `bytes` is borrowed mutably and written to.
+        // SAFETY: as in `write`, except that the copy writes to `bytes`, which is borrowed mutably.
         unsafe { stream.copy(MemoryRange::of(bytes), from) }?;
         Ok(stream.synchronize()?)
     }
@@ -138,9 +146,10 @@ impl<D: Device> PooledBuffer<D> {
 /// Fills a device block from the host with double buffering: while one staging buffer is copied to
 /// the device, the caller writes to the other.
 ///
-/// If it is dropped before [`finish`](Self::finish), all its memory returns to the pools when the
-/// copies in flight are done.
+/// If the upload is dropped before [`finish`](Self::finish), its block and staging buffers return
+/// to their pools when the copies in flight are done.
 ///
+/// # Examples
 /// ```
 /// use ts_pool::ts_streams::{CpuDevice, Device, StreamPriority};
 /// use ts_pool::{BlockPool, PinnedMemoryPool, PoolConfig, Upload};
@@ -175,28 +184,28 @@ pub struct Upload<D: Device> {
     current: usize,
     /// Bytes written to the current staging buffer.
     filled: usize,
-    /// Bytes before them, whose copies are submitted.
+    /// Bytes of the block whose copies were submitted. They precede the `filled` bytes.
     submitted: usize,
 }
 
 #[derive(Debug)]
 struct StagingBuffer<D: Device> {
     pinned: Option<PooledBuffer<D>>,
-    /// Completes with the last copy from this buffer.
+    /// An event that completes when the most recent copy from this buffer is done.
     copied: D::Event,
 }
 
 impl<D: Device> StagingBuffer<D> {
     fn range(&self) -> MemoryRange {
-        self.pinned.as_ref().expect("only `finish` and `drop` take the buffer").range()
+        self.pinned.as_ref().expect("only `finish` and `drop` take the staging buffer").range()
     }
 }
 
 impl<D: Device> Upload<D> {
-    /// Starts an upload to the block `to` with copies on `stream`.
+    /// Starts an upload to the block `to`, with copies on `stream`.
     ///
-    /// Acquires two staging buffers of `piece_bytes` each from `pinned`. The caller must first wait
-    /// for other streams that use the block.
+    /// Acquires two staging buffers of `piece_bytes` bytes each from `pinned`. The caller must
+    /// first wait for other streams that use the block.
     ///
     /// # Errors
     /// The same as [`PinnedMemoryPool::acquire`], and [`Error::Device`] if the device cannot create
@@ -217,19 +226,19 @@ impl<D: Device> Upload<D> {
         Ok(Self { target, stream, staging, current: 0, filled: 0, submitted: 0 })
     }
 
-    /// Returns the length of the target block in bytes.
+    /// Returns the number of bytes to upload: the requested size of the target block.
     pub fn byte_len(&self) -> usize {
         self.target.as_ref().map_or(0, PooledBuffer::len)
     }
 
-    /// Returns host memory for the next bytes, those after all that were
-    /// [`written`](Self::written). It is never empty unless `piece_bytes` is 0.
+    /// Returns host memory for the next bytes, after those already [`written`](Self::written). The
+    /// slice is empty only if `piece_bytes` is 0.
     ///
     /// Blocks while the staging buffer's previous contents are still being copied.
     ///
     /// # Errors
-    /// Returns [`Error::Device`] if the stream has failed, or if called from a host function on a
-    /// stream.
+    /// Returns [`Error::Device`] if the stream has failed, or if a host function on a stream made
+    /// the call.
     pub fn space(&mut self) -> Result<&mut [u8], Error> {
         check_may_block()?;
         let staging = &mut self.staging[self.current];
@@ -238,8 +247,10 @@ impl<D: Device> Upload<D> {
         }
         let range = staging.range().slice(self.filled..staging.range().len());
         // SAFETY: the range is host memory (`PinnedMemoryPool`) that only this value uses, and that
-        // the system initialised when it allocated the pages. The last copy from it is done: its
-        // event was waited for, and no new copy is submitted before the buffer is full.
+        // the system initialised when it allocated the pages. The last copy from it is done,
+        // because the code above waited for its event before the first byte was written. `written`
+        // submits the next copy, and takes `&mut self`, so the returned slice no longer exists
+        // then.
         Ok(unsafe { std::slice::from_raw_parts_mut(range.as_ptr(), range.len()) })
     }
 
@@ -252,14 +263,17 @@ impl<D: Device> Upload<D> {
     /// Returns [`Error::Device`] if the stream has failed.
     ///
     /// # Panics
-    /// Panics if `len` exceeds the length of that space or the rest of the block.
+    /// Panics if `len` exceeds the length of the space, or the rest of the block.
     pub fn written(&mut self, len: usize) -> Result<(), Error> {
         let whole = self.byte_len();
         let (staging, filled) = (&self.staging[self.current], self.filled + len);
         let end = self.submitted + filled;
         assert!(
             filled <= staging.range().len() && end <= whole,
-            "{len} bytes written: the staging buffer or the block has less room"
+            "cannot report {len} written bytes: {} bytes of the staging buffer and {} bytes of the \
+             block remain",
+            staging.range().len() - self.filled,
+            whole - self.submitted - self.filled
         );
         self.filled = filled;
         if filled < staging.range().len() && end < whole {
@@ -267,7 +281,7 @@ impl<D: Device> Upload<D> {
         }
         let target = self.target.as_ref().expect("only `finish` and `drop` take the block").range();
         // SAFETY: this value owns both buffers, and `finish` and `drop` keep them until the stream
-        // is done. `space` lends the staging buffer again only after the event.
+        // has run the copy. `space` returns the staging buffer again only after its event.
         unsafe {
             self.stream.copy(target.slice(self.submitted..end), staging.range().slice(0..filled))
         }?;
@@ -278,9 +292,12 @@ impl<D: Device> Upload<D> {
 
     /// Waits until all submitted copies are done, and returns the block. Blocks.
     ///
+    /// If the caller has reported fewer than [`byte_len`](Self::byte_len) bytes, the rest of the
+    /// block is undefined. Bytes in a staging buffer that is not full are then not copied.
+    ///
     /// # Errors
-    /// Returns [`Error::Device`] if the stream has failed, or if called from a host function on a
-    /// stream.
+    /// Returns [`Error::Device`] if the stream has failed, or if a host function on a stream made
+    /// the call.
     pub fn finish(mut self) -> Result<PooledBuffer<D>, Error> {
         check_may_block()?;
         self.stream.synchronize()?;
@@ -293,7 +310,8 @@ impl<D: Device> Drop for Upload<D> {
     fn drop(&mut self) {
         let staging = self.staging.iter_mut().filter_map(|staging| staging.pinned.take());
         for buffer in staging.chain(self.target.take()) {
-            // A failed stream runs no more copies; the buffer is dropped together with the error.
+            // The error can be ignored: a failed stream runs no more copies, so the buffer returns
+            // to its pool at once.
             let _ = buffer.release_after(&self.stream);
         }
     }

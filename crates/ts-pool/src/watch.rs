@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Detects writes to memory that should not change.
 //!
-//! The kernel write-protects pages with userfaultfd. In mode `WP_ASYNC` the first write to a page
+//! The kernel write-protects pages with userfaultfd. In mode `WP_ASYNC`, the first write to a page
 //! removes the protection and continues without a notification. The ioctl `PAGEMAP_SCAN` then lists
-//! the pages that lost their protection. Linux supports both since 6.7.
+//! the pages that lost their protection. Linux has supported both since version 6.7.
 
 use std::fs::File;
 use std::ops::Range;
@@ -18,16 +18,19 @@ use crate::arena::BLOCK_ALIGN;
 use crate::buffer::SharedBuffer;
 use crate::pool::HostPool;
 
-/// Detects writes to buffers of a pool, by foreign code that has their address or by the kernel on
-/// behalf of a process. Writes by devices (DMA) are not detected.
+/// Detects writes to buffers of a [`HostPool`] that should not change.
 ///
+/// It detects writes by any code in this process, and writes by the kernel in system calls. It does
+/// not detect writes by devices (DMA).
+///
+/// # Examples
 /// ```
 /// use std::sync::Arc;
 /// use ts_pool::{Budget, HostPool, WriteWatch};
 ///
 /// let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20)?;
 /// let buffer = pool.allocate(8192)?.freeze();
-/// // `None` if the system does not support it.
+/// // `try_new` returns `None` if the system does not support watching.
 /// if let Some(watch) = WriteWatch::try_new(&pool).map(Arc::new) {
 ///     let watched = watch.watch(buffer).expect("the buffer is from this pool");
 ///     assert!(watched.written().is_empty());
@@ -51,15 +54,18 @@ pub struct WatchedBuffer {
 impl WriteWatch {
     /// Creates a watch for the buffers of `pool`.
     ///
-    /// Returns `None` if watching is not supported: on systems other than Linux, on Linux before
-    /// 6.7, in a sandbox that forbids it, for memory of a device, for an empty pool, and if pages
-    /// are larger than [`BLOCK_ALIGN`].
+    /// Returns `None` if watching is not possible:
+    ///
+    /// - on systems other than Linux, on Linux before 6.7, and if pages are larger than
+    ///   [`BLOCK_ALIGN`];
+    /// - in a sandbox that forbids the system calls;
+    /// - if the size of the pool is 0 bytes, or its memory is pinned memory of a device.
     pub fn try_new(pool: &HostPool) -> Option<Self> {
         if rustix::param::page_size() > BLOCK_ALIGN || pool.stats().capacity_bytes == 0 {
             return None;
         }
-        // SAFETY: the descriptor is only used for asynchronous write protection, which the kernel
-        // resolves itself. No thread ever blocks on a fault.
+        // SAFETY: the descriptor is used only for asynchronous write protection. The kernel itself
+        // resolves such faults, so no thread ever blocks on a fault.
         let created = unsafe {
             userfaultfd(
                 UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY),
@@ -81,10 +87,10 @@ impl WriteWatch {
         Some(watch)
     }
 
-    /// Starts to watch a buffer of this pool.
+    /// Starts to watch a buffer of the pool that this watch was created for.
     ///
     /// # Errors
-    /// Returns the buffer if it is not from this pool, or if the kernel cannot write-protect it.
+    /// Returns the buffer if it is from another pool, or if the kernel cannot write-protect it.
     pub fn watch(self: &Arc<Self>, buffer: SharedBuffer) -> Result<WatchedBuffer, SharedBuffer> {
         let (pool, bytes) = (self.pool.as_ptr_range(), buffer.as_ptr_range());
         if bytes.start < pool.start || bytes.end > pool.end || self.protect(&buffer, true).is_err()
@@ -94,11 +100,11 @@ impl WriteWatch {
         Ok(WatchedBuffer { watch: Arc::clone(self), buffer })
     }
 
-    /// Returns whether any of the buffers may have been written to since they are watched.
+    /// Returns whether any of the buffers may have been written to since watching it began.
     ///
-    /// Adjacent buffers are scanned together. Each run of adjacent buffers takes half a
-    /// microsecond, plus the time that [`WatchedBuffer::written`] takes for its pages. Buffers that
-    /// cannot be scanned count as not written.
+    /// Adjacent buffers are scanned together. Each run of adjacent buffers takes about half a
+    /// microsecond, plus the time that [`WatchedBuffer::written`] takes for its pages. If the scan
+    /// of a run fails, its buffers count as not written.
     pub fn any_written<'a>(watched: impl IntoIterator<Item = &'a WatchedBuffer>) -> bool {
         let mut pages: Vec<_> = watched
             .into_iter()
@@ -151,11 +157,11 @@ impl WriteWatch {
 }
 
 impl WatchedBuffer {
-    /// Returns the byte ranges of the buffer that may have been written to since it is watched, in
-    /// ascending order.
+    /// Returns the byte ranges of the buffer that may have been written to since watching it began,
+    /// in ascending order.
     ///
     /// The ranges are whole pages, clipped to the buffer. If the scan fails, the result is empty. A
-    /// scan takes about ten microseconds for 64 MiB in small pages, and less in huge pages.
+    /// scan of 64 MiB takes about ten microseconds with small pages, and less with huge pages.
     pub fn written(&self) -> Vec<Range<usize>> {
         let (base, len) = (self.buffer.as_ptr().addr(), self.buffer.len());
         let found = self.watch.scan(pages_of(&self.buffer)).unwrap_or_default();
@@ -172,7 +178,8 @@ impl WatchedBuffer {
 }
 
 impl Drop for WatchedBuffer {
-    /// Removes the write protection, so that the next owner of the memory does not pay for it.
+    /// Removes the write protection, so that writes by the next owner of the memory cause no
+    /// faults.
     fn drop(&mut self) {
         let _ = self.watch.protect(&self.buffer, false);
     }
@@ -186,7 +193,7 @@ fn pages_of(buffer: &SharedBuffer) -> Range<usize> {
     start - start % page..bytes.end.addr().next_multiple_of(page)
 }
 
-// From linux/userfaultfd.h and linux/fs.h.
+// The constants and structures below are from linux/userfaultfd.h and linux/fs.h.
 
 const USER_MODE_ONLY: u32 = 1;
 const FEATURE_WP: u64 = 1;
@@ -194,7 +201,7 @@ const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 const FEATURE_WP_ASYNC: u64 = 1 << 15;
 const REGISTER_WP: u64 = 1 << 1;
 const IS_WRITTEN: u64 = 1 << 1;
-/// Makes the scan fail for memory that is not registered.
+/// Makes the scan fail for memory that is not registered in mode `WP_ASYNC`.
 const SCAN_CHECK_WPASYNC: u64 = 1 << 1;
 
 const API: Opcode = opcode::read_write::<UffdioApi>(0xaa, 0x3f);
@@ -234,7 +241,7 @@ struct PmScanArg {
     flags: u64,
     start: u64,
     end: u64,
-    /// Address where the scan stopped: the end, or earlier if `regions` is full.
+    /// Address where the scan stopped. It is below `end` if `regions` is full.
     walk_end: u64,
     regions: u64,
     region_count: u64,
@@ -253,14 +260,14 @@ struct PageRegion {
     categories: u64,
 }
 
-/// An ioctl whose argument the kernel reads and writes, and which returns a count.
+/// An ioctl that returns a count, with an argument that the kernel reads and writes.
 struct Request<'a, T> {
     opcode: Opcode,
     argument: &'a mut T,
 }
 
-// SAFETY: the pointer is to a structure of the size that the opcode encodes. It lives during the
-// call, and every bit pattern is a valid value of it.
+// SAFETY: the pointer refers to a structure of the size that the opcode encodes. The structure is
+// borrowed during the call, and every bit pattern is a valid value for it.
 unsafe impl<T> Ioctl for Request<'_, T> {
     type Output = usize;
 
@@ -284,7 +291,8 @@ unsafe impl<T> Ioctl for Request<'_, T> {
 
 fn run<T>(descriptor: impl AsFd, opcode: Opcode, argument: &mut T) -> Result<usize, Errno> {
     // SAFETY: the opcode matches the type of the argument. The only argument that contains a
-    // pointer is `PmScanArg`; it points to `region_count` regions that live in the caller's frame.
+    // pointer is `PmScanArg`. It points to `region_count` regions, which live in the caller's frame
+    // during the call.
     unsafe { ioctl(descriptor, Request { opcode, argument }) }
 }
 
@@ -304,10 +312,10 @@ mod tests {
         (pool, watch)
     }
 
-    /// Writes through a raw pointer, as foreign code does.
+    /// Writes through a raw pointer, like code outside this crate that has the address.
     fn write(buffer: &SharedBuffer, at: usize) {
-        // SAFETY: `at` is inside the buffer, no other thread uses it, and the test reads the byte
-        // only after this write.
+        // SAFETY: `at` is inside the buffer, and no other thread uses it. The tests hold no slice
+        // of the buffer during the write.
         unsafe { buffer.as_ptr().add(at).cast_mut().write_volatile(7) };
     }
 

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use crate::buffer::SharedBuffer;
 use crate::pool::HostPool;
 
-/// Detects writes to buffers of a pool. Supported only on Linux.
+/// Detects writes to buffers of a pool. Not available on this system, because only Linux supports
+/// it.
 #[derive(Debug)]
 pub struct WriteWatch(Infallible);
 
@@ -17,8 +18,8 @@ pub struct WriteWatch(Infallible);
 pub struct WatchedBuffer(Infallible);
 
 impl WriteWatch {
-    /// Returns `None`, because this system is not supported.
-    pub fn new(_pool: &HostPool) -> Option<Self> {
+    /// Returns `None`, because this system does not support watching.
+    pub fn try_new(_pool: &HostPool) -> Option<Self> {
         None
     }
 
@@ -27,10 +28,10 @@ impl WriteWatch {
         watched.into_iter().next().is_some()
     }
 
-    /// Starts to watch a buffer of this pool.
+    /// Starts to watch a buffer of the pool that this watch was created for.
     ///
     /// # Errors
-    /// Returns the buffer if it is not from this pool.
+    /// Returns the buffer if it is from another pool.
     pub fn watch(self: &Arc<Self>, _buffer: SharedBuffer) -> Result<WatchedBuffer, SharedBuffer> {
         match self.0 {}
     }

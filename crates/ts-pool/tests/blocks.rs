@@ -50,7 +50,7 @@ fn free_blocks_are_evicted_to_make_room() {
     let blocks: Vec<_> = (0..4).map(|_| pool.acquire(MIB).unwrap()).collect();
     let error = pool.acquire(4096).unwrap_err();
     assert!(
-        error.kind() == ErrorKind::Full && error.to_string().contains("4194304 in use"),
+        error.kind() == ErrorKind::Full && error.to_string().contains("4194304 are in use"),
         "{error}"
     );
     drop(blocks);

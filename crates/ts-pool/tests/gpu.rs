@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tests of the pools on a GPU if there is one, and on a simulated GPU, which checks the test
-//! programs themselves.
+//! Tests of the pools on a GPU, if there is one. A simulated GPU runs some of the same programs,
+//! and checks the programs themselves.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // a panic fails the test
@@ -14,8 +14,8 @@ use ts_pool::{
 };
 use ts_streams::{CudaDevice, Device, SimDevice, SimOptions, Stream, StreamPriority};
 
-/// Opens GPU 0. Without one, it prints a line to the real stdout, which `cargo xtask` counts; the
-/// test harness does not capture it.
+/// Opens GPU 0. If there is none, prints a line to stdout in a way that the test harness does not
+/// capture. `cargo xtask` counts these lines.
 fn gpu() -> Option<CudaDevice> {
     CudaDevice::new(0)
         .inspect_err(|error| {
@@ -25,7 +25,7 @@ fn gpu() -> Option<CudaDevice> {
         .ok()
 }
 
-/// A pseudorandom generator (Knuth's MMIX).
+/// A linear congruential generator, with the constants of Knuth's MMIX.
 struct Random(u64);
 
 impl Random {
@@ -36,8 +36,8 @@ impl Random {
     }
 }
 
-/// Allocates and frees buffers on four streams, fills each with its own byte or copies another
-/// buffer, and checks the contents of every buffer when it is freed.
+/// Allocates and frees buffers on four streams. Fills each new buffer with a byte, or with the
+/// contents of another buffer. Checks the contents of every buffer before freeing it.
 fn random_programs<D: Device>(device: &D, backing: Backing, steps: usize) {
     let options = OrderedOptions::default()
         .with_backing(backing)
@@ -64,7 +64,7 @@ fn random_programs<D: Device>(device: &D, backing: Backing, steps: usize) {
                 live.push((buffer, *of_other));
             }
             None => {
-                // SAFETY: only this program uses the buffer, and only on its own stream.
+                // SAFETY: only this function uses the buffer, on the buffer's own stream.
                 unsafe { stream.fill(buffer.range().unwrap(), byte) }.unwrap();
                 live.push((buffer, byte));
             }
@@ -140,7 +140,8 @@ fn workload<D: Device>(device: &D, backing: Backing) -> Duration {
     run(20_000)
 }
 
-/// Prints the speed of the pool relative to the driver's allocator. It never fails.
+/// Prints the speed of the pool relative to the driver's allocator. Does not fail if the pool is
+/// slow.
 #[test]
 fn speed_relative_to_the_drivers_allocator() {
     let Some(device) = gpu() else { return };

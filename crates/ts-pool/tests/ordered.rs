@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tests of the stream-ordered pool, most of them on a simulated device, which detects every access
-//! to memory that is not ordered.
+//! Tests of the stream-ordered pool. Most of them run on a simulated device, which detects
+//! unordered accesses to the same memory.
 
 #![allow(clippy::unwrap_used)] // a panic fails the test
 
@@ -27,7 +27,7 @@ fn streams<D: Device>(device: &D, count: usize) -> Vec<D::Stream> {
     (0..count).map(|_| device.create_stream(StreamPriority::Normal).unwrap()).collect()
 }
 
-/// Submits work to a stream that fills a buffer.
+/// Fills a buffer with `byte`, as work on a stream.
 fn write<D: Device>(stream: &D::Stream, buffer: &DeviceBuffer<D>, byte: u8) {
     // SAFETY: the pool orders the accesses. If it does not, the simulated device reports a race.
     unsafe { stream.fill(buffer.range().unwrap(), byte) }.unwrap();
@@ -46,7 +46,7 @@ fn freed_memory_is_reused_in_stream_order() {
     assert_eq!(again.range().unwrap(), range);
     write(a, &again, 2);
     drop(again);
-    // The first stream still has work to do; the second must wait for it.
+    // The first stream still has work to do, so the second must wait for the first.
     assert!(a.metrics().outstanding() > 0);
     let other = pool.allocate_for_stream(64 * KIB, b).unwrap();
     assert_eq!(other.range().unwrap(), range);
@@ -79,11 +79,11 @@ fn memory_used_by_another_stream_is_freed_after_that_use() {
     let range = buffer.range().unwrap();
     drop(buffer);
     assert_eq!((pool.stats().in_use_bytes, pool.stats().pending_bytes), (0, 64 * KIB));
-    // Other memory is free, so the pool does not wait.
+    // The pool is below its limit, so it allocates another segment instead of waiting.
     let other = pool.allocate_for_stream(64 * KIB, copies).unwrap();
     assert_ne!(other.range().unwrap(), range);
     write(copies, &other, 2);
-    // No other memory is free.
+    // The pool is at its limit, so it reuses the freed block.
     let third = pool.allocate_for_stream(64 * KIB, copies).unwrap();
     assert_eq!(third.range().unwrap(), range);
     write(copies, &third, 3);
@@ -123,7 +123,7 @@ fn an_out_of_memory_error_reports_the_pool_state() {
         panic!("{error}")
     };
     assert_eq!((*requested_bytes, *capacity_bytes, *in_use_bytes), (30 * KIB, 56 * KIB, 40 * KIB));
-    assert!(error.to_string().contains("largest free block 16384"), "{error}");
+    assert!(error.to_string().contains("the largest free block has 16384 bytes"), "{error}");
     assert_eq!(pool.stats().failures, 1);
     let layout = Layout::from_size_align(8, 4096).unwrap();
     assert_eq!(pool.allocate(layout, a).unwrap_err().kind(), ErrorKind::Misuse);
@@ -178,7 +178,7 @@ fn start_busy_stream(device: &CpuDevice, pool: &StreamOrderedPool<CpuDevice>) ->
 }
 
 #[test]
-fn a_failed_stream_keeps_its_place_in_order() {
+fn a_failed_stream_still_waits_for_the_previous_owner() {
     let device = CpuDevice::with_threads(3).unwrap();
     let panics = || HostFn::new(|| std::panic::resume_unwind(Box::new("on purpose")));
     let is_ordered = |stream: &<CpuDevice as Device>::Stream| {
@@ -186,7 +186,7 @@ fn a_failed_stream_keeps_its_place_in_order() {
         std::thread::sleep(Duration::from_millis(20));
         stream.query() == Ok(Status::Pending)
     };
-    // The stream has failed before the allocation, which returns an error.
+    // The stream fails before the allocation. The allocation then returns an error.
     let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 4 * KIB));
     let (stop, stream) = (start_busy_stream(&device, &pool), &streams(&device, 1)[0]);
     stream.launch_host_fn(panics()).unwrap();
@@ -196,7 +196,7 @@ fn a_failed_stream_keeps_its_place_in_order() {
     let buffer = pool.allocate_for_stream(4 * KIB, stream).unwrap();
     assert!(is_ordered(stream));
     drop((buffer, stop));
-    // The stream fails after the allocation, while it waits for the busy stream.
+    // The stream fails after the allocation, before its wait for the busy stream.
     let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 4 * KIB));
     let (stop, stream) = (start_busy_stream(&device, &pool), &streams(&device, 1)[0]);
     let (fail, gate) = mpsc::channel::<()>();
@@ -244,8 +244,8 @@ fn segment_numbers_are_reused() {
     }
 }
 
-/// A pool calls streams while it looks for memory. On this device such a call runs work, and that
-/// work may drop buffers of the pool.
+/// A pool calls streams while it searches for memory. On the simulated device such a call runs
+/// work, and that work may drop buffers of the pool.
 #[test]
 fn stream_work_may_own_buffers_of_the_pool() {
     let device = SimDevice::new(SimOptions::default());
@@ -277,7 +277,7 @@ enum Step {
         bytes: usize,
     },
     Free(usize),
-    /// Another stream reads the buffer.
+    /// A stream, usually not the buffer's own, reads the buffer.
     Share {
         buffer: usize,
         stream: usize,
@@ -300,7 +300,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => (stream.clone(), 1..20 * KIB)
             .prop_map(|(stream, bytes)| Step::Allocate { stream, bytes }),
-        // Sizes that repeat, so that quick lists are used.
+        // These sizes repeat, so that quick lists are used.
         6 => (stream.clone(), prop::sample::select(vec![1000, 3000, 10 * KIB]))
             .prop_map(|(stream, bytes)| Step::Allocate { stream, bytes }),
         6 => any::<usize>().prop_map(Step::Free),
@@ -319,7 +319,7 @@ struct Live {
 }
 
 #[test]
-fn priming_in_the_background_counts_towards_the_limit() {
+fn a_background_reservation_counts_towards_the_limit() {
     for backing in [Backing::Segments, Backing::Device] {
         let device = SimDevice::new(SimOptions::default());
         let limited = options(4 * KIB, 100 * KIB).with_backing(backing);
@@ -336,7 +336,8 @@ fn priming_in_the_background_counts_towards_the_limit() {
         device.synchronize().unwrap();
         assert_eq!(device.races(), []);
     }
-    // If the device has less memory than the limit, `wait` reports it and the limit is restored.
+    // If the device has too little memory, `wait` returns the error, and the bytes no longer count
+    // towards the limit.
     let device = SimDevice::new(SimOptions::default().with_total_bytes(50 * KIB));
     let pool = StreamOrderedPool::new(device.clone(), options(4 * KIB, 100 * KIB));
     let stream = &streams(&device, 1)[0];
@@ -366,8 +367,8 @@ fn a_snapshot_is_json() {
     assert_eq!(pool.snapshot().to_string(), expected);
 }
 
-/// With the allocator of the device, blocks are freed in stream order, after the uses by other
-/// streams.
+/// If the allocator of the device backs a pool, blocks are freed in stream order, after the uses by
+/// other streams.
 #[test]
 fn the_allocator_of_the_device_can_back_a_pool() {
     let device = SimDevice::new(SimOptions::default());
@@ -379,7 +380,7 @@ fn the_allocator_of_the_device_can_back_a_pool() {
     write(a, &first, 1);
     let error = pool.allocate_for_stream(40 * KIB, a).unwrap_err();
     assert!(
-        error.kind() == ErrorKind::Full && error.to_string().contains("40960 in use"),
+        error.kind() == ErrorKind::Full && error.to_string().contains("40960 are in use"),
         "{error}"
     );
     let written = device.create_event().unwrap();
@@ -395,7 +396,7 @@ fn the_allocator_of_the_device_can_back_a_pool() {
     drop(second);
     device.synchronize().unwrap();
     assert_eq!((device.memory().in_use_bytes, device.races()), (0, vec![]));
-    // Memory of a failed stream is freed too.
+    // The memory of a failed stream is freed too.
     let failing = SimDevice::new(SimOptions::default().with_fault_rate(1.0));
     let pool = StreamOrderedPool::new(failing.clone(), own);
     let stream = failing.create_stream(StreamPriority::Normal).unwrap();
@@ -412,7 +413,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn no_program_uses_memory_that_is_in_use(
+    fn random_programs_never_share_memory_between_live_buffers(
         program in prop::collection::vec((step(), prop::bool::weighted(0.2)), 1..150),
         limit in 40 * KIB..200 * KIB,
         backing in prop_oneof![Just(Backing::Segments), Just(Backing::Device)],
@@ -502,7 +503,7 @@ proptest! {
                 ts_streams::MemoryKind::Device,
             );
             let (own, mut bytes) = (own.unwrap(), vec![0; range.len()]);
-            // SAFETY: all work on both ranges is done.
+            // SAFETY: all work on both ranges is done, because the device was synchronized.
             unsafe {
                 streams[0].copy(own.range(), range).unwrap();
                 streams[0].synchronize().unwrap();
@@ -525,7 +526,7 @@ proptest! {
 }
 
 #[test]
-fn threads_share_a_pool() {
+fn several_threads_can_use_one_pool() {
     let device = CpuDevice::with_threads(2).unwrap();
     let pool = StreamOrderedPool::new(device.clone(), options(1 << 20, usize::MAX));
     std::thread::scope(|scope| {
@@ -569,10 +570,13 @@ fn errors_name_the_limit_that_applies() {
     );
     let full = pool.allocate_for_stream(1 << 30, &stream).unwrap_err();
     assert_eq!(full.kind(), ErrorKind::Full);
-    assert!(full.to_string().contains("the pool holds 0 bytes, 0 in use"), "{full}");
+    assert!(full.to_string().contains("of the pool's 0 bytes, 0 are in use"), "{full}");
     let limited = StreamOrderedPool::new(device, options(4096, 8192));
     let full = limited.allocate_for_stream(1 << 14, &stream).unwrap_err();
-    assert!(full.to_string().contains("0 bytes of at most 8192, 0 in use"), "{full}");
+    assert!(
+        full.to_string().contains("of the pool's 0 bytes (limit 8192), 0 are in use"),
+        "{full}"
+    );
 }
 
 #[test]
@@ -593,14 +597,14 @@ fn out_of_range_copies_are_errors_and_copy_nothing() {
             matches!(error, Error::OutOfRange { offset: at, len: 4, size_bytes: 8 } if at == offset)
         );
         assert_eq!(error.kind(), ErrorKind::Misuse);
-        assert!(error.to_string().ends_with("not inside the buffer of 8 bytes"), "{error}");
+        assert!(error.to_string().ends_with("past the end of the buffer of 8 bytes"), "{error}");
     }
     assert_eq!(read, [0; 4]);
     let mut all = [0; 8];
     buffer.read(0, &mut all).unwrap();
     buffer.read(8, &mut []).unwrap();
     assert_eq!(all, [7; 8]);
-    // The same holds for pooled blocks and for host buffers.
+    // Pooled blocks and host buffers return the same errors.
     let blocks = BlockPool::new(device, PoolConfig::low_memory()).unwrap();
     let mut block = blocks.acquire(8).unwrap();
     assert!(matches!(block.write(7, &[1; 2], &stream), Err(Error::OutOfRange { offset: 7, .. })));

@@ -5,7 +5,8 @@ use proptest::prelude::*;
 use ts_pool::{BLOCK_ALIGN, Budget, Error, ErrorKind, HostPool};
 
 fn pool(blocks: usize) -> HostPool {
-    HostPool::new(&Budget::new(blocks * BLOCK_ALIGN), blocks * BLOCK_ALIGN).expect("a small pool")
+    HostPool::new(&Budget::new(blocks * BLOCK_ALIGN), blocks * BLOCK_ALIGN)
+        .expect("the system maps a small pool")
 }
 
 #[test]
@@ -46,11 +47,11 @@ fn only_adjacent_parts_of_one_block_join() {
     let pool = pool(4);
     let mut a = pool.allocate(BLOCK_ALIGN).unwrap();
     let b = pool.allocate(BLOCK_ALIGN).unwrap();
-    let b = a.unsplit(b).expect_err("another block");
+    let b = a.unsplit(b).expect_err("`b` is another block");
     drop(b);
     let mut middle = a.split_off(10);
     let end = middle.split_off(10);
-    let end = a.unsplit(end).expect_err("not adjacent");
+    let end = a.unsplit(end).expect_err("`end` is not adjacent");
     a.unsplit(middle).unwrap();
     a.unsplit(end).unwrap();
     assert_eq!(a.len(), BLOCK_ALIGN);

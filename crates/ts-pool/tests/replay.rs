@@ -42,10 +42,20 @@ fn a_log_of_rmm_is_parsed_and_replayed() {
 #[test]
 fn an_invalid_line_is_reported_with_its_number() {
     for (line, reason) in [
-        ("1,2,allocate,0x1,5", "expected 6 columns, got 5"),
-        ("1,2,grow,0x1,5,0", "unknown action \"grow\""),
-        ("1,2,free,0xyz,5,0", "invalid pointer \"0xyz\""),
-        ("1,2,free,0x1,-5,0", "invalid size \"-5\""),
+        (
+            "1,2,allocate,0x1,5",
+            "expected the 6 columns Thread,Time,Action,Pointer,Size,Stream, got 5",
+        ),
+        (
+            "1,2,grow,0x1,5,0",
+            "unknown action \"grow\": expected allocate, \"allocate failure\", free or deallocate",
+        ),
+        (
+            "1,2,free,0xyz,5,0",
+            "invalid pointer \"0xyz\": expected a decimal number, or a hexadecimal number after \
+             0x, below 2^64",
+        ),
+        ("1,2,free,0x1,-5,0", "invalid size \"-5\": expected a decimal 64-bit number of bytes"),
     ] {
         let error = AllocationLog::parse(&format!("{LOG}\n{line}\n")).unwrap_err();
         assert!(

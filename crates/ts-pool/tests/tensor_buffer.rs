@@ -43,7 +43,8 @@ fn copies_between_host_streams_and_pools_keep_the_bytes() {
     assert!(first.is_gpu() && first.as_slice().is_none());
     let copy = first.to_pool(&pool, &streams[1]).unwrap();
     drop(first);
-    // Reuses the memory of `first` on the first stream. The copy from `first` runs before.
+    // Writing to a new buffer of the first stream must not change `copy`, whichever memory the new
+    // buffer gets.
     let mut next = TensorBuffer::allocate_in(&pool, &streams[0], 5000).unwrap();
     next.copy_from_slice(&[7; 5000]).unwrap();
     let (other_device, other_pool) = simulated(SimOptions::default().with_seed(1));
@@ -96,7 +97,7 @@ fn copying_in_a_host_function_is_an_error() {
     other.launch_host_fn(HostFn::new(work)).unwrap();
     other.synchronize().unwrap();
     let error = error.lock().unwrap().take().unwrap();
-    assert!(error.contains("must not wait"), "{error}");
+    assert!(error.contains("cannot wait inside a host function"), "{error}");
 }
 
 /// A logger that collects all records.
@@ -117,7 +118,7 @@ impl log::Log for Log {
 }
 
 #[test]
-fn without_a_gpu_it_falls_back_and_warns_once() {
+fn without_a_gpu_the_allocation_falls_back_and_warns_once() {
     log::set_logger(&Log).unwrap();
     log::set_max_level(log::LevelFilter::Trace);
     let status = GpuStatus::detect();
@@ -130,9 +131,11 @@ fn without_a_gpu_it_falls_back_and_warns_once() {
         let buffer = TensorBuffer::try_allocate_gpu(len, 0);
         assert!(buffer.is_cpu() && buffer.as_slice().unwrap() == vec![0; len]);
     }
-    let expected = format!("WARN: using host memory for 100 bytes: no GPU 0: {status}");
+    let expected = format!(
+        "WARN: using host memory instead of GPU 0 for 100 bytes: cannot open GPU 0: {status}"
+    );
     assert_eq!(*LOGGED.lock().unwrap(), [expected]);
     let error = TensorBuffer::allocate_gpu(100, 0).unwrap_err();
-    assert_eq!(error.to_string(), format!("no GPU 0: {status}"));
+    assert_eq!(error.to_string(), format!("cannot open GPU 0: {status}"));
     assert!(TensorBuffer::cpu_zeros(1).to_gpu(0).is_err());
 }

@@ -25,7 +25,7 @@ fn main() -> Result<(), Error> {
     let device = CpuDevice::with_threads(2)?;
     let mut data: Vec<u8> = (0..CHUNKS * CHUNK_BYTES).map(|i| (i % 251) as u8).collect();
     let expected = sum(&data);
-    let layout = Layout::from_size_align(CHUNK_BYTES, 64).expect("a power of two");
+    let layout = Layout::from_size_align(CHUNK_BYTES, 64).expect("64 is a power of two");
     let buffers = [
         device.allocate(layout, MemoryKind::Device)?,
         device.allocate(layout, MemoryKind::Device)?,
@@ -47,7 +47,8 @@ fn main() -> Result<(), Error> {
         let activity = span.activity.to_string();
         println!("stream {}: {activity:<8} from {start:>9.2?} to {end:>9.2?}", span.stream);
     }
-    println!("sum {expected}, both streams busy {:.0}% of the time", profile.overlap_percent());
+    let percent = profile.overlap_percent();
+    println!("sum {expected}; both streams were busy for {percent:.0}% of the time with any work");
     Ok(())
 }
 
@@ -71,11 +72,12 @@ unsafe fn submit(
         let (from, index) = (data.slice(chunk * CHUNK_BYTES..(chunk + 1) * CHUNK_BYTES), chunk % 2);
         let buffer = buffers[index].range();
 
-        // Wait until the previous chunk in this buffer is summed. The first wait for each buffer
-        // returns at once, because its event was never recorded.
+        // The copy waits until the previous chunk in this buffer is summed. The first wait for each
+        // buffer has no effect, because its event was never recorded.
         copies.wait(&summed[index])?;
         let scope = profiler.transfer(&copies, CHUNK_BYTES as u64)?;
-        // SAFETY: the caller's promise; the events order this copy and the sums.
+        // SAFETY: the caller guarantees that `data` and `buffers` are valid and not used by other
+        // code. The events order this copy and the sums.
         unsafe { copies.copy(buffer, from)? };
         drop(scope);
         copies.record(&copied[index])?;
@@ -84,7 +86,8 @@ unsafe fn submit(
         let scope = profiler.launch(&compute, format!("sum {chunk}"))?;
         let total = Arc::clone(total);
         let work = move || {
-            // SAFETY: the caller's promise; the events keep the copies away from the buffer.
+            // SAFETY: the caller guarantees that the buffer is valid and not used by other code.
+            // The events order the sum after the copy into the buffer and before the next copy.
             let bytes = unsafe { std::slice::from_raw_parts(buffer.as_ptr(), buffer.len()) };
             total.fetch_add(sum(bytes), Ordering::Relaxed);
         };

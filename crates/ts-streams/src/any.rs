@@ -16,8 +16,9 @@ use crate::{DeviceKind, Error, MemoryMetrics, StreamMetrics};
 
 /// A device of any kind, chosen at run time.
 ///
-/// It is a [`Device`] like the one inside. Combining streams, events or memory of different kinds
-/// returns [`Error::MixedDevices`].
+/// Each method calls the same method of the device inside. If a stream, event or memory is of
+/// another kind, [`owns`](Device::owns) returns `false`, and other methods return
+/// [`Error::MixedDevices`].
 ///
 /// # Examples
 /// ```
@@ -78,7 +79,7 @@ pub enum AnyMemory {
     Cuda(CudaMemory),
 }
 
-/// Evaluates the same expression for every variant.
+/// Evaluates an expression for the value inside an enum, whatever its variant.
 macro_rules! dispatch {
     ($of:ident, $value:expr, $inner:ident => $result:expr) => {
         match $value {
@@ -90,7 +91,7 @@ macro_rules! dispatch {
     };
 }
 
-/// Like `dispatch`, and wraps the result in the same variant of another enum.
+/// Like `dispatch`, but wraps the value of the result in the same variant of another enum.
 macro_rules! dispatch_into {
     ($of:ident, $value:expr, $inner:ident => $result:expr, $into:ident) => {
         match $value {
@@ -137,7 +138,7 @@ macro_rules! device_kind {
 }
 
 impl AnyDevice {
-    /// Returns how much memory is allocated on the device.
+    /// Returns the current and peak number of bytes allocated through this handle and its clones.
     pub fn memory(&self) -> MemoryMetrics {
         dispatch!(AnyDevice, self, device => device.memory())
     }
@@ -237,12 +238,12 @@ impl Stream for AnyStream {
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
-        // SAFETY: the caller fulfills the same requirements.
+        // SAFETY: the caller meets the requirements of `Stream::copy` for the stream inside.
         dispatch!(AnyStream, self, stream => unsafe { stream.copy(to, from) })
     }
 
     unsafe fn fill(&self, to: MemoryRange, byte: u8) -> Result<(), Error> {
-        // SAFETY: the caller fulfills the same requirements.
+        // SAFETY: the caller meets the requirements of `Stream::fill` for the stream inside.
         dispatch!(AnyStream, self, stream => unsafe { stream.fill(to, byte) })
     }
 
@@ -285,7 +286,7 @@ impl Event for AnyEvent {
     }
 }
 
-// SAFETY: every variant implements `RawMemory`.
+// SAFETY: each method calls the same method of the memory inside, which implements `RawMemory`.
 unsafe impl RawMemory for AnyMemory {
     fn range(&self) -> MemoryRange {
         dispatch!(AnyMemory, self, memory => memory.range())
@@ -296,12 +297,12 @@ unsafe impl RawMemory for AnyMemory {
     }
 
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error> {
-        // SAFETY: the caller fulfills the same requirements.
+        // SAFETY: the caller guarantees that no stream writes to the copied part during the call.
         dispatch!(AnyMemory, self, memory => unsafe { memory.read(offset, bytes) })
     }
 
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
-        // SAFETY: the caller fulfills the same requirements.
+        // SAFETY: the caller guarantees that no stream accesses the overwritten part meanwhile.
         dispatch!(AnyMemory, self, memory => unsafe { memory.write(offset, bytes) })
     }
 }

@@ -11,17 +11,17 @@ use crate::{
     Status, Stream, StreamPriority,
 };
 
-/// Runs all checks on devices that `make` creates. Blocks for some seconds.
+/// Runs all checks, each on a new device that `make` creates. Blocks for some seconds.
 ///
 /// # Panics
-/// Panics at the first check that fails, with a description.
+/// Panics if a check fails.
 pub fn check<D: Device>(make: impl Fn() -> D) {
     copies_round_trip(&make());
     invalid_copies_are_refused(&make());
     a_stream_runs_in_order(&make());
     an_event_orders_two_streams(&make());
     an_unrecorded_event_is_ready(&make());
-    a_wait_is_for_the_recording_at_that_time(&make());
+    recording_an_event_again_does_not_change_earlier_waits(&make());
     events_measure_elapsed_time(&make());
     priorities_are_clamped_to_the_range(&make());
     device_synchronize_waits_for_all_streams(&make());
@@ -41,7 +41,10 @@ pub fn check<D: Device>(make: impl Fn() -> D) {
 
 fn memory<D: Device>(device: &D, len: usize) -> D::Memory {
     device
-        .allocate(Layout::from_size_align(len, 64).expect("a power of two"), MemoryKind::Device)
+        .allocate(
+            Layout::from_size_align(len, 64).expect("64 is a power of two"),
+            MemoryKind::Device,
+        )
         .expect("the allocation succeeds")
 }
 
@@ -65,7 +68,7 @@ fn content<M: RawMemory>(memory: &M) -> Vec<u8> {
 /// next allocation gets the same address.
 fn stream_ordered_memory_is_freed_in_order<D: Device>(device: &D) {
     let (stream, layout) =
-        (stream(device), Layout::from_size_align(4096, 256).expect("a power of two"));
+        (stream(device), Layout::from_size_align(4096, 256).expect("256 is a power of two"));
     let mut copies = vec![[0u8; 4096]; 20];
     for (number, copy) in copies.iter_mut().enumerate() {
         let memory = match device.allocate_async(layout, &stream) {
@@ -73,8 +76,8 @@ fn stream_ordered_memory_is_freed_in_order<D: Device>(device: &D) {
             Err(error) => return assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}"),
         };
         assert_eq!((memory.range().len(), memory.range().address() % 256), (4096, 0));
-        // SAFETY: only this stream uses the memory, and it is freed after that; the copies live
-        // until the stream is done.
+        // SAFETY: only this stream uses the memory, and `free_async` frees it after that use.
+        // `copies` lives until the stream is done.
         unsafe {
             stream.fill(memory.range(), number as u8).expect("the stream has not failed");
             stream.copy(MemoryRange::of(copy), memory.range()).expect("the stream has not failed");
@@ -87,11 +90,12 @@ fn stream_ordered_memory_is_freed_in_order<D: Device>(device: &D) {
 
 fn copies_round_trip<D: Device>(device: &D) {
     let stream = stream(device);
-    let pinned = Layout::from_size_align(1000, 64).expect("a power of two");
+    let pinned = Layout::from_size_align(1000, 64).expect("64 is a power of two");
     let pinned = device.allocate(pinned, MemoryKind::PinnedHost).expect("the allocation succeeds");
     let (near, back) = (memory(device, 1000), memory(device, 1000));
     let bytes: Vec<u8> = (0..1000).map(|i| (i * 7 % 251) as u8).collect();
-    // SAFETY: nothing uses the memory yet, and it outlives the work, which is waited for.
+    // SAFETY: nothing else uses the memory, and it lives until `synchronize` has waited for the
+    // work.
     unsafe {
         pinned.write(0, &bytes).expect("unused memory is accessible");
         stream.copy(near.range(), pinned.range()).expect("the copy is accepted");
@@ -128,14 +132,14 @@ fn a_stream_runs_in_order<D: Device>(device: &D) {
         let seen = Arc::clone(&seen);
         stream
             .launch_host_fn(HostFn::new(move || {
-                seen.lock().expect("no lock holder panics").push(i);
+                seen.lock().expect("no thread panics while it owns the lock").push(i);
             }))
             .expect("the host function is accepted");
     }
     stream.synchronize().expect("the work succeeds");
     assert!(
-        seen.lock().expect("no lock holder panics").iter().copied().eq(0..200),
-        "the functions ran out of order"
+        seen.lock().expect("no thread panics while it owns the lock").iter().copied().eq(0..200),
+        "the host functions ran out of order"
     );
     assert!(content(&memory) == [199; 4096]);
 }
@@ -172,11 +176,11 @@ fn an_unrecorded_event_is_ready<D: Device>(device: &D) {
     assert!(reached.elapsed_since(&never).is_err() && never.elapsed_since(&reached).is_err());
 }
 
-fn a_wait_is_for_the_recording_at_that_time<D: Device>(device: &D) {
+fn recording_an_event_again_does_not_change_earlier_waits<D: Device>(device: &D) {
     let (first, second, point) = (stream(device), stream(device), event(device));
     first.record(&point).expect("the record is accepted");
     second.wait(&point).expect("the wait is accepted");
-    // If the wait were for this record, both streams would wait for each other.
+    // If the wait above referred to this record, `second` would wait for itself.
     second.record(&point).expect("the record is accepted");
     first.wait(&point).expect("the wait is accepted");
     first.synchronize().expect("the waits form no cycle");
@@ -246,16 +250,16 @@ fn a_failure_stops_only_its_dependents<D: Device>(device: &D) {
     failing
         .launch_host_fn(HostFn::new(|| std::panic::resume_unwind(Box::new("on purpose"))))
         .expect("the host function is accepted");
-    // This may be refused or skipped, depending on whether the failure is known yet.
+    // The stream refuses this function if the failure is known already, and otherwise skips it.
     let _ = failing.launch_host_fn(add(1000));
     failing.record(&point).expect("a failed stream accepts records");
     dependent.wait(&point).expect("the wait is accepted");
     let _ = dependent.launch_host_fn(add(100));
     follower.wait_ignoring_failure(&point).expect("the wait is accepted");
-    follower.launch_host_fn(add(10)).expect("a following stream does not fail");
+    follower.launch_host_fn(add(10)).expect("a stream that ignores the failure does not fail");
     other.launch_host_fn(add(1)).expect("the host function is accepted");
-    other.synchronize().expect("an independent stream succeeds");
-    follower.synchronize().expect("a following stream does not fail");
+    other.synchronize().expect("a stream without a dependency succeeds");
+    follower.synchronize().expect("a stream that ignores the failure does not fail");
     assert_eq!(ran.load(Ordering::SeqCst), 11);
     for stream in [&failing, &dependent] {
         let error = stream.synchronize().expect_err("the stream has failed");
@@ -264,20 +268,21 @@ fn a_failure_stops_only_its_dependents<D: Device>(device: &D) {
             "{error}"
         );
         assert_eq!(stream.query(), Err(error.clone()));
-        // A refused function may own the last handle to another stream.
+        // Dropping the refused function drops the last handle to a stream, which may lock the
+        // device. `launch_host_fn` must therefore drop the function outside that lock.
         let last = self::stream(device);
         let refused = stream.launch_host_fn(HostFn::new(move || drop(last)));
         assert_eq!(refused, Err(error));
     }
     assert!(
         point.query().is_err() && point.synchronize().is_err(),
-        "the event fails with the work before it"
+        "the event fails because the work before it failed"
     );
-    assert!(device.synchronize().is_err(), "one of its streams failed");
+    assert!(device.synchronize().is_err(), "synchronize returns the error of a failed stream");
     if failing.take_error().is_some() {
         assert_eq!(failing.take_error(), None);
         failing.launch_host_fn(add(0)).expect("the stream accepts work again");
-        failing.synchronize().expect("the error was taken");
+        failing.synchronize().expect("the stream works after its error was taken");
     }
 }
 
@@ -323,7 +328,7 @@ fn waiting_in_a_host_function_is_an_error<D: Device>(device: &D) {
     stream.launch_host_fn(ask).expect("the host function is accepted");
     stream.synchronize().expect("the work succeeds");
     assert_eq!(
-        inbox.recv().expect("the function ran"),
+        inbox.recv().expect("the host function ran"),
         (Err(Error::WaitInHostFn), Err(Error::WaitInHostFn))
     );
 }
@@ -351,7 +356,7 @@ fn unsupported_operations_return_an_error<D: Device>(device: &D) {
     if !device.info().can_prefetch {
         let refused = stream
             .prefetch(memory.range(), MemoryLocation::Device)
-            .expect_err("prefetch is not supported");
+            .expect_err("prefetch fails if `can_prefetch` is false");
         assert_eq!(refused.kind(), ErrorKind::Unsupported);
     }
     stream.synchronize().expect("a refused call does not fail the stream");
@@ -378,14 +383,14 @@ fn submitting_does_not_block<D: Device>(device: &D) {
     waiting.synchronize().expect("the work succeeds");
 }
 
-/// Random copies and fills between blocks on several streams, each ordered exactly after those that
-/// it depends on.
+/// Runs random copies and fills of blocks on several streams. Each operation waits only for those
+/// that it depends on.
 fn random_programs_respect_dependencies<D: Device>(device: &D, seed: u64) {
     const BLOCK: usize = 512;
     const BLOCKS: usize = 6;
     let mut state = seed;
     let mut below = |n: usize| {
-        // The generator of Knuth's MMIX.
+        // The linear congruential generator of Knuth's MMIX.
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) as usize % n
@@ -396,7 +401,7 @@ fn random_programs_respect_dependencies<D: Device>(device: &D, seed: u64) {
     let mut expected = vec![vec![0; BLOCK]; BLOCKS];
     // SAFETY: nothing uses the memory yet.
     unsafe { memory.write(0, &[0; BLOCK * BLOCKS]) }.expect("unused memory is accessible");
-    // Events after the last write of each block, and after the reads since.
+    // For each block, the event after its latest write and the events after the reads since then.
     let mut writes: Vec<Option<D::Event>> = vec![None; BLOCKS];
     let mut reads: Vec<Vec<D::Event>> = vec![Vec::new(); BLOCKS];
     for step in 0..100 {
@@ -424,5 +429,5 @@ fn random_programs_respect_dependencies<D: Device>(device: &D, seed: u64) {
         (writes[to], reads[to]) = (Some(done), Vec::new());
     }
     device.synchronize().expect("the work succeeds");
-    assert!(content(&memory) == expected.concat(), "seed {seed}");
+    assert!(content(&memory) == expected.concat(), "the final contents are wrong, seed {seed}");
 }

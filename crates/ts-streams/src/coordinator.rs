@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Coordination of several streams.
+//! Submission of related work to several streams.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::{Device, Error, Event, HostFn, Status, Stream};
 /// Runs related work on several streams: in parallel, in the order of a [`TaskGraph`], or between
 /// barriers. For embedders.
 ///
-/// The host waits only where a method says so.
+/// A method blocks only if its documentation states it.
 ///
 /// # Examples
 /// ```
@@ -46,7 +46,7 @@ pub struct MultiStreamCoordinator<D: Device> {
 }
 
 impl<D: Device> MultiStreamCoordinator<D> {
-    /// Creates a coordinator for `streams`. Events are created on `device`.
+    /// Creates a coordinator for `streams`, which must belong to `device`.
     ///
     /// # Panics
     /// Panics if `streams` is empty.
@@ -55,20 +55,21 @@ impl<D: Device> MultiStreamCoordinator<D> {
         Self { device, streams }
     }
 
-    /// Returns the streams.
+    /// Returns the streams in the order in which they were passed to [`new`](Self::new).
     pub fn streams(&self) -> &[D::Stream] {
         &self.streams
     }
 
     /// Makes all work submitted to `later` from now on wait for the work submitted to `earlier` so
-    /// far.
+    /// far. Does not block the host.
     ///
-    /// Such waits cannot form a cycle, however often two streams wait for each other, because each
-    /// is for work that was submitted before.
+    /// Two streams may wait for each other repeatedly: each wait is for work that was submitted
+    /// earlier, so waits cannot form a cycle.
     ///
     /// # Errors
-    /// Returns [`Error::ForeignStream`] if a stream belongs to another device; nothing is submitted
-    /// then. Returns the error of `later` if it has failed.
+    /// Returns [`Error::ForeignStream`] if a stream belongs to another device, or to a separately
+    /// opened handle of the same device. In this case nothing is submitted. Returns the error of
+    /// `later` if it has failed, or [`Error::Driver`] if a CUDA driver call fails.
     pub fn order(&self, later: &D::Stream, earlier: &D::Stream) -> Result<(), Error> {
         if let Some(foreign) = [later, earlier].into_iter().find(|stream| !self.device.owns(stream))
         {
@@ -78,14 +79,16 @@ impl<D: Device> MultiStreamCoordinator<D> {
         later.wait(&self.record_event(earlier)?)
     }
 
-    /// Makes all work submitted to any of the streams from now on wait for the work submitted to
-    /// all of them so far. Does not block the host.
+    /// Makes all later work on every stream wait for all work submitted to the streams so far. Does
+    /// not block the host.
     ///
     /// # Errors
-    /// Returns the error of a stream that has failed. Since each stream waits for all, a failure
-    /// spreads to all of them.
+    /// Returns the error of a stream that has failed, unless it is the only stream. The failure
+    /// spreads to all streams, because each stream waits for all others. Returns [`Error::Driver`]
+    /// if a CUDA driver call fails.
     pub fn barrier(&self) -> Result<(), Error> {
-        let (first, others) = self.streams.split_first().expect("`new` requires a stream");
+        let (first, others) =
+            self.streams.split_first().expect("`new` panics if there is no stream");
         let reached: Vec<_> = others.iter().map(|stream| self.record_event(stream)).collect();
         let joined = reached.into_iter().map(|event| first.wait(&event?)).collect::<Vec<_>>();
         let all = self.record_event(first)?;
@@ -93,13 +96,14 @@ impl<D: Device> MultiStreamCoordinator<D> {
         joined.into_iter().chain(waited).collect()
     }
 
-    /// Calls each function on this thread to submit work, with the streams in turn.
+    /// Calls each function on this thread, so that it submits work to the stream that it receives.
+    /// The streams are assigned in turn. Does not wait for the submitted work.
     ///
-    /// All functions are called, even if one fails.
+    /// All functions are called, even if one fails. The order of the calls is unspecified.
     ///
     /// # Errors
-    /// Returns the first error of a function, or [`Error::Failed`] if one panics. Work that was
-    /// already submitted still runs.
+    /// Returns the error of a function that failed. A function that panics fails with
+    /// [`Error::Failed`]. The submitted work still runs.
     pub fn execute_parallel<F>(
         &self,
         work: impl IntoIterator<Item = F>,
@@ -120,12 +124,14 @@ impl<D: Device> MultiStreamCoordinator<D> {
 
     /// Submits the tasks of a graph and returns without waiting for them.
     ///
-    /// A task goes to the stream of one of its dependencies, if no other task follows that one
-    /// there yet, otherwise to the stream with the fewest tasks. It waits for its other
-    /// dependencies through events. No more events are recorded than the order requires.
+    /// A task is submitted to the stream of one of its dependencies. Each dependency determines the
+    /// stream of at most one task. If no dependency is left for a task, the task is submitted to
+    /// the stream with the fewest tasks. Events are recorded only for dependencies between streams,
+    /// and at the end of each stream to which tasks were assigned.
     ///
-    /// If a task fails to submit, the tasks that depend on it are not submitted. After a
-    /// cancellation, no further task is submitted. [`Execution::failures`] lists all of these.
+    /// If a task returns an error or panics while it submits work, the tasks that depend on it are
+    /// not submitted. After `cancel` is cancelled, no further task is submitted.
+    /// [`Execution::failures`] lists the tasks that failed and those that were not submitted.
     pub fn execute(&self, graph: TaskGraph<D::Stream>, cancel: &CancelToken) -> Execution<D> {
         let (tasks, waits) = graph.into_order();
         let mut placement = Placement::new(self, &waits);
@@ -134,12 +140,12 @@ impl<D: Device> MultiStreamCoordinator<D> {
             let submitted = match () {
                 () if cancel.is_cancelled() => Err(Error::Cancelled { task: name.clone() }),
                 () => placement.prepare(task, &name).and_then(|stream| {
-                    // A panic in one task must not keep the others from being submitted.
+                    // If one task panics, the others must still be submitted.
                     let done = catch_unwind(AssertUnwindSafe(|| submit(stream)));
                     done.unwrap_or_else(|_| {
                         Err(Error::Failed {
                             stream: stream.id(),
-                            what: format!("task {name:?} panicked"),
+                            what: format!("task {name:?} panicked while it submitted work"),
                         })
                     })
                 }),
@@ -165,11 +171,11 @@ impl<D: Device> MultiStreamCoordinator<D> {
 }
 
 /// The assignment of tasks to streams. All tasks are assigned before the first is submitted,
-/// because only then is it known which tasks need an event.
+/// because a task needs an event if a later task that waits for it is assigned to another stream.
 struct Placement<'a, D: Device> {
     coordinator: &'a MultiStreamCoordinator<D>,
     waits: &'a [Vec<usize>],
-    /// The stream of each task.
+    /// Index of the stream of each task.
     stream_of: Vec<usize>,
     needs_event: Vec<bool>,
     events: Vec<Option<D::Event>>,
@@ -184,7 +190,7 @@ impl<'a, D: Device> Placement<'a, D> {
         let mut load = vec![0usize; coordinator.streams.len()];
         let mut needs_event = vec![false; count];
         for before in waits {
-            // A task that shares the stream of a dependency needs no event for it.
+            // A dependency on the same stream needs no event.
             let predecessor = before.iter().copied().find(|&task| !followed[task]);
             let stream = match predecessor {
                 Some(task) => {
@@ -193,7 +199,7 @@ impl<'a, D: Device> Placement<'a, D> {
                 }
                 None => (0..load.len())
                     .min_by_key(|&stream| load[stream])
-                    .expect("`new` requires a stream"),
+                    .expect("`new` panics if there is no stream"),
             };
             load[stream] += 1;
             before
@@ -244,7 +250,7 @@ impl<'a, D: Device> Placement<'a, D> {
         Ok(())
     }
 
-    /// Records an event at the end of each stream that was used.
+    /// Records an event at the end of each stream to which tasks were assigned.
     fn end_events(&self) -> Vec<Result<D::Event, Error>> {
         let mut used: Vec<usize> = self.stream_of.clone();
         used.sort_unstable();
@@ -255,7 +261,10 @@ impl<'a, D: Device> Placement<'a, D> {
     }
 }
 
-/// The tasks of one [`MultiStreamCoordinator::execute`] call.
+/// The submitted tasks of one [`MultiStreamCoordinator::execute`] or
+/// [`execute_parallel`](MultiStreamCoordinator::execute_parallel) call.
+///
+/// Dropping this value does not cancel the tasks.
 #[derive(Debug)]
 pub struct Execution<D: Device> {
     end_events: Vec<Result<D::Event, Error>>,
@@ -265,7 +274,8 @@ pub struct Execution<D: Device> {
 }
 
 impl<D: Device> Execution<D> {
-    /// Returns the name of each task that was not submitted, with the reason.
+    /// Returns the name and the error of each task that failed while it submitted work, or that was
+    /// not submitted. Failures of submitted work are not included: see [`wait`](Self::wait).
     pub fn failures(&self) -> &[(String, Error)] {
         &self.failures
     }
@@ -292,8 +302,9 @@ impl<D: Device> Execution<D> {
     /// Blocks until all submitted work has ended.
     ///
     /// # Errors
-    /// Returns the error of a stream whose work failed, otherwise the reason of the first task that
-    /// was not submitted. Returns [`Error::WaitInHostFn`] if called from a host function.
+    /// Returns the error of a stream whose work failed. If no stream failed, returns the first
+    /// error in [`failures`](Self::failures). Returns [`Error::WaitInHostFn`] if called from a host
+    /// function.
     pub fn wait(&self) -> Result<(), Error> {
         let ended: Vec<_> = self
             .end_events
@@ -304,10 +315,12 @@ impl<D: Device> Execution<D> {
         self.failures.first().map_or(Ok(()), |(_, error)| Err(error.clone()))
     }
 
-    /// Like [`wait`](Self::wait), but gives up after `timeout`.
+    /// Blocks until all submitted work has ended, but at most for `timeout`. If a stream fails,
+    /// returns its error at once, even if other streams still have work.
     ///
     /// # Errors
-    /// Returns the same errors as [`wait`](Self::wait), and [`Error::TimedOut`].
+    /// Returns [`Error::TimedOut`] if work is still pending after `timeout`. Also returns the same
+    /// errors as [`wait`](Self::wait).
     pub fn wait_timeout(&self, timeout: Duration) -> Result<(), Error> {
         let deadline = Instant::now().checked_add(timeout);
         while self.query()? == Status::Pending {
@@ -321,11 +334,13 @@ impl<D: Device> Execution<D> {
         self.wait()
     }
 
-    /// Runs a function on `stream` after all submitted work is done. If any of it failed, the
-    /// function does not run and `stream` fails with the same error.
+    /// Submits to `stream` a host function that runs after all tasks of this execution are done. If
+    /// a task failed on its stream, the function does not run and `stream` fails with the same
+    /// error. Does not block.
     ///
     /// # Errors
-    /// Returns the error of a stream that has failed.
+    /// Returns the error of `stream` if it has failed, or [`Error::Driver`] if a CUDA driver call
+    /// failed.
     pub fn on_complete(
         &self,
         stream: &D::Stream,
@@ -338,7 +353,8 @@ impl<D: Device> Execution<D> {
     }
 }
 
-/// Cancels the execution of a task graph. Clones share the same state.
+/// A token that cancels the execution of a task graph. Clones share the same state. Tasks that are
+/// already submitted still run.
 ///
 /// # Examples
 /// ```
@@ -355,7 +371,7 @@ pub struct CancelToken {
 }
 
 impl CancelToken {
-    /// Cancels, permanently. Does not block.
+    /// Cancels the execution permanently. Does not block.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Release);
     }

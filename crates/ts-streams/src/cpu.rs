@@ -22,8 +22,9 @@ use crate::sync::{Condvar, Mutex, MutexGuard, thread};
 /// Its streams share a set of threads, which always take the most urgent work that can run. Work
 /// that has begun is not interrupted. All memory is ordinary host memory.
 ///
-/// Dropping the last handle to the device, its streams and its memory blocks until all work is
-/// done, unless it is dropped inside work of a stream.
+/// The device exists until the last handle to the device, its streams and its memory is dropped.
+/// That drop blocks until all work is done, except inside a host function or a destructor that a
+/// stream runs.
 ///
 /// # Examples
 /// ```
@@ -77,7 +78,7 @@ impl CpuDevice {
         Self::with_threads(available_parallelism().map_or(1, usize::from))
     }
 
-    /// Creates a device with `count` threads, at least one.
+    /// Creates a device with `count` threads, or with one thread if `count` is 0.
     ///
     /// # Errors
     /// Returns [`Error::Thread`] if the system cannot start a thread.
@@ -101,7 +102,8 @@ impl CpuDevice {
             work: Condvar::new(),
             memory: MemoryCounters::default(),
         });
-        // Created before the threads, so that if one cannot start, dropping this ends the others.
+        // `workers` exists before its threads start. If a thread cannot start, dropping `workers`
+        // ends the other threads.
         let mut workers = Workers { shared, threads: Vec::new() };
         for number in 0..count.max(1) {
             let shared = Arc::clone(&workers.shared);
@@ -114,7 +116,7 @@ impl CpuDevice {
         Ok(Self { workers: Arc::new(workers) })
     }
 
-    /// Returns how much memory is allocated on the device.
+    /// Returns the current and peak number of bytes allocated on the device.
     pub fn memory(&self) -> MemoryMetrics {
         self.workers.shared.memory.read()
     }
@@ -124,9 +126,10 @@ impl Drop for Workers {
     fn drop(&mut self) {
         self.shared.lock().closed = true;
         self.shared.work.notify_all();
-        // If work of a stream drops the last handle, that thread cannot join itself, nor the others
-        // before its work ends. Work of another device must not block either: these threads may
-        // wait for that device.
+        // If work on one of these threads drops the last handle, the thread cannot join itself. It
+        // cannot join the other threads either, because they may wait for its work. If work of
+        // another device drops the last handle, that work must not block, because these threads may
+        // wait for the other device.
         if check_may_block().is_ok() {
             for thread in self.threads.drain(..) {
                 let _ = thread.join();
@@ -151,11 +154,12 @@ impl Owner for CpuShared {
 
 impl CpuShared {
     fn lock(&self) -> MutexGuard<'_, CpuState> {
-        // No code that can panic runs while this lock is held, so the state stays consistent.
+        // No code of callers runs under this lock, so its panics cannot leave the state
+        // inconsistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Advances a stream, possibly to its end.
+    /// Advances a stream with `step`. Wakes threads if there is work or the device has finished.
     fn advance(&self, step: impl FnOnce(&mut Queues) -> Effects) -> Effects {
         let mut state = self.lock();
         let effects = step(&mut state.queues);
@@ -175,13 +179,14 @@ impl CpuShared {
         }
     }
 
-    /// Runs work until none is left and the device is closed.
+    /// Runs work on this thread until the device is closed and no work is left.
     fn run(&self) {
         let mut state = self.lock();
         loop {
             let next = state.queues.ready().next();
             let Some((ready, _)) = next else {
-                // Streams without handles are removed once their work is done.
+                // A closed device has finished when it has no streams, because a stream without
+                // handles is removed once its work is done.
                 if state.closed && state.queues.streams().is_empty() {
                     self.work.notify_all();
                     return;
@@ -196,7 +201,7 @@ impl CpuShared {
             state = self.lock();
             let effects = state.queues.complete(ready.stream, outcome, now_ns);
             drop(state);
-            // This thread takes one of them itself.
+            // This thread takes one ready stream itself.
             self.notify(effects.ready.saturating_sub(1), false);
             effects.apply();
             state = self.lock();
@@ -206,7 +211,8 @@ impl CpuShared {
     fn submit(&self, stream: StreamId, op: Op) -> Result<(), Error> {
         let now_ns = monotonic_ns();
         let submitted = self.lock().queues.submit(stream, op, now_ns);
-        // A refused operation is dropped here, without the lock.
+        // A refused operation is dropped here, after the lock is released: its destructor may take
+        // the lock.
         let effects = submitted.map_err(|refused| refused.0)?;
         self.notify(effects.ready, false);
         effects.apply();
@@ -226,7 +232,8 @@ impl CpuShared {
         let mut state = self.lock();
         for stream in state.queues.streams() {
             let point = self.point();
-            // A stream that has failed accepts records too.
+            // `submit` always succeeds here, because a stream that has failed still accepts
+            // records.
             all.extend(state.queues.submit(stream, Op::Record(Arc::clone(&point)), now_ns));
             points.push(point);
         }
@@ -240,7 +247,7 @@ impl CpuShared {
     }
 }
 
-/// Returns nanoseconds since the first call in this process. Monotonic.
+/// Returns the nanoseconds since the first call in this process, by a monotonic clock.
 pub(crate) fn monotonic_ns() -> u64 {
     static START: OnceLock<Instant> = OnceLock::new();
     u64::try_from(START.get_or_init(Instant::now).elapsed().as_nanos()).unwrap_or(u64::MAX)
@@ -291,14 +298,14 @@ impl Device for CpuDevice {
 
     fn synchronize(&self) -> Result<(), Error> {
         check_may_block()?;
-        // Waits for all streams even if one fails.
+        // Collect the outcomes first, so that a failed stream does not end the wait for the others.
         let points = self.workers.shared.record_all();
         let outcomes: Vec<_> = points.into_iter().map(|point| point.block().map(drop)).collect();
         outcomes.into_iter().collect()
     }
 }
 
-/// A stream of a [`CpuDevice`].
+/// A [`Stream`] of a [`CpuDevice`]. The threads of the device run its work.
 #[derive(Debug, Clone)]
 pub struct CpuStream {
     handle: Arc<StreamHandle>,
@@ -364,12 +371,14 @@ impl Stream for CpuStream {
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
-        // SAFETY: the caller fulfills the same requirements.
+        // SAFETY: the caller meets the requirements of `Stream::copy`. They include that the device
+        // can access both ranges, and this device is the host.
         self.transfer(unsafe { Transfer::copy(to, from) }?)
     }
 
     unsafe fn fill(&self, to: MemoryRange, byte: u8) -> Result<(), Error> {
-        // SAFETY: the caller fulfills the same requirements.
+        // SAFETY: the caller meets the requirements of `Stream::fill`. They include that the device
+        // can access `to`, and this device is the host.
         self.transfer(unsafe { Transfer::fill(to, byte) })
     }
 
@@ -402,7 +411,7 @@ impl Stream for CpuStream {
     }
 }
 
-/// An event of a [`CpuDevice`].
+/// An [`Event`] of a [`CpuDevice`]. Its times come from the monotonic clock of the host.
 #[derive(Debug, Clone)]
 pub struct CpuEvent {
     point: Arc<Mutex<Option<Arc<Point>>>>,
@@ -429,7 +438,11 @@ impl Event for CpuEvent {
     }
 }
 
-/// Returns the time between two points.
+/// Returns the time from `start` to `end`, or zero if `end` was reached first.
+///
+/// # Errors
+/// Returns [`Error::TimedOut`] if a point is missing or not reached yet. Returns the error of the
+/// work before a point if that work failed.
 pub(crate) fn elapsed(start: Option<&Point>, end: Option<&Point>) -> Result<Duration, Error> {
     let at = |point: Option<&Point>| match point.and_then(Point::outcome) {
         Some(outcome) => outcome.clone(),
@@ -451,7 +464,8 @@ impl Drop for CpuMemory {
     }
 }
 
-// SAFETY: the memory owns its block, which is freed with it.
+// SAFETY: this value alone owns its block of host memory, which neither moves nor is freed before
+// the value is dropped.
 unsafe impl RawMemory for CpuMemory {
     fn range(&self) -> MemoryRange {
         self.block.range()
@@ -463,7 +477,8 @@ unsafe impl RawMemory for CpuMemory {
 
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error> {
         let from = self.range().slice(offset..offset + bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed during the copy.
+        // SAFETY: `slice` checked that `from` lies in the block. The caller guarantees that no
+        // stream writes to it during the call. `bytes` is exclusively borrowed.
         unsafe { Transfer::copy(MemoryRange::of(bytes), from) }?.run();
         Ok(())
     }
@@ -471,7 +486,8 @@ unsafe impl RawMemory for CpuMemory {
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
         let to = self.range().slice(offset..offset + bytes.len());
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed during the copy, which only reads it.
+        // SAFETY: `slice` checked that `to` lies in the block. The caller guarantees that no stream
+        // accesses it during the call. The copy only reads `bytes`, which is borrowed.
         unsafe { Transfer::copy(to, from) }?.run();
         Ok(())
     }

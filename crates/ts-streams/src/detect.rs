@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Looks for GPUs.
+//! Detection of CUDA GPUs.
 
 use crate::{Error, GpuStatus};
 
@@ -7,8 +7,10 @@ use crate::{Error, GpuStatus};
 pub type GpuError = Error;
 
 impl GpuStatus {
-    /// Looks for CUDA GPUs. The first call loads the driver; its result is cached for the life of
-    /// the process. Never panics.
+    /// Detects CUDA GPUs. Never panics.
+    ///
+    /// The first call may block while the CUDA driver loads. Later calls return the result of the
+    /// first call.
     ///
     /// # Examples
     /// ```
@@ -26,10 +28,10 @@ impl GpuStatus {
         Self::NotCompiled
     }
 
-    /// Checks that the GPU `ordinal` exists.
+    /// Checks that the GPU with index `ordinal`, counted from 0, exists.
     ///
     /// # Errors
-    /// Returns [`Error::NoGpu`] with the reason if it does not.
+    /// Returns [`Error::NoGpu`], with this status as the reason, if the GPU does not exist.
     pub fn require(&self, ordinal: usize) -> Result<(), GpuError> {
         if ordinal < self.device_count() {
             Ok(())

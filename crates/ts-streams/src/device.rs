@@ -13,17 +13,18 @@ use crate::{Error, StreamMetrics};
 /// Properties of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// The implementation.
+    /// The kind of the device: host, simulated GPU or NVIDIA GPU.
     pub kind: DeviceKind,
     /// Name of the device, for example the GPU model.
     pub name: String,
-    /// Index among the devices of the same kind.
+    /// Index among the devices of the same kind, from 0.
     pub ordinal: u32,
     /// Total memory in bytes, if known.
     pub total_bytes: Option<u64>,
     /// Range of stream priority levels.
     pub priorities: PriorityRange,
     /// Whether all device memory is ordinary host memory, so that no copy to the device is needed.
+    /// A simulated GPU reports `false`, as a real GPU does.
     pub host_memory: bool,
     /// Whether submitted work runs in the background. If not, it runs only while the host waits or
     /// queries, as on [`SimDevice`](crate::SimDevice).
@@ -32,7 +33,7 @@ pub struct DeviceInfo {
     pub can_prefetch: bool,
 }
 
-/// The result of a query that does not block.
+/// The status of submitted work, as returned by [`Stream::query`] and [`Event::query`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
     /// All of the work is done.
@@ -81,7 +82,7 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Returns the properties of the device.
     fn info(&self) -> &DeviceInfo;
 
-    /// Creates a stream.
+    /// Creates a stream. Its priority is clamped to the range of the device.
     ///
     /// # Errors
     /// Returns [`Error::Driver`] if a CUDA driver call fails.
@@ -98,8 +99,9 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// Allocates memory with undefined contents. May block.
     ///
-    /// Dropping the returned value frees the memory at once. The owner must first make sure that no
-    /// stream still uses it.
+    /// `layout` gives the size in bytes and the alignment. The returned value owns the memory.
+    /// Before the value is dropped, its owner must make sure that no stream still uses the memory:
+    /// the drop may free the memory at once.
     ///
     /// # Errors
     /// Returns [`Error::OutOfMemory`] if there is not enough memory, or [`Error::Driver`] if a
@@ -109,11 +111,14 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Allocates device memory, with undefined contents, for work submitted to `stream` from now
     /// on.
     ///
-    /// On CUDA this is `cuMemAllocAsync` on a pool that keeps freed memory.
+    /// Free the memory with [`free_async`](Self::free_async). On CUDA the memory comes from
+    /// `cuMemAllocAsync` and a pool that keeps freed memory.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if the device has no stream-ordered allocator, as by default,
-    /// and [`Error::OutOfMemory`] if there is not enough memory.
+    /// - [`Error::Unsupported`]: the device has no stream-ordered allocator, or the alignment is
+    ///   larger than the allocator supports. The default implementation always returns this error.
+    /// - [`Error::OutOfMemory`]: there is not enough memory.
+    /// - [`Error::Driver`]: a CUDA driver call failed.
     fn allocate_async(&self, layout: Layout, stream: &Self::Stream) -> Result<Self::Memory, Error> {
         let _ = (layout, stream);
         let device = self.info().name.clone();
@@ -121,30 +126,36 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     }
 
     /// Frees memory from [`allocate_async`](Self::allocate_async) once all work submitted to
-    /// `stream` so far is done. A stream that has failed frees it too, in the same order.
+    /// `stream` so far is done. Does not block. A stream that has failed still frees the memory, in
+    /// the same order.
     ///
     /// # Errors
-    /// Returns [`Error::Race`] if a simulated device finds that another stream may still use the
-    /// memory, [`Error::Driver`] if a CUDA driver call fails, and [`Error::Unsupported`] if the
-    /// device has no stream-ordered allocator. The memory is dropped in each case.
+    /// - [`Error::Race`]: a simulated device found that another stream may still use the memory.
+    /// - [`Error::Driver`]: a CUDA driver call failed.
+    /// - [`Error::Unsupported`]: the device has no stream-ordered allocator.
+    ///
+    /// The call takes ownership of `memory` even if it returns an error.
     fn free_async(&self, memory: Self::Memory, stream: &Self::Stream) -> Result<(), Error> {
         let _ = (memory, stream);
         let device = self.info().name.clone();
         Err(Error::Unsupported { device, what: "stream-ordered allocation" })
     }
 
-    /// Blocks until all work submitted to all streams is done.
+    /// Blocks until all work submitted to all streams is done, even if a stream has failed.
     ///
     /// # Errors
-    /// Returns the first error of a stream, or [`Error::WaitInHostFn`] if called from a host
-    /// function.
+    /// - The error of a stream that has failed.
+    /// - [`Error::WaitInHostFn`]: the call was made in a host function.
+    /// - [`Error::Driver`]: a CUDA driver call failed.
     fn synchronize(&self) -> Result<(), Error>;
 }
 
 /// A marker for a point on a stream. Clones are handles to the same event.
 ///
-/// An event marks the point where it was last recorded. A wait is for the point that the event
-/// marks when the wait is submitted; recording the event again does not change earlier waits.
+/// An event marks the point where it was last recorded. A wait refers to the point that the event
+/// marks when the wait is submitted. Recording the event again does not change earlier waits.
+///
+/// On CUDA, every method can also return [`Error::Driver`].
 ///
 /// # Examples
 /// ```
@@ -161,10 +172,11 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
 /// # Ok::<(), ts_streams::Error>(())
 /// ```
 pub trait Event: Clone + fmt::Debug + Send + Sync + 'static {
-    /// Returns whether the recorded point was reached. Does not block.
+    /// Returns whether the recorded point was reached. An event that was never recorded is ready.
+    /// Does not block.
     ///
     /// # Errors
-    /// Returns the error of the work before that point, if it failed.
+    /// Returns the error of the work before that point, if that work failed.
     fn query(&self) -> Result<Status, Error>;
 
     /// Blocks until the recorded point is reached.
@@ -174,26 +186,31 @@ pub trait Event: Clone + fmt::Debug + Send + Sync + 'static {
     /// from a host function.
     fn synchronize(&self) -> Result<(), Error>;
 
-    /// Returns the device time from `start` to this event, or zero if this event was reached first.
+    /// Returns the time on the device from `start` to this event, or zero if this event was reached
+    /// first. Does not block.
     ///
     /// # Errors
-    /// Returns [`Error::TimedOut`] with a timeout of zero if one of the events was not recorded or
-    /// not reached yet, and the same errors as [`query`](Self::query).
+    /// Returns [`Error::TimedOut`] with a timeout of zero if one of the events is not recorded or
+    /// not reached yet. Also returns the same errors as [`query`](Self::query).
     fn elapsed_since(&self, start: &Self) -> Result<Duration, Error>;
 }
 
-/// A queue of operations that run in order. Clones are handles to the same stream. Work that was
-/// submitted still runs after the last handle is dropped.
+/// A queue of operations that run in order. Clones are handles to the same stream. Submitted work
+/// still runs after the last handle is dropped.
 ///
-/// Only [`synchronize`](Stream::synchronize) blocks the host. The exception is CUDA: copies from or
-/// to host memory that is not pinned may wait in the driver.
+/// Only [`synchronize`](Stream::synchronize) blocks the host, with one exception: on CUDA, copies
+/// from or to host memory that is not pinned may block in the driver. On CUDA, every method that
+/// returns a `Result` can also return [`Error::Driver`].
 ///
-/// When an operation fails, later operations on the stream are skipped, and so is work on other
-/// streams that [waits](Stream::wait) for it. From then on each such stream returns the error from
-/// every call that submits work or waits, except [`record`](Stream::record), until
-/// [`take_error`](Stream::take_error).
+/// # Failures
+/// When an operation fails, later copies, fills and host functions on the stream are skipped. Work
+/// on other streams that [waits](Stream::wait) for the operation is skipped too. On CUDA, copies
+/// and fills that were submitted before the failure is known still run.
+///
+/// All methods of such a stream that submit work, query or block return the error, except
+/// [`record`](Stream::record). [`take_error`](Stream::take_error) clears the error.
 pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
-    /// The events of the same device.
+    /// The events that this stream can record and wait for.
     type Event: Event;
 
     /// Returns the identifier of the stream.
@@ -202,31 +219,31 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// Returns the priority level of the stream on its device; smaller is more urgent.
     fn level(&self) -> i32;
 
-    /// Records `event` at this point, after all work submitted so far. On a stream that has failed,
-    /// the event fails with the same error.
+    /// Records `event` after all work submitted so far. On a stream that has failed, the event
+    /// fails with the same error.
     ///
     /// # Errors
     /// Returns [`Error::Driver`] if a CUDA driver call fails.
     fn record(&self, event: &Self::Event) -> Result<(), Error>;
 
-    /// Makes all work submitted from now on wait, on the device, for the point that `event` marks
-    /// now.
+    /// Makes all work submitted to this stream from now on wait for the point that `event` marks
+    /// now. The wait happens on the device and does not block the host.
     ///
     /// # Errors
     /// Returns the error of this stream if it has failed.
     fn wait(&self, event: &Self::Event) -> Result<(), Error>;
 
-    /// Like [`wait`](Self::wait), but work on this stream still runs if the work before the event
-    /// failed.
+    /// Makes all later work on this stream wait for `event`, as [`wait`](Self::wait) does. The
+    /// later work still runs if the work before the event failed.
     ///
-    /// Use it where only the order matters, for example to reuse memory that another stream has
-    /// finished with.
+    /// Use this method where only the order matters, for example to reuse memory that another
+    /// stream has finished with.
     ///
     /// # Errors
     /// Returns the error of this stream if it has failed.
     fn wait_ignoring_failure(&self, event: &Self::Event) -> Result<(), Error>;
 
-    /// Copies `from` to `to`, each in memory of the host or of a device.
+    /// Submits a copy of the bytes in `from` to `to`. Each range is in host or device memory.
     ///
     /// # Errors
     /// Returns [`Error::BadCopy`] if the lengths differ or the ranges overlap, and the error of
@@ -239,17 +256,18 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// ordering of the stream and its waits allows.
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error>;
 
-    /// Sets every byte of `to` to `byte`.
+    /// Submits a fill, which sets every byte of `to` to `byte`.
     ///
     /// # Errors
     /// Returns the error of this stream if it has failed. A simulated device returns
     /// [`Error::Race`] if the fill is not ordered after a conflicting access.
     ///
     /// # Safety
-    /// `to` must fulfill the requirements of [`copy`](Self::copy).
+    /// `to` must meet the requirements of [`copy`](Self::copy).
     unsafe fn fill(&self, to: MemoryRange, byte: u8) -> Result<(), Error>;
 
-    /// Runs a function on the host after all earlier work; later work waits for it.
+    /// Submits a function that runs on the host after all earlier work on this stream. Later work
+    /// waits for the function.
     ///
     /// The function must not wait for streams. On CUDA it must not submit work either. If it
     /// panics, the stream fails.
@@ -260,7 +278,7 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// ranges it declares.
     fn launch_host_fn(&self, work: HostFn) -> Result<(), Error>;
 
-    /// Migrates managed memory to where it will be used next.
+    /// Submits a migration of managed memory to `to`, where it will be used next.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if the device cannot prefetch, and the error of this stream
@@ -270,7 +288,8 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// Returns whether all submitted work is done. Does not block.
     ///
     /// # Errors
-    /// Returns the error of this stream if it has failed, once its remaining work has ended.
+    /// Returns the error of this stream if it has failed. Until the remaining work has ended,
+    /// returns [`Status::Pending`] instead.
     fn query(&self) -> Result<Status, Error>;
 
     /// Blocks until all submitted work is done.
@@ -280,10 +299,11 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// a host function.
     fn synchronize(&self) -> Result<(), Error>;
 
-    /// Takes the error of this stream, so that it accepts work again. Does not block.
+    /// Returns and clears the error of this stream, so that the stream accepts work again. Does not
+    /// block.
     ///
-    /// Returns `None` if the stream has not failed, or if it cannot recover, as after an error of
-    /// the CUDA driver.
+    /// Returns `None` if the stream has not failed, or if it cannot recover, for example after an
+    /// error of the CUDA driver.
     fn take_error(&self) -> Option<Error>;
 
     /// Returns counters of the work submitted and done so far. Does not block.
@@ -293,44 +313,46 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
 /// Memory that a device allocated.
 ///
 /// # Safety
-/// [`range`](Self::range) must always return the same range, which must be valid memory that
-/// belongs to this value alone for as long as the value lives. Unless [`kind`](Self::kind) returns
-/// [`MemoryKind::Device`], the host must be able to read and write it directly.
+/// - [`range`](Self::range) must always return the same range.
+/// - The range must be valid memory that this value alone owns, for as long as the value lives.
+/// - Unless [`kind`](Self::kind) returns [`MemoryKind::Device`], the host must be able to read and
+///   write the memory directly.
 pub unsafe trait RawMemory: fmt::Debug + Send + Sync + 'static {
-    /// Returns the address range.
+    /// Returns the address range of the memory.
     fn range(&self) -> MemoryRange;
 
-    /// Returns the kind of the memory, which may differ from the kind requested: see
-    /// [`MemoryKind`].
+    /// Returns the kind of the memory. It can differ from the requested kind: see [`MemoryKind`].
     fn kind(&self) -> MemoryKind;
 
-    /// Copies bytes from `offset` into `bytes` on the host. Blocks.
+    /// Fills `bytes` with a copy of this memory from byte `offset` on. Blocks until the copy is
+    /// done.
     ///
     /// # Errors
     /// Returns [`Error::Driver`] if a CUDA driver call fails. [`SimDevice`](crate::SimDevice)
     /// returns [`Error::Race`] if a stream may be writing to the bytes.
     ///
     /// # Panics
-    /// Panics if the bytes are not all inside the range.
+    /// Panics if `offset + bytes.len()` exceeds the length of the memory.
     ///
     /// # Safety
-    /// No stream may write to these bytes during the call.
+    /// No stream may write to the copied part of the memory during the call.
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error>;
 
-    /// Copies `bytes` from the host to `offset`. Blocks.
+    /// Copies `bytes` into this memory from byte `offset` on. Blocks until the copy is done.
     ///
     /// # Errors
-    /// Returns the same errors as [`read`](Self::read).
+    /// Returns the same errors as [`read`](Self::read). [`SimDevice`](crate::SimDevice) also
+    /// returns [`Error::Race`] if a stream may be reading the overwritten bytes.
     ///
     /// # Panics
-    /// Panics if the bytes are not all inside the range.
+    /// Panics if `offset + bytes.len()` exceeds the length of the memory.
     ///
     /// # Safety
-    /// No stream may access these bytes during the call.
+    /// No stream may access the overwritten part of the memory during the call.
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), Error>;
 }
 
-/// A function that runs on the host as work of a stream, with the memory it declares to use.
+/// A function that runs on the host as work of a stream, and the memory ranges that it accesses.
 ///
 /// # Examples
 /// ```
@@ -353,21 +375,22 @@ pub struct HostFn {
 }
 
 impl HostFn {
-    /// Wraps `run`, with no declared memory accesses.
+    /// Creates work that calls `run` once. [`reads`](Self::reads) and [`writes`](Self::writes)
+    /// declare its memory accesses.
     pub fn new(run: impl FnOnce() + Send + 'static) -> Self {
         Self { run: Box::new(run), reads: Vec::new(), writes: Vec::new() }
     }
 
-    /// Declares that the function reads `range`, so that [`SimDevice`](crate::SimDevice) checks it
-    /// for races.
+    /// Declares that the function reads `range`. [`SimDevice`](crate::SimDevice) checks declared
+    /// accesses for races.
     #[must_use]
     pub fn reads(mut self, range: MemoryRange) -> Self {
         self.reads.push(range);
         self
     }
 
-    /// Declares that the function writes `range`, so that [`SimDevice`](crate::SimDevice) checks it
-    /// for races.
+    /// Declares that the function writes `range`. [`SimDevice`](crate::SimDevice) checks declared
+    /// accesses for races.
     #[must_use]
     pub fn writes(mut self, range: MemoryRange) -> Self {
         self.writes.push(range);

@@ -9,15 +9,15 @@ use crate::{DeviceKind, GpuStatus, Race, StreamId};
 pub enum ErrorKind {
     /// The device, or this machine, does not support the operation.
     Unsupported,
-    /// Not enough memory now. There may be enough after something is freed.
+    /// There is not enough memory now. There may be enough after other memory is freed.
     Full,
-    /// The caller made a mistake.
+    /// The caller passed an invalid argument or broke a rule of the API.
     Misuse,
-    /// Work failed, or was not run because work that it depends on failed.
+    /// Work failed, was cancelled, or was skipped because work that it depends on failed.
     Failed,
-    /// Not ready within the timeout.
+    /// Work was not complete within the timeout.
     TimedOut,
-    /// A call of the operating system or the driver failed.
+    /// A call to the operating system or to the CUDA driver failed.
     System,
 }
 
@@ -26,64 +26,64 @@ pub enum ErrorKind {
 #[non_exhaustive]
 pub enum Error {
     /// The device does not support an operation.
-    #[error("{device} does not support {what}")]
+    #[error("device {device:?} does not support {what}")]
     Unsupported {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// The operation or property.
+        /// The unsupported operation or property.
         what: &'static str,
     },
     /// The GPU does not exist or cannot be used.
-    #[error("no GPU {ordinal}: {status}")]
+    #[error("cannot open GPU {ordinal}: {status}")]
     NoGpu {
         /// Index of the GPU, from 0.
         ordinal: usize,
-        /// Whether GPUs can be used at all, and how many there are.
+        /// The status of GPU support, which gives the reason.
         status: GpuStatus,
     },
-    /// The device name is not known.
+    /// No provider has the name, or the number after the colon is not valid.
     #[error(
         "unknown device {name:?}: expected one of {known}, with an optional number as in cuda:0"
     )]
     UnknownDevice {
-        /// The name.
+        /// The name that no provider has, or the device name whose number is not valid.
         name: String,
-        /// The known names, separated by commas.
+        /// Names of the registered providers, separated by commas.
         known: String,
     },
-    /// The device does not exist on this machine.
+    /// The device does not exist on this machine or cannot be used.
     #[error("device {device:?} is not available: {reason}")]
     DeviceUnavailable {
         /// Name of the device.
         device: String,
-        /// Why it is not available.
+        /// The reason why the device is not available.
         reason: String,
     },
     /// Streams, events or memory of different kinds of devices were combined.
     #[error("cannot combine devices of different kinds: expected {expected:?}, got {actual:?}")]
     MixedDevices {
-        /// The expected kind.
+        /// The kind of the device, stream or event on which the method was called.
         expected: DeviceKind,
-        /// The kind that was passed.
+        /// The kind of the argument.
         actual: DeviceKind,
     },
-    /// The stream belongs to another device, or to the same one opened separately.
+    /// The stream belongs to another device, or to a separately opened handle of the same device.
     #[error(
-        "stream {stream} belongs to another device: expected a stream of {device}, created from \
-         the same handle or a clone of it"
+        "cannot use stream {stream}: expected a stream created from the coordinator's handle to \
+         device {device:?}, or from a clone of that handle"
     )]
     ForeignStream {
-        /// The stream.
+        /// The stream that the caller passed.
         stream: StreamId,
-        /// The expected device.
+        /// Name of the expected device.
         device: String,
     },
     /// The device does not have enough free memory.
-    #[error("out of memory: cannot allocate {requested_bytes} bytes on {device}")]
+    #[error("out of memory: cannot allocate {requested_bytes} bytes on device {device:?}")]
     OutOfMemory {
-        /// The device.
+        /// Name of the device.
         device: String,
-        /// Bytes requested.
+        /// Size of the requested allocation in bytes.
         requested_bytes: usize,
     },
     /// The two ranges of a copy differ in length or overlap.
@@ -99,56 +99,75 @@ pub enum Error {
         /// Whether the ranges overlap.
         overlap: bool,
     },
-    /// A host function tried to block on a stream.
-    #[error("a host function must not wait for a stream: it may be waiting for itself")]
+    /// A host function, or a destructor that a stream ran, tried to block until work is done.
+    #[error(
+        "cannot wait inside a host function, or inside a destructor that a stream runs: the \
+         awaited work may be queued after it; wait on another thread"
+    )]
     WaitInHostFn,
-    /// Work on a stream failed. Later work on the stream, and work on other streams that waits for
-    /// it, was not run.
+    /// Work on a stream failed. Later work on the stream is skipped, and so is work on other
+    /// streams that waits for the failed work.
     #[error("stream {stream} failed: {what}")]
     Failed {
-        /// The stream on which the failure began.
+        /// The stream whose own work failed.
         stream: StreamId,
-        /// The message of a panic, or the fault of the device.
+        /// The message of a panic, or a description of the fault.
         what: String,
     },
     /// Two conflicting accesses to the same memory are not ordered.
     #[error(transparent)]
     Race(#[from] Race),
     /// The dependency would close a cycle.
-    #[error("dependency cycle: {}", path.join(" -> "))]
+    #[error(
+        "cannot add the dependency: each task of this cycle would wait for the previous one: {}",
+        path.join(" -> ")
+    )]
     Cycle {
-        /// The tasks on the cycle. The last is the first again.
+        /// Names of the tasks on the cycle: each task waits for the previous one. The last name
+        /// repeats the first.
         path: Vec<String>,
     },
-    /// Submitted work was not complete in time.
-    #[error("submitted work is not complete after {timeout:?}")]
+    /// Submitted work was not complete within the timeout.
+    #[error("{}", not_complete(*timeout))]
     TimedOut {
-        /// The timeout. Zero for calls that do not wait.
+        /// The timeout. Zero for [`Event::elapsed_since`](crate::Event::elapsed_since), which does
+        /// not wait.
         timeout: Duration,
     },
-    /// The task was not submitted: it was cancelled, or a task that it depends on was not
-    /// submitted.
-    #[error("task {task:?} was not submitted: it was cancelled, or a dependency was not submitted")]
+    /// The task was not submitted: its execution was cancelled, or a task that it depends on failed
+    /// while it submitted work or was not submitted.
+    #[error(
+        "task {task:?} was not submitted: the execution was cancelled, or a dependency failed or \
+         was not submitted"
+    )]
     Cancelled {
         /// Name of the task.
         task: String,
     },
-    /// The system cannot start a thread.
+    /// The operating system could not start a thread.
     #[error("cannot start a thread: {reason}")]
     Thread {
-        /// The message of the system.
+        /// The error message of the operating system.
         reason: String,
     },
-    /// A call of the CUDA driver failed.
-    #[error("{call} failed: {name} ({code})")]
+    /// A call to the CUDA driver failed.
+    #[error("CUDA driver call {call} failed: {name} (code {code})")]
     Driver {
-        /// The driver function.
+        /// Name of the driver function, for example `cuMemcpyAsync`.
         call: &'static str,
-        /// The result code.
+        /// The CUDA result code.
         code: i32,
-        /// The driver's name of that code.
+        /// Name of the result code, for example `CUDA_ERROR_INVALID_VALUE`.
         name: String,
     },
+}
+
+fn not_complete(timeout: Duration) -> String {
+    if timeout.is_zero() {
+        "submitted work is not complete yet, or an event was never recorded".into()
+    } else {
+        format!("submitted work is not complete after {timeout:?}")
+    }
 }
 
 impl Error {

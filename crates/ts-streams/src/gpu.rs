@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whether GPUs can be used.
+//! The status of GPU support.
 
 use std::fmt;
 
-/// Whether CUDA GPUs can be used, and if not, why.
+/// The status of GPU support: the number of CUDA GPUs, or the reason why there are none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GpuStatus {
     /// The crate was built without the feature `cuda`.
     NotCompiled,
-    /// The CUDA driver is missing or does not work, with the reason.
+    /// The CUDA driver is missing or does not work. Contains the reason.
     NoCuda(String),
     /// The driver works but finds no GPU, or `CUDA_VISIBLE_DEVICES` hides all of them.
     NoDevices,
@@ -25,7 +25,7 @@ impl GpuStatus {
         self.device_count() > 0
     }
 
-    /// Returns the number of GPUs, 0 if CUDA is not available.
+    /// Returns the number of GPUs, or 0 if CUDA is not available.
     pub fn device_count(&self) -> usize {
         match self {
             GpuStatus::Available { device_count } => *device_count,
@@ -38,11 +38,15 @@ impl fmt::Display for GpuStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             GpuStatus::NotCompiled => {
-                f.write_str("this build has no GPU support: enable the feature `cuda`")
+                f.write_str("this build has no GPU support; rebuild with the feature `cuda`")
             }
-            GpuStatus::NoCuda(reason) => write!(f, "CUDA is not available: {reason}"),
-            GpuStatus::NoDevices => f.write_str("CUDA found no device"),
-            GpuStatus::Available { device_count } => write!(f, "{device_count} CUDA devices"),
+            GpuStatus::NoCuda(reason) => f.write_str(reason),
+            GpuStatus::NoDevices => {
+                f.write_str("the CUDA driver found no GPU, or CUDA_VISIBLE_DEVICES hides all GPUs")
+            }
+            GpuStatus::Available { device_count } => {
+                write!(f, "the CUDA driver found {device_count} GPU(s), numbered from 0")
+            }
         }
     }
 }

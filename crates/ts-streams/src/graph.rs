@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Task graphs.
+//! Graphs of tasks that submit work to streams.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,13 +14,13 @@ use crate::{Error, HostFn, Stream};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TaskId(NodeIndex);
 
-/// Submits the work of a task to a stream.
+/// The function of a task, which submits work to a stream.
 pub(crate) type Submit<S> = Box<dyn FnOnce(&S) -> Result<(), Error> + Send>;
 
 /// A directed acyclic graph of tasks, each of which submits work to a stream. For embedders.
 ///
-/// [`MultiStreamCoordinator::execute`](crate::MultiStreamCoordinator::execute) runs it. An edge
-/// that would close a cycle is refused.
+/// [`MultiStreamCoordinator::execute`](crate::MultiStreamCoordinator::execute) runs the graph.
+/// [`add_dependency`](Self::add_dependency) returns an error if a dependency would close a cycle.
 ///
 /// # Examples
 /// ```
@@ -64,10 +64,11 @@ impl<S: Stream> TaskGraph<S> {
         Self::default()
     }
 
-    /// Adds a task.
+    /// Adds a task and returns its identifier. Errors name the task by `name`.
     ///
-    /// The thread that executes the graph calls `submit` once, with the stream chosen for the task.
-    /// Work that it submits there runs after the task's dependencies. `submit` should not block.
+    /// The thread that executes the graph calls `submit` at most once, with the stream chosen for
+    /// the task. Work that `submit` submits to this stream runs after the task's dependencies.
+    /// `submit` should not block.
     pub fn add(
         &mut self,
         name: impl Into<String>,
@@ -76,7 +77,7 @@ impl<S: Stream> TaskGraph<S> {
         TaskId(self.tasks.add_node(Task { name: name.into(), submit: Box::new(submit) }))
     }
 
-    /// Adds a task that runs a function on the host.
+    /// Adds a task that runs a function on the host, and returns the identifier of the task.
     pub fn add_host_fn(
         &mut self,
         name: impl Into<String>,
@@ -88,11 +89,11 @@ impl<S: Stream> TaskGraph<S> {
     /// Makes `later` wait for `earlier`. Repeating a dependency has no effect.
     ///
     /// # Errors
-    /// Returns [`Error::Cycle`] with the names of the tasks on the cycle. The graph is then
-    /// unchanged.
+    /// Returns [`Error::Cycle`] if the dependency would close a cycle. The graph is then unchanged.
     ///
     /// # Panics
-    /// Panics if one of the tasks is not in this graph.
+    /// May panic if one of the identifiers comes from another graph. If the call does not panic,
+    /// the identifier is taken for that of an unrelated task.
     pub fn add_dependency(&mut self, later: TaskId, earlier: TaskId) -> Result<(), Error> {
         let (later, earlier) = (later.0, earlier.0);
         if has_path_connecting(&self.tasks, later, earlier, None) {
@@ -124,7 +125,7 @@ impl<S: Stream> TaskGraph<S> {
     /// Returns the tasks in topological order. For each task also returns the positions of its
     /// direct dependencies, without those that another dependency already implies.
     pub(crate) fn into_order(self) -> (Vec<Task<S>>, Vec<Vec<usize>>) {
-        let order = toposort(&self.tasks, None).expect("`depend` refuses cycles");
+        let order = toposort(&self.tasks, None).expect("`add_dependency` rejects cycles");
         let position: HashMap<NodeIndex, usize> =
             order.iter().enumerate().map(|(i, &at)| (at, i)).collect();
         let direct = order.iter().map(|&at| {
@@ -151,7 +152,7 @@ fn transitive_reduction(direct: &[Vec<usize>]) -> Vec<Vec<usize>> {
     let mut kept = Vec::with_capacity(direct.len());
     for (i, predecessors) in direct.iter().enumerate() {
         let mut predecessors = predecessors.clone();
-        // Latest first: a later predecessor may already imply an earlier one.
+        // Visit the latest predecessor first, because it may already imply earlier ones.
         predecessors.sort_unstable_by(|a, b| b.cmp(a));
         let mut seen = vec![0u64; words];
         predecessors.retain(|&p| {
@@ -176,7 +177,7 @@ mod tests {
     use crate::CpuStream;
 
     #[test]
-    fn a_cycle_is_refused_with_its_task_names() {
+    fn a_cycle_error_names_the_tasks_on_the_cycle() {
         let mut graph = TaskGraph::<CpuStream>::new();
         let [a, b, c] = ["a", "b", "c"].map(|name| graph.add_host_fn(name, || ()));
         graph.add_dependency(b, a).unwrap();

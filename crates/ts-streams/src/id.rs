@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Names of streams and of kinds of devices.
+//! Stream identifiers and device kinds.
 
 use std::fmt;
 
-/// The implementation behind a device.
+/// The implementation that a device uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DeviceKind {
-    /// [`CpuDevice`](crate::CpuDevice).
+    /// The host, as a [`CpuDevice`](crate::CpuDevice).
     Cpu,
-    /// [`SimDevice`](crate::SimDevice).
+    /// A simulated GPU, as a [`SimDevice`](crate::SimDevice).
     Sim,
-    /// `CudaDevice`, with the feature `cuda`.
+    /// An NVIDIA GPU, as a `CudaDevice`. Requires the feature `cuda`.
     Cuda,
 }
 
-/// Identifies a stream. Unique within the process, and never reused.
+/// Identifies a stream. Each identifier is unique within the process and never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StreamId(pub u64);
 

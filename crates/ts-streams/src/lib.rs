@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Devices, streams and events: asynchronous work in the order that the caller defines.
+//! Devices, streams and events that run work asynchronously, in an order that the caller defines.
 //!
 //! Code that is generic over [`Device`] runs on the host ([`CpuDevice`]), on a simulated GPU that
 //! finds missing synchronization ([`SimDevice`]), and on NVIDIA GPUs (`CudaDevice`). A
-//! [`DeviceRegistry`] chooses a device at run time. This crate knows nothing about tensors or
-//! files.
+//! [`DeviceRegistry`] chooses a device at run time. This crate does not deal with tensors or files.
 //!
 //! ```
 //! use std::alloc::Layout;
@@ -13,7 +12,7 @@
 //! let device = CpuDevice::new()?;
 //! let copies = device.create_stream(StreamPriority::Normal)?;
 //! let compute = device.create_stream(StreamPriority::High)?;
-//! let layout = Layout::from_size_align(1024, 64).expect("a power of two");
+//! let layout = Layout::from_size_align(1024, 64).expect("64 is a power of two");
 //! let memory = device.allocate(layout, MemoryKind::Device)?;
 //!
 //! // SAFETY: nothing else uses the memory, and it outlives the work.
@@ -34,12 +33,15 @@
 //! `examples/overlap.rs` is a longer example, which overlaps copies with computation.
 //!
 //! # Invariants
-//! - Submitting work never blocks. The host blocks only in calls that say so, when the last handle
-//!   to a [`CpuDevice`] is dropped, and in CUDA copies from or to memory that is not pinned.
-//! - Operations on a stream run in the order of submission, each once, after everything that they
-//!   wait for.
-//! - A failure skips the later work of its stream and the work that waits for it, and nothing else.
-//!   All of these streams report the error.
+//! - Submitting work does not block, with one exception: CUDA copies from or to host memory that is
+//!   not pinned may block.
+//! - Other calls block only if their documentation states it. Dropping the last handle to a device,
+//!   its streams and its memory can also block: see [`CpuDevice`].
+//! - Each operation on a stream runs at most once, in submission order, and after all events that
+//!   the stream waits for.
+//! - When an operation fails, later work on its stream is skipped. Work on other streams that
+//!   [waits](Stream::wait) for the operation is skipped too. All of these streams report the error.
+//!   No other stream is affected, unless the GPU itself fails. [`Stream`] describes the details.
 //!
 //! # For embedders
 //! TensorStream itself uses devices, streams, events and [`StreamPool`]. The coordinator

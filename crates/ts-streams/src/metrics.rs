@@ -6,18 +6,20 @@ use std::time::Duration;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct StreamMetrics {
-    /// Operations submitted: copies, fills, host functions, records, waits, prefetches and frees.
+    /// Number of operations submitted: copies, fills, host functions, records, waits, prefetches
+    /// and frees.
     ///
     /// On a [`CpuDevice`](crate::CpuDevice) or [`SimDevice`](crate::SimDevice), each call of
-    /// `synchronize` on the stream or on the device adds one operation.
+    /// `synchronize` on the stream or on its device counts as one operation too. Waits for events
+    /// that were never recorded do not count there.
     pub operations: u64,
-    /// Operations that completed, or were skipped because an earlier one failed.
+    /// Number of operations that completed or were skipped after a failure.
     pub completed: u64,
-    /// Copies and fills submitted.
+    /// Number of copies and fills submitted.
     pub transfers: u64,
-    /// Bytes of those copies and fills.
+    /// Total length of the submitted copies and fills, in bytes.
     pub transferred_bytes: u64,
-    /// Host functions submitted.
+    /// Number of host functions submitted.
     pub launches: u64,
     /// Sum of the times from submission to completion, over all completed operations.
     pub latency: Duration,
@@ -37,7 +39,7 @@ impl StreamMetrics {
     }
 }
 
-/// The live counters behind [`StreamMetrics`].
+/// The live counters from which [`StreamMetrics`] are read.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     operations: AtomicU64,
@@ -80,13 +82,13 @@ impl Counters {
     }
 }
 
-/// Memory allocated from a device.
+/// Counters of the memory allocated from a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct MemoryMetrics {
-    /// Bytes allocated now.
+    /// Number of bytes currently allocated.
     pub in_use_bytes: usize,
-    /// The most bytes allocated at any one time.
+    /// Maximum number of bytes allocated at the same time.
     pub peak_bytes: usize,
 }
 

@@ -7,36 +7,42 @@ use std::time::{Duration, Instant};
 
 use crate::{Device, Error, Status, Stream, StreamId, StreamPriority};
 
-/// What dominates a piece of work.
+/// The kind of a piece of work, by the operations that take most of its time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WorkloadType {
     /// Arithmetic.
     Compute,
     /// Copies.
     Memory,
-    /// Both.
+    /// Both arithmetic and copies.
     Mixed,
-    /// Neither: waits, records and small functions.
+    /// Waits, records and small host functions.
     Coordination,
 }
 
 impl WorkloadType {
-    /// All workload types.
+    /// All workload types, in the order of their declaration.
     pub const ALL: [Self; 4] = [Self::Compute, Self::Memory, Self::Mixed, Self::Coordination];
 }
 
-/// How a pool chooses a stream.
+/// The strategy by which a [`StreamPool`] chooses a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AllocationStrategy {
-    /// Each stream in turn.
+    /// Chooses each stream in turn.
     RoundRobin,
-    /// The stream with the fewest outstanding operations.
+    /// Chooses the stream with the fewest outstanding operations.
     LoadBalanced,
-    /// The least loaded of the streams whose priority suits the work. Coordination goes to the most
-    /// urgent streams, since other work waits for it, and copies go to the least urgent.
+    /// Chooses the stream whose priority is nearest to that of the workload. If there are several,
+    /// chooses the one with the fewest outstanding operations.
+    ///
+    /// - [`Coordination`](WorkloadType::Coordination) has high priority, because other work waits
+    ///   for it.
+    /// - [`Memory`](WorkloadType::Memory) has low priority.
+    /// - The other workloads have normal priority.
     Priority,
-    /// The stream expected to finish first, from its recorded times for this kind of work and its
-    /// outstanding operations.
+    /// Chooses the stream that is expected to finish first. The estimate for a stream is its
+    /// average recorded time for this kind of work, multiplied by its outstanding operations plus
+    /// one. If no time was recorded for the stream, the average over all streams is used.
     Workload,
 }
 
@@ -77,7 +83,7 @@ pub struct StreamPool<D: Device> {
 #[derive(Debug)]
 struct PooledStream<S> {
     stream: S,
-    /// Whether the pool hands this stream out.
+    /// Whether the pool returns this stream to callers.
     active: AtomicBool,
     times: [Average; 4],
 }
@@ -111,14 +117,15 @@ pub struct StrategyChange {
     pub from: AllocationStrategy,
     /// The new strategy.
     pub to: AllocationStrategy,
-    /// The measurement behind the change, as a sentence.
+    /// The measurement that caused the change, as a sentence.
     pub evidence: String,
 }
 
 impl<D: Device> StreamPool<D> {
-    /// The most streams that a pool can have.
+    /// Maximum number of streams in a pool.
     pub const MAX_STREAMS: usize = 256;
-    /// Completions of a kind of work that must be recorded on a stream before its times are used.
+    /// Threshold of [`optimize`](Self::optimize): the minimum number of recorded completions of a
+    /// workload, or of outstanding operations, on a stream.
     pub const MIN_SAMPLES: u64 = 16;
 
     /// Creates a pool of `count` streams of normal priority. `count` is clamped to at least 1 and
@@ -131,9 +138,8 @@ impl<D: Device> StreamPool<D> {
         Self::with_priorities(device, &priorities, strategy)
     }
 
-    /// Creates a pool with one stream for each priority, at most
-    /// [`MAX_STREAMS`](Self::MAX_STREAMS). If `priorities` is empty, the pool has one stream of
-    /// normal priority.
+    /// Creates a pool with one stream for each of the first [`MAX_STREAMS`](Self::MAX_STREAMS)
+    /// priorities. If `priorities` is empty, the pool has one stream of normal priority.
     ///
     /// # Errors
     /// Returns the same errors as [`Device::create_stream`].
@@ -159,7 +165,7 @@ impl<D: Device> StreamPool<D> {
         Ok(this)
     }
 
-    /// Returns the device.
+    /// Returns the device that the streams belong to.
     pub fn device(&self) -> &D {
         &self.device
     }
@@ -174,7 +180,7 @@ impl<D: Device> StreamPool<D> {
         false
     }
 
-    /// Returns the active streams, which are those that the pool hands out.
+    /// Returns the active streams: those that the pool can return to callers.
     pub fn streams(&self) -> impl Iterator<Item = &D::Stream> {
         self.active().map(|pooled| &pooled.stream)
     }
@@ -186,7 +192,7 @@ impl<D: Device> StreamPool<D> {
             [usize::from(self.strategy.load(Ordering::Relaxed))]
     }
 
-    /// Sets the strategy for later choices.
+    /// Sets the strategy by which later calls choose streams.
     pub fn set_strategy(&self, strategy: AllocationStrategy) {
         self.strategy.store(strategy as u8, Ordering::Relaxed);
     }
@@ -209,17 +215,17 @@ impl<D: Device> StreamPool<D> {
         Ok(())
     }
 
-    /// Returns a stream for [mixed](WorkloadType::Mixed) work.
+    /// Returns a stream for [mixed](WorkloadType::Mixed) work. Does not block.
     pub fn stream(&self) -> &D::Stream {
         self.stream_for_workload(WorkloadType::Mixed)
     }
 
-    /// Returns a stream for the given kind of work.
+    /// Returns a stream for the given kind of work, chosen by the current strategy. Does not block.
     pub fn stream_for_workload(&self, workload: WorkloadType) -> &D::Stream {
         let pooled = match self.strategy() {
             AllocationStrategy::RoundRobin => {
                 let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-                // If the pool was shrunk meanwhile, take the first.
+                // Another thread may shrink the pool after `len`. If so, take the first stream.
                 self.active().nth(turn % self.len().max(1)).or_else(|| self.active().next())
             }
             AllocationStrategy::LoadBalanced => {
@@ -240,7 +246,7 @@ impl<D: Device> StreamPool<D> {
             }
             AllocationStrategy::Workload => {
                 let usual_ns = self.times[workload as usize].ns().unwrap_or(1);
-                // The outstanding operations and this one.
+                // The estimate counts the outstanding operations and the new one.
                 let done_ns = |pooled: &PooledStream<D::Stream>| {
                     let each_ns = pooled.times[workload as usize].ns().unwrap_or(usual_ns);
                     each_ns.max(1).saturating_mul(outstanding(pooled) + 1)
@@ -251,15 +257,16 @@ impl<D: Device> StreamPool<D> {
         &pooled.expect("a pool has at least one active stream").stream
     }
 
-    /// Returns the least loaded stream of a priority, creating one if there is none. If the pool is
-    /// full, returns one of the nearest priority.
+    /// Returns the active stream of the given priority that has the fewest outstanding operations.
+    ///
+    /// If there is none, activates or creates a stream of this priority. If the pool is full,
+    /// returns an active stream of the nearest priority instead.
     ///
     /// # Errors
     /// Returns the same errors as [`Device::create_stream`].
     pub fn priority_stream(&self, priority: StreamPriority) -> Result<&D::Stream, Error> {
         let level = self.device.info().priorities.level(priority);
         if self.active().all(|pooled| pooled.stream.level() != level) {
-            // Reuse an inactive stream before creating one.
             match self.created().find(|pooled| pooled.stream.level() == level) {
                 Some(pooled) => pooled.active.store(true, Ordering::Release),
                 None if self.created.load(Ordering::Acquire) < Self::MAX_STREAMS => {
@@ -274,15 +281,16 @@ impl<D: Device> StreamPool<D> {
         Ok(&nearest.expect("a pool has at least one active stream").stream)
     }
 
-    /// Returns whether a stream is idle. Does not block.
+    /// Returns whether at least one active stream is idle. Does not block.
     pub fn has_ready(&self) -> bool {
         self.ready().is_some()
     }
 
-    /// Blocks until a stream is idle and returns it, or returns `None` after `timeout`.
+    /// Blocks until an active stream is idle, and returns that stream. Returns `None` if no active
+    /// stream is idle within `timeout`.
     ///
     /// # Errors
-    /// Returns the error of a stream if all streams have failed.
+    /// Returns the error of an active stream if all active streams have failed.
     pub fn wait_any_ready(&self, timeout: Duration) -> Result<Option<&D::Stream>, Error> {
         let deadline = Instant::now().checked_add(timeout);
         let mut pause = Duration::from_micros(5);
@@ -310,8 +318,8 @@ impl<D: Device> StreamPool<D> {
         }
     }
 
-    /// Records how long a piece of work took on a stream. Ignored if the stream is not active in
-    /// this pool.
+    /// Records how long a piece of work took on a stream. Has no effect if the stream is not active
+    /// in this pool.
     pub fn record_completion(&self, stream: StreamId, workload: WorkloadType, time: Duration) {
         if let Some(pooled) = self.active().find(|pooled| pooled.stream.id() == stream) {
             pooled.times[workload as usize].add(time);
@@ -319,20 +327,21 @@ impl<D: Device> StreamPool<D> {
         }
     }
 
-    /// Returns the average of the [recorded](Self::record_completion) times of a workload, or
-    /// `None` if there are none.
+    /// Returns the average of the [recorded](Self::record_completion) times of a workload on all
+    /// streams, or `None` if no time was recorded.
     pub fn average_time(&self, workload: WorkloadType) -> Option<Duration> {
         self.times[workload as usize].ns().map(Duration::from_nanos)
     }
 
-    /// Changes the strategy if measurements favor another one, and returns the change.
+    /// Changes the strategy if measurements favor another one. Returns the change, or `None` if the
+    /// strategy stays the same.
     ///
     /// - Switches to [`Workload`](AllocationStrategy::Workload) if the average time of a workload
     ///   is more than 1.5 times as long on one stream as on another. Only streams with at least
     ///   [`MIN_SAMPLES`](Self::MIN_SAMPLES) completions count.
-    /// - Otherwise switches to [`LoadBalanced`](AllocationStrategy::LoadBalanced), except from
-    ///   `Workload`, if one stream has at least [`MIN_SAMPLES`](Self::MIN_SAMPLES) outstanding
-    ///   operations and more than twice as many as another.
+    /// - Otherwise switches to [`LoadBalanced`](AllocationStrategy::LoadBalanced) if one stream has
+    ///   at least [`MIN_SAMPLES`](Self::MIN_SAMPLES) outstanding operations and more than twice as
+    ///   many as another. A pool that uses `Workload` does not switch.
     pub fn optimize(&self) -> Option<StrategyChange> {
         let from = self.strategy();
         let (to, evidence) = self.uneven_times().or_else(|| self.uneven_loads())?;
@@ -355,7 +364,8 @@ impl<D: Device> StreamPool<D> {
             let (least, most) = (*known.iter().min()?, *known.iter().max()?);
             (most - least > least / 2).then(|| {
                 let evidence = format!(
-                    "{workload:?} work takes {least} ns on one stream and {most} ns on another"
+                    "{workload:?} work takes on average {least} ns on one stream and {most} ns on \
+                     another"
                 );
                 (AllocationStrategy::Workload, evidence)
             })
@@ -384,12 +394,13 @@ impl<D: Device> StreamPool<D> {
         (0..self.created.load(Ordering::Acquire)).map(|index| self.entry(index))
     }
 
-    /// Returns the active streams.
+    /// Returns the entries of the active streams.
     fn active(&self) -> impl Iterator<Item = &PooledStream<D::Stream>> {
         self.created().filter(|pooled| pooled.active.load(Ordering::Acquire))
     }
 
-    /// Creates a stream in the first free entry.
+    /// Creates a stream and stores it in the first free entry. If no entry is free, drops the
+    /// stream.
     fn add_stream(&self, priority: StreamPriority) -> Result<(), Error> {
         let stream = self.device.create_stream(priority)?;
         let pooled =

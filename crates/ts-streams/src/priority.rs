@@ -5,16 +5,17 @@
 pub enum StreamPriority {
     /// The highest priority of the device.
     High,
-    /// Halfway between high and low.
+    /// The level halfway between the lowest and the highest priority, rounded towards the lowest.
     #[default]
     Normal,
     /// The lowest priority of the device.
     Low,
-    /// A level as CUDA numbers them: smaller is more urgent. Clamped to the range of the device.
+    /// An explicit level, numbered as in CUDA: smaller is more urgent. Levels outside the range of
+    /// the device are clamped.
     Level(i32),
 }
 
-/// The priority levels of a device.
+/// The range of priority levels of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PriorityRange {
     /// The least urgent level, which is the largest number.
@@ -24,7 +25,7 @@ pub struct PriorityRange {
 }
 
 impl PriorityRange {
-    /// Returns the level of a priority on this device.
+    /// Converts a priority to a level in this range. Clamps [`StreamPriority::Level`].
     pub fn level(self, priority: StreamPriority) -> i32 {
         let Self { least, greatest } = self;
         match priority {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Profiling of streams.
+//! Measurement of the time that work on streams takes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::{Device, Error, Event, Status, Stream, StreamId, StreamPriority};
 
-/// What a span of time was spent on.
+/// The kind of work that a duration was measured for.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Activity {
     /// A named scope.
@@ -31,7 +31,8 @@ impl fmt::Display for Activity {
 /// Measures work on streams with device events. For embedders.
 ///
 /// Each scope lasts from the point on its stream where it was opened to the point where it was
-/// dropped. Durations that the caller measured can be added; they are reported separately.
+/// dropped. Callers can also add durations that they measured themselves; a profile reports them
+/// separately.
 ///
 /// Only [`new`](Self::new) and [`finish`](Self::finish) block.
 ///
@@ -54,7 +55,7 @@ impl fmt::Display for Activity {
 #[derive(Debug)]
 pub struct StreamProfiler<D: Device> {
     device: D,
-    /// The event from which all times are counted.
+    /// The event from which the start of each span is counted.
     origin: D::Event,
     records: Mutex<Records<D>>,
 }
@@ -80,21 +81,22 @@ struct PendingScope<D: Device> {
 /// A span of time on a stream, measured by the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Span {
-    /// The stream.
+    /// The stream on which the work ran.
     pub stream: StreamId,
-    /// What the time was spent on.
+    /// The kind and name of the work.
     pub activity: Activity,
-    /// Bytes moved, for a transfer.
+    /// Bytes moved, or 0 if the activity is not a transfer.
     pub bytes: u64,
-    /// Start, relative to the creation of the profiler.
+    /// Time from the creation of the profiler to the start of the span.
     pub start: Duration,
-    /// Duration.
+    /// Duration of the span.
     pub time: Duration,
 }
 
-/// An open scope. It ends at the point of its stream where this value is dropped.
+/// An open scope. When this value is dropped, the scope ends after all work submitted to its stream
+/// so far.
 #[derive(Debug)]
-#[must_use = "the scope ends where this is dropped"]
+#[must_use = "the scope ends when this value is dropped"]
 pub struct ScopeGuard<'a, D: Device> {
     profiler: &'a StreamProfiler<D>,
     stream: &'a D::Stream,
@@ -104,7 +106,7 @@ pub struct ScopeGuard<'a, D: Device> {
 }
 
 impl<D: Device> StreamProfiler<D> {
-    /// Creates a profiler and starts its clock. Blocks briefly.
+    /// Creates a profiler and starts its clock. Blocks until the device has recorded the start.
     ///
     /// # Errors
     /// Returns the same errors as [`Device::create_stream`] and [`Device::create_event`], and
@@ -132,7 +134,7 @@ impl<D: Device> StreamProfiler<D> {
         self.open(stream, Activity::Scope(name.into()), 0)
     }
 
-    /// Opens a scope for transfers of `bytes` bytes. Otherwise like [`scope`](Self::scope).
+    /// Opens a scope like [`scope`](Self::scope), for copies and fills of `bytes` bytes in total.
     ///
     /// # Errors
     /// Returns the same errors as [`Stream::record`].
@@ -144,7 +146,7 @@ impl<D: Device> StreamProfiler<D> {
         self.open(stream, Activity::Transfer, bytes)
     }
 
-    /// Opens a scope for a kernel or host function. Otherwise like [`scope`](Self::scope).
+    /// Opens a scope like [`scope`](Self::scope), for the kernel or host function `name`.
     ///
     /// # Errors
     /// Returns the same errors as [`Stream::record`].
@@ -156,7 +158,7 @@ impl<D: Device> StreamProfiler<D> {
         self.open(stream, Activity::Launch(name.into()), 0)
     }
 
-    /// Adds a duration that the caller measured, with any clock. It appears in
+    /// Adds a duration that the caller measured, with any clock. The duration appears in
     /// [`Profile::reported`].
     pub fn record_operation(
         &self,
@@ -168,8 +170,8 @@ impl<D: Device> StreamProfiler<D> {
         self.lock().reported.push((stream, activity, time, bytes));
     }
 
-    /// Blocks until all closed scopes have ended, and returns what was measured so far. Scopes
-    /// whose stream failed count as lost.
+    /// Blocks until all closed scopes have ended, and returns all measurements so far. A scope
+    /// counts as lost if its stream failed before the scope ended.
     ///
     /// # Errors
     /// Returns [`Error::WaitInHostFn`] if called from a host function.
@@ -188,11 +190,11 @@ impl<D: Device> StreamProfiler<D> {
         Ok(self.profile())
     }
 
-    /// Returns what was measured so far. Does not block.
+    /// Returns the measurements so far, without scopes that are still pending. Does not block.
     pub fn profile(&self) -> Profile {
         let scopes = std::mem::take(&mut self.lock().pending);
-        // Without the lock: a query may run work of a simulated device, and that work may use this
-        // profiler.
+        // The lock is released during the queries: a query may run work of a simulated device, and
+        // that work may use this profiler.
         let judged: Vec<_> = scopes
             .into_iter()
             .map(|scope| match scope.end.query() {
@@ -269,7 +271,7 @@ impl<D: Device> Drop for ScopeGuard<'_, D> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Profile {
-    /// Spans measured by the device, sorted by start.
+    /// Spans measured by the device, sorted by start time.
     pub spans: Vec<Span>,
     /// Durations reported by callers: stream, activity, duration and bytes.
     pub reported: Vec<(StreamId, Activity, Duration, u64)>,
@@ -295,7 +297,7 @@ pub struct ActivityStats {
     pub p99: Duration,
     /// The longest duration.
     pub max: Duration,
-    /// Bytes moved.
+    /// Total bytes moved.
     pub bytes: u64,
 }
 
@@ -323,21 +325,23 @@ impl ActivityStats {
 }
 
 impl Profile {
-    /// Returns statistics of each activity measured by the device, on one stream or on all.
+    /// Returns statistics of each activity measured by the device. Covers only `stream`, or all
+    /// streams if it is `None`.
     pub fn times(&self, stream: Option<StreamId>) -> BTreeMap<Activity, ActivityStats> {
         let spans =
             self.spans.iter().filter(|span| stream.is_none_or(|stream| span.stream == stream));
         times(spans.map(|span| (&span.activity, span.time, span.bytes)))
     }
 
-    /// Returns statistics of each activity reported by callers, on one stream or on all.
+    /// Returns statistics of each activity reported by callers. Covers only `stream`, or all
+    /// streams if it is `None`.
     pub fn reported_times(&self, stream: Option<StreamId>) -> BTreeMap<Activity, ActivityStats> {
         let reported =
             self.reported.iter().filter(|(of, ..)| stream.is_none_or(|stream| *of == stream));
         times(reported.map(|(_, activity, time, bytes)| (activity, *time, *bytes)))
     }
 
-    /// Returns the streams that have spans.
+    /// Returns the streams that have spans, sorted by identifier.
     pub fn streams(&self) -> Vec<StreamId> {
         let mut streams: Vec<StreamId> = self.spans.iter().map(|span| span.stream).collect();
         streams.sort_unstable();
@@ -345,9 +349,10 @@ impl Profile {
         streams
     }
 
-    /// Returns for how long at least one stream had a span, and for how long at least two had one.
+    /// Returns two durations: how long at least one stream had a span, and how long at least two
+    /// streams had spans at the same time.
     pub fn busy(&self) -> (Duration, Duration) {
-        // Nested scopes on one stream are not overlap, so each stream's spans are merged first.
+        // Nested scopes on one stream do not count as overlap, so each stream's spans are merged.
         let mut edges = Vec::new();
         for stream in self.streams() {
             let mut end = None;
@@ -375,7 +380,8 @@ impl Profile {
         (any, several)
     }
 
-    /// Returns the percentage of the busy time in which at least two streams were busy.
+    /// Returns the percentage of the [`busy`](Self::busy) time in which at least two streams had
+    /// spans. Returns 0 if there is no busy time.
     pub fn overlap_percent(&self) -> f64 {
         let (any, several) = self.busy();
         if any.is_zero() { 0.0 } else { 100.0 * several.as_secs_f64() / any.as_secs_f64() }
@@ -448,7 +454,12 @@ impl fmt::Display for Profile {
             writeln!(f, "{} scopes did not complete", self.lost)?;
         }
         let (any, _) = self.busy();
-        write!(f, "busy {:.1}, on two or more streams {:.1}%", micros(any), self.overlap_percent())
+        write!(
+            f,
+            "busy for {:.1} us, of which {:.1}% on two or more streams",
+            micros(any),
+            self.overlap_percent()
+        )
     }
 }
 

@@ -11,13 +11,15 @@ pub trait DeviceProvider: fmt::Debug + Send + Sync {
     /// Returns the name by which callers select this kind, for example `cuda`.
     fn name(&self) -> &'static str;
 
-    /// Returns the priority: the highest is tried first when the caller names no device.
+    /// Returns the priority of this kind. If the caller names no device, [`DeviceRegistry`] tries
+    /// providers in order of descending priority.
     fn priority(&self) -> u8;
 
-    /// Checks whether a device exists. May load a driver. Never panics.
+    /// Checks whether a device of this kind exists. May block to load a driver. Implementations
+    /// must not panic.
     fn probe(&self) -> DeviceAvailability;
 
-    /// Opens the device `ordinal`, counted from 0.
+    /// Opens the device with index `ordinal`, counted from 0.
     ///
     /// # Errors
     /// Returns [`Error::NoGpu`] or [`Error::DeviceUnavailable`] if there is no such device, and
@@ -25,19 +27,19 @@ pub trait DeviceProvider: fmt::Debug + Send + Sync {
     fn create(&self, ordinal: usize) -> Result<AnyDevice, Error>;
 }
 
-/// The result of a probe.
+/// The result of [`DeviceProvider::probe`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DeviceAvailability {
-    /// Devices exist.
+    /// At least one device exists.
     Available {
         /// Number of devices, at least one.
         device_count: usize,
     },
-    /// No device, with the reason.
+    /// No device exists. Contains the reason.
     Unavailable(String),
 }
 
-/// The kinds of devices to choose from.
+/// A list of [`DeviceProvider`]s from which a program chooses a device by name or priority.
 ///
 /// # Examples
 /// ```
@@ -62,7 +64,7 @@ pub struct DeviceRegistry {
 pub struct DeviceChoice {
     /// The chosen provider.
     pub provider: Arc<dyn DeviceProvider>,
-    /// Name and reason of each provider that was tried first and has no device.
+    /// The providers that were tried before and have no device, each with its name and the reason.
     pub unavailable: Vec<(&'static str, String)>,
 }
 
@@ -70,7 +72,8 @@ impl DeviceRegistry {
     /// Creates a registry with the providers of this crate: `cuda`, `cpu` and `sim`.
     ///
     /// Without the feature `cuda`, the provider `cuda` reports that the build has no GPU support.
-    /// `sim` has the lowest priority, so it is used only when selected by name.
+    /// `cpu` has a higher priority than `sim` and always has a device, so `sim` is used only when
+    /// selected by name.
     pub fn builtin() -> Self {
         let mut this = Self { providers: Vec::new() };
         this.register(Arc::new(CudaProvider));
@@ -93,11 +96,12 @@ impl DeviceRegistry {
         &self.providers
     }
 
-    /// Returns the provider called `name`, or the first that has a device if `name` is `None`.
+    /// Returns the provider called `name`. If `name` is `None`, returns the provider of the highest
+    /// priority that has a device. May block to load a driver.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownDevice`] if there is no such provider, and
-    /// [`Error::DeviceUnavailable`] with the reason if it has no device.
+    /// Returns [`Error::UnknownDevice`] if there is no such provider. Returns
+    /// [`Error::DeviceUnavailable`] with the reason if the provider has no device.
     pub fn choose(&self, name: Option<&str>) -> Result<DeviceChoice, Error> {
         let mut unavailable = Vec::new();
         for provider in self.providers.iter().filter(|p| name.is_none_or(|name| p.name() == name)) {
@@ -118,11 +122,12 @@ impl DeviceRegistry {
         }
     }
 
-    /// Opens a device by its PyTorch-style name, such as `cuda:1` or `cpu`. `None` opens the best
-    /// device available.
+    /// Opens a device by its PyTorch-style name, such as `cuda:1` or `cpu`. `None` opens device 0
+    /// of the provider that [`choose`](Self::choose) returns.
     ///
     /// # Errors
-    /// Returns the same errors as [`choose`](Self::choose) and [`DeviceProvider::create`].
+    /// Returns the same errors as [`choose`](Self::choose) and [`DeviceProvider::create`]. Also
+    /// returns [`Error::UnknownDevice`] if the text after the colon is not a number.
     pub fn open(&self, device: Option<&str>) -> Result<AnyDevice, Error> {
         let (kind, ordinal) = match device.map(|device| (device, device.split_once(':'))) {
             None => (None, 0),
@@ -170,11 +175,11 @@ impl DeviceProvider for CudaProvider {
         #[cfg(feature = "cuda")]
         return Ok(crate::CudaDevice::new(ordinal)?.into());
         #[cfg(not(feature = "cuda"))]
-        unreachable!("`require` fails without the feature `cuda`")
+        unreachable!("`require` returns an error without the feature `cuda`")
     }
 }
 
-/// A kind of which exactly one device always exists.
+/// A device kind with exactly one device, which always exists.
 #[derive(Debug)]
 struct SingleDevice {
     name: &'static str,
@@ -200,6 +205,6 @@ impl DeviceProvider for SingleDevice {
             return (self.create)();
         }
         let device = format!("{}:{ordinal}", self.name);
-        Err(Error::DeviceUnavailable { device, reason: "only number 0 exists".into() })
+        Err(Error::DeviceUnavailable { device, reason: "the only valid number is 0".into() })
     }
 }

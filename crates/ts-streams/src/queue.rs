@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The operation queues of streams without a driver, and when each operation may run.
+//! The operation queues of streams that no driver manages. A queue determines when each operation
+//! may run.
 //!
-//! Nothing runs here: the threads of a [`CpuDevice`] take ready work, and on a [`SimDevice`] the
-//! caller that waits or queries does.
+//! This module starts no threads. On a [`CpuDevice`], the threads of the device take ready work
+//! from the queues. On a [`SimDevice`], the caller that waits or queries takes the work.
 //!
 //! [`CpuDevice`]: crate::CpuDevice
 //! [`SimDevice`]: crate::SimDevice
@@ -21,8 +22,8 @@ use crate::sync::{Condvar, Mutex, thread_local};
 use crate::{Error, HostFn, Status, StreamId};
 
 thread_local! {
-    /// Whether this thread is running work of a stream.
-    #[allow(clippy::missing_const_for_thread_local)] // not with loom's and shuttle's
+    /// Whether this thread is running a host function or a destructor for a stream.
+    #[allow(clippy::missing_const_for_thread_local)] // loom and shuttle do not accept `const`
     static IN_HOST_FN: Cell<bool> = Cell::new(false);
 }
 
@@ -40,15 +41,15 @@ pub(crate) fn next_stream_id() -> StreamId {
     StreamId(NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-/// A recorded point on a stream: events refer to it, and other streams wait for it.
+/// A recorded point on a stream. Events refer to points, and other streams wait for them.
 #[derive(Debug)]
 pub(crate) struct Point {
     outcome: OnceLock<Result<u64, Error>>,
     waiters: Mutex<Vec<Waiter>>,
     reached: Condvar,
-    /// The device to drive until the point is reached.
+    /// The device of the stream on which the point was recorded.
     pub(crate) owner: Weak<dyn Owner>,
-    /// What happened before the point. Used only for race detection.
+    /// The operations that happened before the point. Used only for race detection.
     pub(crate) history: Clock,
 }
 
@@ -59,18 +60,19 @@ pub(crate) struct Waiter {
     stream: StreamId,
 }
 
-/// A device whose streams are queues.
+/// A device whose streams are managed by [`Queues`].
 pub(crate) trait Owner: std::fmt::Debug + Send + Sync {
-    /// Continues a stream after the point it waited for was reached. The caller must apply the
-    /// result.
+    /// Continues a stream after the point that it waited for was reached. The caller must apply the
+    /// result; see [`Effects::apply`].
     fn wake(&self, stream: StreamId) -> Effects;
 
-    /// Continues a stream after its finished operations were dropped. `outcome` is the message of a
-    /// panic in a destructor. The caller must apply the result; see [`Effects::apply`].
+    /// Continues a stream after its finished operations were dropped. If a destructor panicked,
+    /// `outcome` contains the message. The caller must apply the result; see [`Effects::apply`].
     fn dropped(&self, stream: StreamId, outcome: Result<(), String>) -> Effects;
 
-    /// Does some work of this device, or of devices that it waits for, and returns whether there
-    /// was any. Devices with threads do nothing here. `visited` lists the devices already driven.
+    /// Runs one operation of this device, or of a device that it waits for, on the calling thread.
+    /// Returns whether there was one. Skips devices in `visited`, and adds each device that it
+    /// tries. A device with threads returns `false`.
     fn drive(&self, visited: &mut Vec<*const ()>) -> bool;
 }
 
@@ -85,8 +87,9 @@ impl Point {
         }
     }
 
-    /// Returns when the point was reached, in nanoseconds, or the error of the work before it.
-    /// Returns `None` before that.
+    /// Returns the time at which the point was reached, in nanoseconds of the device's clock.
+    /// Returns an error if the work before the point failed, and `None` if the point is not reached
+    /// yet.
     pub(crate) fn outcome(&self) -> Option<&Result<u64, Error>> {
         self.outcome.get()
     }
@@ -106,7 +109,7 @@ impl Point {
         self.reached.notify_all();
     }
 
-    /// Blocks until other threads reach the point.
+    /// Blocks until another thread reaches the point, and returns the outcome.
     pub(crate) fn block(&self) -> Result<u64, Error> {
         let mut waiters = self.waiters.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -117,7 +120,7 @@ impl Point {
         }
     }
 
-    /// Returns the outcome, or registers `waiter` to be woken when there is one.
+    /// Returns the outcome. If there is none yet, registers `waiter` to be woken.
     fn outcome_or_register(&self, waiter: &Waiter) -> Option<Result<u64, Error>> {
         let mut waiters = self.waiters.lock().unwrap_or_else(PoisonError::into_inner);
         let outcome = self.outcome.get().cloned();
@@ -128,7 +131,7 @@ impl Point {
     }
 }
 
-/// Work that runs alone on its stream.
+/// A copy, fill or host function. A stream runs one at a time.
 #[derive(Debug)]
 pub(crate) enum Work {
     Transfer(Transfer),
@@ -136,7 +139,7 @@ pub(crate) enum Work {
 }
 
 impl Work {
-    /// Runs the work.
+    /// Runs the work on this thread.
     ///
     /// # Errors
     /// Returns the message of a panic.
@@ -156,12 +159,13 @@ pub(crate) enum Op {
     Work(Work),
     Record(Arc<Point>),
     /// Drops a value in stream order.
-    Release(#[expect(dead_code, reason = "held only to be dropped")] Released),
-    /// Waits for a point. Says whether the stream fails if the work before the point failed.
+    Release(#[expect(dead_code, reason = "stored only to be dropped")] Released),
+    /// Waits for a point. [`OnFailure`] determines whether the stream fails if the work before the
+    /// point failed.
     Wait(Arc<Point>, OnFailure),
 }
 
-/// A value that a stream drops.
+/// A value that a stream drops after all earlier operations.
 pub(crate) struct Released(Box<dyn Any + Send>);
 
 impl Released {
@@ -182,21 +186,23 @@ pub(crate) enum OnFailure {
     Ignore,
 }
 
-/// Follow-up work to do without the lock, because it takes other locks and runs callers' code.
+/// Actions to run after the lock of the queues is released, because they take other locks and run
+/// code of callers.
 #[derive(Debug, Default)]
 #[must_use]
 pub(crate) struct Effects {
     woken: Vec<Waiter>,
-    /// Streams with their finished operations: memory to free, and skipped work. They are dropped
-    /// before the stream continues, so that they are gone when a wait for it returns.
+    /// Streams with their finished operations: memory to free, and skipped work. A stream continues
+    /// only after its operations are dropped, so that a wait for the stream also waits for the
+    /// drop.
     finished: Vec<(Waiter, Vec<Op>)>,
     /// Number of streams that became ready.
     pub(crate) ready: usize,
 }
 
 impl Effects {
-    /// Applies the effects. The caller must hold no lock. Iterative, because chains of streams that
-    /// wait for each other can be long.
+    /// Wakes streams and drops finished operations. The caller must not hold a lock. The function
+    /// does not recurse, because chains of streams that wait for each other can be long.
     pub(crate) fn apply(self) {
         let mut left = vec![self];
         while let Some(Effects { woken, finished, .. }) = left.pop() {
@@ -204,8 +210,8 @@ impl Effects {
                 left.extend(owner.upgrade().map(|owner| owner.wake(stream)));
             }
             for (Waiter { owner, stream }, finished) in finished {
-                // Dropping may run any destructor, even that of the last handle to the device whose
-                // thread this is.
+                // A destructor must not block here: it may drop the last handle to the device that
+                // owns this thread.
                 let outcome = run_as_work(|| drop(finished));
                 left.extend(owner.upgrade().map(|owner| owner.dropped(stream, outcome)));
             }
@@ -213,7 +219,7 @@ impl Effects {
     }
 }
 
-/// Runs `work` as work of a stream, which must not block on streams.
+/// Runs `work` as work of a stream: [`check_may_block`] returns an error on this thread meanwhile.
 ///
 /// # Errors
 /// Returns the message of a panic.
@@ -224,7 +230,7 @@ fn run_as_work(work: impl FnOnce()) -> Result<(), String> {
     result.map_err(|panic| {
         let text = panic.downcast_ref::<&str>().map(ToString::to_string);
         text.or_else(|| panic.downcast_ref::<String>().cloned())
-            .unwrap_or_else(|| "panicked without a message".into())
+            .unwrap_or_else(|| "work panicked without a message".into())
     })
 }
 
@@ -236,7 +242,7 @@ enum QueueState {
     Ready,
     /// Work that was submitted at `submitted_ns` is running.
     Running { submitted_ns: u64 },
-    /// Finished operations are being dropped.
+    /// A thread is dropping finished operations.
     Dropping,
 }
 
@@ -246,17 +252,19 @@ struct Queue {
     ops: VecDeque<(Op, u64)>,
     state: QueueState,
     failed: Option<Error>,
-    /// Number of operations submitted, and the number of the last one to skip.
+    /// Number of operations submitted.
     submitted: u64,
+    /// Work up to this operation number is skipped, because it was submitted before `take_error`.
     skipped_until: u64,
-    /// When the last operation ended.
+    /// Earliest time at which the next operation can start, in nanoseconds of the device's clock.
     ended_ns: u64,
     counters: Arc<Counters>,
     /// Whether the last handle was dropped.
     closed: bool,
 }
 
-/// A stream with work that can run. Sorts by priority level, then by the order of becoming ready.
+/// A stream with work that can run. Sorts by priority level, then by the order in which streams
+/// became ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Ready {
     level: i32,
@@ -295,7 +303,8 @@ impl Queues {
         (id, counters)
     }
 
-    /// Marks a stream as closed, since no handle is left. It is removed when its work is done.
+    /// Marks a stream as closed after its last handle was dropped. The stream is removed when its
+    /// work is done.
     pub(crate) fn close(&mut self, stream: StreamId) {
         let queue = self.queue(stream);
         queue.closed = true;
@@ -304,12 +313,12 @@ impl Queues {
         }
     }
 
-    /// Submits an operation. A stream that has failed still accepts records, which fail too, and
-    /// releases.
+    /// Submits an operation. A stream that has failed still accepts releases and records. Such
+    /// records fail with the same error.
     ///
     /// # Errors
-    /// Returns the stream's error and the refused operation, which the caller must drop without
-    /// holding the lock.
+    /// Returns the stream's error and the refused operation. The caller must release the lock
+    /// before it drops the operation.
     pub(crate) fn submit(
         &mut self,
         stream: StreamId,
@@ -332,8 +341,8 @@ impl Queues {
         })
     }
 
-    /// Advances a stream until it has work that can run, waits for a point, or has operations to
-    /// drop.
+    /// Advances a stream until it has work that can run, waits for a point, has operations to drop,
+    /// or is empty.
     ///
     /// A stream that has failed also waits for points. Otherwise its later records could be reached
     /// before the points that they must come after.
@@ -373,8 +382,8 @@ impl Queues {
                 }
                 Op::Record(_) => {}
             }
-            let (op, submitted_ns) = queue.ops.pop_front().expect("the loop saw an operation");
-            // Counted first, so that a waiter that wakes sees it.
+            let (op, submitted_ns) = queue.ops.pop_front().expect("`front` returned an operation");
+            // Count the completion first, so that a thread that wakes sees it in the metrics.
             queue.counters.completed(queue.ended_ns.saturating_sub(submitted_ns));
             match op {
                 Op::Record(point) => {
@@ -400,7 +409,7 @@ impl Queues {
         debug_assert_eq!(
             queue.state,
             QueueState::Dropping,
-            "only a stream in this state drops operations"
+            "a stream drops operations only in the state `Dropping`"
         );
         queue.state = QueueState::Idle;
         if let Err(what) = outcome {
@@ -409,15 +418,15 @@ impl Queues {
         self.proceed(stream)
     }
 
-    /// Returns the streams that have work to run, most urgent first, and when their last operation
-    /// ended.
+    /// Returns the streams that have work to run, most urgent first. Each comes with the earliest
+    /// time, in nanoseconds, at which its next operation can start.
     pub(crate) fn ready(&self) -> impl Iterator<Item = (Ready, u64)> + '_ {
         self.ready.iter().map(|ready| (*ready, self.queues[&ready.stream].ended_ns))
     }
 
-    /// Takes the work of a ready stream.
+    /// Removes and returns the first operation of a ready stream, which is work.
     pub(crate) fn take(&mut self, ready: Ready) -> Work {
-        assert!(self.ready.remove(&ready), "`ready` returned it");
+        assert!(self.ready.remove(&ready), "the stream is ready because `ready` returned it");
         let queue = self.queue(ready.stream);
         match queue.ops.pop_front() {
             Some((Op::Work(work), submitted_ns)) => {
@@ -439,7 +448,7 @@ impl Queues {
         let QueueState::Running { submitted_ns } =
             std::mem::replace(&mut queue.state, QueueState::Idle)
         else {
-            unreachable!("only running work completes")
+            unreachable!("`complete` is called only for a running operation")
         };
         queue.ended_ns = queue.ended_ns.max(now_ns);
         if let Err(what) = outcome {
@@ -452,7 +461,7 @@ impl Queues {
     /// Returns whether all work submitted to a stream is done.
     ///
     /// # Errors
-    /// Returns the error of the stream if it has failed, once its work has ended.
+    /// Returns the error of the stream if it has failed and all of its work has ended.
     pub(crate) fn status(&self, stream: StreamId) -> Result<Status, Error> {
         let queue = &self.queues[&stream];
         if !queue.ops.is_empty() || queue.state != QueueState::Idle {
@@ -469,8 +478,8 @@ impl Queues {
         self.queues[&stream].failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Takes the error of a stream, so that it accepts work again. Operations submitted before are
-    /// skipped.
+    /// Returns and clears the error of a stream, so that the stream accepts work again. Work that
+    /// was submitted before is skipped.
     pub(crate) fn take_error(&mut self, stream: StreamId) -> Option<Error> {
         let queue = self.queue(stream);
         let error = queue.failed.take()?;
@@ -478,12 +487,12 @@ impl Queues {
         Some(error)
     }
 
-    /// Returns all streams.
+    /// Returns the identifiers of all streams.
     pub(crate) fn streams(&self) -> Vec<StreamId> {
         self.queues.keys().copied().collect()
     }
 
-    /// Returns the points that streams wait for.
+    /// Returns the points that streams currently wait for.
     pub(crate) fn awaited(&self) -> Vec<Arc<Point>> {
         let first = |queue: &Queue| match queue.ops.front() {
             Some((Op::Wait(point, _), _)) => Some(Arc::clone(point)),
@@ -493,7 +502,8 @@ impl Queues {
     }
 
     fn queue(&mut self, stream: StreamId) -> &mut Queue {
-        self.queues.get_mut(&stream).expect("a stream exists until its last handle is dropped")
+        let queue = self.queues.get_mut(&stream);
+        queue.expect("a stream exists until its last handle is dropped and its work is done")
     }
 }
 
@@ -549,9 +559,10 @@ mod models {
         })
     }
 
-    /// One thread does the work before a point. Another waits for the point, and makes a stream of
-    /// another device wait for it. In every interleaving the stream becomes ready and no thread
-    /// waits forever. Loom tries all interleavings with up to three preemptions.
+    /// One thread runs the work before a point. A second thread waits for the point, and makes a
+    /// stream of another device wait for the point too. In every interleaving the stream becomes
+    /// ready and no thread waits forever. Loom tries all interleavings with up to three
+    /// preemptions.
     #[test]
     fn every_waiter_of_a_point_is_woken() {
         let mut builder = loom::model::Builder::new();
@@ -574,8 +585,9 @@ mod models {
         });
     }
 
-    /// One thread drops a finished operation, without the lock. Another records a point behind it
-    /// on the same stream. The point must not be reached before the operation is dropped.
+    /// One thread drops a finished operation after it released the lock. A second thread records a
+    /// point on the same stream, after that operation. The point must not be reached before the
+    /// operation is dropped.
     #[test]
     fn finished_work_is_dropped_before_later_waiters_wake() {
         struct SetOnDrop(Arc<loom::sync::atomic::AtomicBool>);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Detection of unordered memory accesses, by vector clocks (Mattern, 1989).
+//! Detection of unordered memory accesses with vector clocks (Mattern, 1989).
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -7,16 +7,16 @@ use std::fmt;
 use crate::StreamId;
 use crate::range::MemoryRange;
 
-/// A vector clock: for each thread, how many of its operations happened before. Each stream is a
-/// thread, and so is the host of each device.
+/// A vector clock: the number of operations of each thread that happened before a point. Each
+/// stream counts as a thread. The host also counts as a thread, a separate one for each device.
 pub(crate) type Clock = BTreeMap<StreamId, u64>;
 
-/// An access to memory.
+/// An access to memory by a stream or by the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Access {
     /// The stream, or `None` for the host.
     pub stream: Option<StreamId>,
-    /// The number of the operation on its stream or on the host, from 1.
+    /// The number of the operation on its stream or on the host, counted from 1.
     pub operation: u64,
     /// Whether the access writes.
     pub writes: bool,
@@ -32,18 +32,18 @@ impl fmt::Display for Access {
     }
 }
 
-/// Two accesses to the same bytes, at least one of which writes, without an order between them.
+/// Two unordered accesses to the same bytes, at least one of which writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "data race on {len} bytes at {address:#x}: {later} is not ordered after {earlier}; add a wait \
      between them"
 )]
 pub struct Race {
-    /// The access that was submitted first.
+    /// The access that was made or submitted first.
     pub earlier: Access,
-    /// The access that was submitted second.
+    /// The access that was made or submitted second.
     pub later: Access,
-    /// The first address that both access.
+    /// The first address of the conflicting range.
     pub address: usize,
     /// Number of bytes in the conflicting range.
     pub len: usize,
@@ -54,17 +54,17 @@ pub struct Race {
 struct LatestAccesses {
     end: usize,
     write: Option<(StreamId, Access)>,
-    /// The last read of each thread since that write.
+    /// The latest read of each thread since `write`.
     reads: Vec<(StreamId, Access)>,
 }
 
 #[derive(Debug)]
 pub(crate) struct Detector {
-    /// The identifier of the host, which no stream has.
+    /// The identifier that stands for the host. No stream has this identifier.
     host: StreamId,
-    /// What each thread has seen.
+    /// The vector clock of each thread.
     clocks: HashMap<StreamId, Clock>,
-    /// Accesses by the first byte of their range.
+    /// The latest accesses to each range, by the first address of the range. Ranges do not overlap.
     accesses: BTreeMap<usize, LatestAccesses>,
     races: Vec<Race>,
 }
@@ -79,33 +79,34 @@ impl Detector {
         &self.races
     }
 
-    /// Registers an operation submitted to a stream, and returns its history, itself included.
-    /// Everything the host did before happens before it.
+    /// Registers an operation submitted to a stream, and orders it after all earlier actions of the
+    /// host. Returns the clock of the operation, which includes the operation itself.
     pub(crate) fn submit(&mut self, stream: StreamId) -> Clock {
         let host = self.clock(self.host).clone();
         self.advance(stream, &host)
     }
 
-    /// Orders a stream after a recorded point.
+    /// Orders later operations of a stream after a recorded point with the clock `history`.
     pub(crate) fn stream_joins(&mut self, stream: StreamId, history: &Clock) {
         join(self.clock(stream), history);
     }
 
-    /// Orders the host after a point that it has seen reached.
+    /// Orders later actions of the host after a reached point with the clock `history`.
     pub(crate) fn host_joins(&mut self, history: &Clock) {
         join(self.clock(self.host), history);
     }
 
-    /// Registers an action of the host, and returns its history.
+    /// Registers an action of the host, and returns the clock of the action.
     pub(crate) fn host_acts(&mut self) -> Clock {
         self.advance(self.host, &Clock::new())
     }
 
-    /// Records accesses if they race with no earlier one.
+    /// Checks the accesses of an operation with the clock `history`, and records them if none races
+    /// with an earlier access.
     ///
     /// # Errors
-    /// Returns the first race. All races are kept; the accesses of a refused operation are not
-    /// recorded.
+    /// Returns the first race, and records no access. [`races`](Self::races) then contains one race
+    /// for each conflicting range of the operation.
     pub(crate) fn check(
         &mut self,
         stream: Option<StreamId>,
@@ -130,7 +131,7 @@ impl Detector {
         Ok(())
     }
 
-    /// Forgets all accesses to memory that was freed or newly allocated.
+    /// Removes all accesses to a range that was freed or newly allocated.
     pub(crate) fn forget(&mut self, range: MemoryRange) {
         let (begin, end) = (range.address(), range.address() + range.len());
         self.split(begin);
@@ -141,7 +142,8 @@ impl Detector {
         }
     }
 
-    /// Records an access if `records` is set; otherwise only looks for races with it.
+    /// Records an access if `records` is true. Otherwise only searches for earlier accesses that
+    /// race with it.
     fn access(
         &mut self,
         thread: StreamId,
@@ -186,7 +188,7 @@ impl Detector {
         }
     }
 
-    /// Splits the range that contains `at` in its middle.
+    /// Splits the recorded range that contains `at` into two that meet at `at`.
     fn split(&mut self, at: usize) {
         let Some((_, accesses)) =
             self.accesses.range_mut(..at).next_back().filter(|(_, accesses)| accesses.end > at)

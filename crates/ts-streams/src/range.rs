@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Address ranges, and the kinds of memory they are in.
+//! Address ranges and kinds of memory.
 
 use std::ops::Range;
 
@@ -12,12 +12,13 @@ pub enum MemoryKind {
     PinnedHost,
     /// Ordinary host memory. A [`CpuDevice`](crate::CpuDevice) returns it for every requested kind.
     Host,
-    /// Managed memory, which migrates to where it is used.
+    /// Managed memory, which migrates between the host and the device on access.
     Managed,
 }
 
-/// An address range, valid on the host and on devices. Holding one gives no right to access the
-/// bytes.
+/// A range of addresses in host or device memory.
+///
+/// The range does not own the memory and gives no right to access it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct MemoryRange {
     start: *mut u8,
@@ -30,13 +31,13 @@ unsafe impl Send for MemoryRange {}
 unsafe impl Sync for MemoryRange {}
 
 impl MemoryRange {
-    /// Creates a range of `len` bytes from `start`.
+    /// Creates a range of `len` bytes that starts at `start`.
     pub fn new(start: *mut u8, len: usize) -> Self {
         Self { start, len }
     }
 
-    /// Creates the range of a host slice. Nothing else may access the slice while work uses the
-    /// range.
+    /// Creates the range of a host slice. The range does not borrow the slice: keep the slice alive
+    /// and unused until all work on the range is done.
     pub fn of(bytes: &mut [u8]) -> Self {
         Self::new(bytes.as_mut_ptr(), bytes.len())
     }
@@ -61,15 +62,15 @@ impl MemoryRange {
         self.len == 0
     }
 
-    /// Returns the sub-range `bytes`, relative to the start.
+    /// Returns a part of the range. `bytes` contains byte offsets from the start.
     ///
     /// # Panics
-    /// Panics if `bytes` is not inside the range.
+    /// Panics if `bytes.start > bytes.end` or `bytes.end > self.len()`.
     #[must_use]
     pub fn slice(self, bytes: Range<usize>) -> Self {
         assert!(
             bytes.start <= bytes.end && bytes.end <= self.len,
-            "range {bytes:?} is out of bounds: the memory has {} bytes",
+            "invalid byte range {bytes:?}: expected start <= end <= {}",
             self.len
         );
         Self { start: self.start.wrapping_add(bytes.start), len: bytes.len() }

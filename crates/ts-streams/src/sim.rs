@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A simulated GPU, which finds synchronization bugs on any machine, reproducibly by seed.
+//! A simulated GPU that finds synchronization bugs on any machine. A seed makes runs reproducible.
 
 use std::alloc::Layout;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -29,19 +29,21 @@ pub struct SimOptions {
     pub seed: u64,
     /// Copy and fill throughput, in bytes per microsecond of simulated time.
     pub bytes_per_us: u64,
-    /// Minimum duration of an operation, in nanoseconds of simulated time.
+    /// Minimum duration of a copy, fill or host function, in nanoseconds of simulated time.
     pub overhead_ns: u64,
-    /// Fraction of operations that take up to 100 times as long, from 0 to 1.
+    /// Fraction, from 0 to 1, of copies, fills and host functions that take up to 100 times as
+    /// long.
     pub stall_rate: f64,
-    /// Fraction of operations that fail, from 0 to 1.
+    /// Fraction, from 0 to 1, of copies, fills and host functions that fail.
     pub fault_rate: f64,
-    /// Device memory in bytes. Allocations beyond it fail.
+    /// Capacity for allocations of all kinds, in bytes. An allocation that is larger than the
+    /// unused capacity returns [`Error::OutOfMemory`].
     pub total_bytes: usize,
 }
 
 impl Default for SimOptions {
-    /// Roughly a GPU on PCIe 3: 12 GB/s, 5 us per operation, a tenth of which stall, 1 GiB of
-    /// memory and no faults.
+    /// Returns options that resemble a GPU on PCIe 3: 12 GB/s and 5 us per operation. A tenth of
+    /// the operations stall, none fail, and the device has 1 GiB of memory.
     fn default() -> Self {
         Self {
             seed: 0,
@@ -55,42 +57,42 @@ impl Default for SimOptions {
 }
 
 impl SimOptions {
-    /// Sets [`seed`](Self::seed).
+    /// Sets [`seed`](Self::seed): for the same calls, equal seeds give equal schedules.
     #[must_use]
     pub fn with_seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Sets [`bytes_per_us`](Self::bytes_per_us).
+    /// Sets [`bytes_per_us`](Self::bytes_per_us), the throughput of copies and fills.
     #[must_use]
     pub fn with_bytes_per_us(mut self, bytes_per_us: u64) -> Self {
         self.bytes_per_us = bytes_per_us;
         self
     }
 
-    /// Sets [`overhead_ns`](Self::overhead_ns).
+    /// Sets [`overhead_ns`](Self::overhead_ns), the minimum duration of an operation.
     #[must_use]
     pub fn with_overhead_ns(mut self, overhead_ns: u64) -> Self {
         self.overhead_ns = overhead_ns;
         self
     }
 
-    /// Sets [`stall_rate`](Self::stall_rate).
+    /// Sets [`stall_rate`](Self::stall_rate), the fraction, from 0 to 1, of slow operations.
     #[must_use]
     pub fn with_stall_rate(mut self, stall_rate: f64) -> Self {
         self.stall_rate = stall_rate;
         self
     }
 
-    /// Sets [`fault_rate`](Self::fault_rate).
+    /// Sets [`fault_rate`](Self::fault_rate), the fraction, from 0 to 1, of operations that fail.
     #[must_use]
     pub fn with_fault_rate(mut self, fault_rate: f64) -> Self {
         self.fault_rate = fault_rate;
         self
     }
 
-    /// Sets [`total_bytes`](Self::total_bytes).
+    /// Sets [`total_bytes`](Self::total_bytes), the capacity for allocations in bytes.
     #[must_use]
     pub fn with_total_bytes(mut self, total_bytes: usize) -> Self {
         self.total_bytes = total_bytes;
@@ -100,15 +102,22 @@ impl SimOptions {
 
 /// A simulated GPU that reports missing synchronization.
 ///
-/// It has no threads. Work runs while the host waits or queries, in an order that a real device
-/// could choose and that depends on the seed. Each query advances the simulated time a little. Work
-/// may never run if nothing waits for it. New and freed memory is filled with a poison byte.
+/// The device has no threads: work runs only while the host waits or queries. Each query runs at
+/// most one copy, fill or host function. The order of work is one that a real device could choose,
+/// and depends on the seed. New and freed memory is filled with a poison byte.
 ///
-/// Every access to its memory, by streams or by the host through [`RawMemory`], is checked against
-/// earlier ones. Two overlapping accesses, one of which writes, must be ordered by streams, events
-/// or waits. Otherwise the second is refused with [`Error::Race`] when it is submitted, even if
-/// this schedule would have been right. [`races`](Self::races) returns all races so far. The host
-/// counts as one thread.
+/// # Races
+/// The device checks every access to its memory against earlier accesses: by streams, by the host
+/// through [`RawMemory`], and by host functions that declare their ranges. Two overlapping accesses
+/// race if at least one of them writes and no stream, event or wait orders them. All host threads
+/// count as one.
+///
+/// The call that makes or submits the second access returns [`Error::Race`], and the access does
+/// not happen. This is so even if the simulated schedule happens to run the accesses in the right
+/// order. [`races`](Self::races) returns all races so far.
+///
+/// Dropping memory that a stream may still use is also a race. Only [`races`](Self::races) reports
+/// this race, because a drop cannot return an error.
 ///
 /// # Examples
 /// ```
@@ -120,10 +129,10 @@ impl SimOptions {
 /// let device = SimDevice::new(SimOptions::default());
 /// let writer = device.create_stream(StreamPriority::Normal)?;
 /// let other = device.create_stream(StreamPriority::Normal)?;
-/// let layout = Layout::from_size_align(64, 64).expect("a power of two");
+/// let layout = Layout::from_size_align(64, 64).expect("64 is a power of two");
 /// let memory = device.allocate(layout, MemoryKind::Device)?;
 ///
-/// // SAFETY: the simulation runs work only on this thread; the memory outlives it.
+/// // SAFETY: the simulation runs work only on this thread, and the memory outlives the work.
 /// unsafe {
 ///     writer.fill(memory.range(), 1)?;
 ///     // Nothing orders the second fill after the first.
@@ -150,17 +159,18 @@ struct SimShared {
 struct SimState {
     queues: Queues,
     detector: Detector,
-    /// Simulated time.
+    /// Simulated time since the device was created, in nanoseconds.
     now_ns: u64,
     rng: Rng,
     /// Freed memory that work may still access.
     leaked: Vec<HostBlock>,
-    /// Devices that this one waits for, kept alive so that they can do that work.
+    /// Other devices that streams of this device wait for. They are kept alive so that their work
+    /// can run.
     awaited_devices: Vec<Arc<dyn Owner>>,
 }
 
 impl SimDevice {
-    /// Creates a device.
+    /// Creates a simulated device, whose simulated time starts at zero.
     pub fn new(options: SimOptions) -> Self {
         let info = DeviceInfo {
             kind: DeviceKind::Sim,
@@ -198,7 +208,7 @@ impl SimDevice {
         Duration::from_nanos(self.shared.lock().now_ns)
     }
 
-    /// Returns how much memory is allocated on the device.
+    /// Returns the current and peak number of bytes allocated on the device.
     pub fn memory(&self) -> MemoryMetrics {
         self.shared.memory.read()
     }
@@ -236,7 +246,7 @@ impl SimShared {
     /// Runs the ready operation that starts first in simulated time. Returns whether there was one.
     fn step(&self) -> bool {
         let mut sim = self.lock();
-        // `ready` yields the most urgent first, so ties go to the most urgent.
+        // `ready` yields the most urgent stream first, so this stream wins ties.
         let Some((ready, began_ns)) = sim.queues.ready().min_by_key(|&(_, at_ns)| at_ns) else {
             return false;
         };
@@ -269,7 +279,8 @@ impl SimShared {
         }
     }
 
-    /// Drives this device, and those it depends on, until a point is reached.
+    /// Runs work of this device, and of devices that it waits for, until `point` is reached.
+    /// Returns the outcome of the point.
     fn drive_to(&self, point: &Point) -> Result<u64, Error> {
         loop {
             if let Some(outcome) = point.outcome() {
@@ -282,7 +293,8 @@ impl SimShared {
         }
     }
 
-    /// Runs a little work, on this device or on the owner of `point`.
+    /// Runs one operation of this device or of a device that it waits for. If there is none, tries
+    /// the owner of `point`. Returns whether an operation ran.
     fn drive_towards(&self, point: Option<&Point>) -> bool {
         let mut visited = Vec::new();
         let owner = point.and_then(|point| point.owner.upgrade());
@@ -299,14 +311,15 @@ impl SimShared {
         let owner = Arc::downgrade(self) as Weak<dyn Owner>;
         let point = Arc::new(Point::new(owner, sim.detector.submit(stream)));
         let submitted = sim.queues.submit(stream, Op::Record(Arc::clone(&point)), sim.now_ns);
-        // A stream that has failed accepts records too.
+        // `submit` always succeeds here, because a stream that has failed still accepts records.
         (point, submitted.unwrap_or_default())
     }
 
     /// Submits work that accesses the given memory.
     ///
     /// # Errors
-    /// Returns [`Error::Race`] and submits nothing if an access is not ordered.
+    /// Returns the error of the stream if it has failed, or [`Error::Race`] if an access is not
+    /// ordered. In both cases nothing is submitted.
     fn submit_work(
         &self,
         stream: StreamId,
@@ -325,7 +338,7 @@ impl SimShared {
         Ok(())
     }
 
-    /// Orders later accesses by the host after a point that the host knows is reached.
+    /// Orders later accesses by the host after a reached point with the clock `history`.
     fn host_saw(&self, history: &Clock) {
         self.lock().detector.host_joins(history);
     }
@@ -406,7 +419,7 @@ impl Device for SimDevice {
         let StreamHandle { id, shared, .. } = &*stream.handle;
         let mut sim = shared.lock();
         let history = sim.detector.submit(*id);
-        // To the detector, a free is a write by the stream.
+        // A free is checked like a write by the stream.
         let ordered = sim.detector.check(Some(*id), &history, &[], &[memory.range()]);
         memory.freed_in_order = ordered.is_ok();
         let now_ns = sim.now_ns;
@@ -431,7 +444,7 @@ impl Device for SimDevice {
 }
 
 impl SimShared {
-    /// Drives the device until a point is reached, and orders the host after it.
+    /// Runs work until `point` is reached, and orders later accesses by the host after the point.
     fn wait_for(&self, point: &Point) -> Result<(), Error> {
         check_may_block()?;
         let outcome = self.drive_to(point);
@@ -441,7 +454,7 @@ impl SimShared {
     }
 }
 
-/// A stream of a [`SimDevice`].
+/// A [`Stream`] of a [`SimDevice`]. Its work runs on the thread that waits or queries.
 #[derive(Debug, Clone)]
 pub struct SimStream {
     handle: Arc<StreamHandle>,
@@ -520,12 +533,14 @@ impl Stream for SimStream {
     }
 
     unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
-        // SAFETY: the caller fulfills the same requirements.
+        // SAFETY: the caller meets the requirements of `Stream::copy`. The memory of this device is
+        // host memory, so the host can access both ranges.
         self.transfer(unsafe { Transfer::copy(to, from) }?)
     }
 
     unsafe fn fill(&self, to: MemoryRange, byte: u8) -> Result<(), Error> {
-        // SAFETY: the caller fulfills the same requirements.
+        // SAFETY: the caller meets the requirements of `Stream::fill`. The memory of this device is
+        // host memory, so the host can access `to`.
         self.transfer(unsafe { Transfer::fill(to, byte) })
     }
 
@@ -548,7 +563,8 @@ impl Stream for SimStream {
         let mut sim = shared.lock();
         let status = sim.queues.status(*id);
         if status != Ok(Status::Pending) {
-            // The host now knows that the last operation has ended.
+            // The host has seen that all work ended, so later accesses by the host are ordered
+            // after that work.
             let history = sim.detector.submit(*id);
             sim.detector.host_joins(&history);
         }
@@ -569,7 +585,7 @@ impl Stream for SimStream {
     }
 }
 
-/// An event of a [`SimDevice`].
+/// An [`Event`] of a [`SimDevice`]. Its times are simulated.
 #[derive(Debug, Clone)]
 pub struct SimEvent {
     shared: Arc<SimShared>,
@@ -603,13 +619,13 @@ impl Event for SimEvent {
     }
 }
 
-/// Memory of a [`SimDevice`].
+/// Memory of a [`SimDevice`], which is host memory whose accesses are checked for races.
 #[derive(Debug)]
 pub struct SimMemory {
-    /// `None` only while dropping.
+    /// The allocation. `None` only while this value is dropped.
     block: Option<HostBlock>,
     kind: MemoryKind,
-    /// Whether a stream frees the memory, in its order.
+    /// Whether `free_async` found that the free is ordered after all accesses.
     freed_in_order: bool,
     shared: Arc<SimShared>,
 }
@@ -619,10 +635,10 @@ impl SimMemory {
         self.block.as_ref().expect("the block exists until the memory is dropped")
     }
 
-    /// Checks an access by the host.
+    /// Checks an access by the host for races, and records it.
     ///
     /// # Errors
-    /// Returns [`Error::Race`] if a stream may be accessing the same bytes.
+    /// Returns [`Error::Race`] if the access is not ordered after a conflicting access by a stream.
     fn check_host_access(&self, range: MemoryRange, writes: bool) -> Result<(), Error> {
         let mut sim = self.shared.lock();
         let history = sim.detector.host_acts();
@@ -634,10 +650,11 @@ impl SimMemory {
 
 impl Drop for SimMemory {
     fn drop(&mut self) {
-        let block = self.block.take().expect("a value is dropped only once");
+        let block = self.block.take().expect("the block exists until the memory is dropped");
         let range = block.range();
         let mut sim = self.shared.lock();
-        // Work that still uses the memory races with this drop. Only `races` can report that.
+        // Work that still uses the memory races with this drop. `drop` cannot return an error, so
+        // only `races` reports the race.
         let in_use = !self.freed_in_order && {
             let history = sim.detector.host_acts();
             sim.detector.check(None, &history, &[], &[range]).is_err()
@@ -653,7 +670,8 @@ impl Drop for SimMemory {
     }
 }
 
-// SAFETY: as for `CpuMemory`. The simulation checks accesses by the host; it does not forbid them.
+// SAFETY: this value alone owns its block of host memory, which neither moves nor is freed before
+// the value is dropped.
 unsafe impl RawMemory for SimMemory {
     fn range(&self) -> MemoryRange {
         self.block().range()
@@ -666,7 +684,8 @@ unsafe impl RawMemory for SimMemory {
     unsafe fn read(&self, offset: usize, bytes: &mut [u8]) -> Result<(), Error> {
         let from = self.range().slice(offset..offset + bytes.len());
         self.check_host_access(from, false)?;
-        // SAFETY: the caller's promise; `bytes` is borrowed during the copy.
+        // SAFETY: `slice` checked that `from` lies in the block. The caller guarantees that no
+        // stream writes to it during the call. `bytes` is exclusively borrowed.
         unsafe { Transfer::copy(MemoryRange::of(bytes), from) }?.run();
         Ok(())
     }
@@ -675,7 +694,8 @@ unsafe impl RawMemory for SimMemory {
         let to = self.range().slice(offset..offset + bytes.len());
         self.check_host_access(to, true)?;
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed during the copy, which only reads it.
+        // SAFETY: `slice` checked that `to` lies in the block. The caller guarantees that no stream
+        // accesses it during the call. The copy only reads `bytes`, which is borrowed.
         unsafe { Transfer::copy(to, from) }?.run();
         Ok(())
     }

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Threads and synchronization primitives of the standard library. The model checks of
-//! `cargo xtask ci` replace them with those of loom (every interleaving of a small model) or
-//! shuttle (many interleavings of a large one).
+//! Threads and synchronization primitives, by default those of the standard library.
+//!
+//! The model checks of `cargo xtask ci` replace them. The primitives of loom explore a small model
+//! under all interleavings with few preemptions. Those of shuttle explore a large model under many
+//! interleavings.
 
 #[cfg(loom)]
 pub(crate) use loom::{

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Task graphs, barriers and pools, on the host and on simulated devices.
+//! Tests of task graphs, barriers and pools, on the host and on simulated devices.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -25,7 +25,7 @@ fn coordinator<D: Device>(device: &D, count: usize) -> MultiStreamCoordinator<D>
 }
 
 /// Runs a graph in which each task writes its own memory and reads that of its dependencies.
-/// Returns the order in which the tasks ran and the number of events.
+/// Returns the order in which the tasks ran, and the number of events that were recorded.
 fn run<D: Device>(device: &D, streams: usize, waits: &[Vec<usize>]) -> (Vec<usize>, usize) {
     let layout = Layout::from_size_align(8, 8).unwrap();
     let memory: Vec<_> =
@@ -74,7 +74,7 @@ proptest! {
         let simulated = SimDevice::new(SimOptions::default().with_seed(seed).with_stall_rate(0.5));
         let (order, events) = run(&simulated, count, &waits);
         prop_assert!(respects_dependencies(&order, &waits), "{order:?}");
-        // No other schedule could have gone wrong either.
+        // The detector finds races of all possible schedules, not only of this one.
         prop_assert_eq!(simulated.races(), []);
         prop_assert!(events <= waits.len());
         prop_assert!(count > 1 || events == 0, "one stream needs no events");
@@ -89,13 +89,14 @@ fn a_chain_stays_on_its_stream() {
     let chains: Vec<Vec<usize>> =
         (0..30usize).map(|i| i.checked_sub(3).into_iter().collect()).collect();
     assert_eq!(run(&device, 3, &chains).1, 0);
-    // A fork needs one event, and a join one for each dependency but the one whose stream it
-    // shares.
+    // Task 0 needs one event, for the two successors on other streams. The join (task 4) runs on
+    // the stream of task 1, 2 or 3, so it needs events only for the other two of these tasks. They
+    // already wait for task 0.
     let diamond = [vec![], vec![0], vec![0], vec![0], vec![1, 2, 3, 0]];
     assert_eq!(run(&device, 3, &diamond).1, 3);
 }
 
-/// Regression: a library looked for cycles among streams instead of points.
+/// Two streams that wait for each other do not deadlock, because each wait is for an earlier point.
 #[test]
 fn streams_may_wait_for_each_other_repeatedly() {
     let device = SimDevice::new(SimOptions::default());
@@ -114,7 +115,7 @@ fn streams_may_wait_for_each_other_repeatedly() {
     assert_eq!(device.races(), []);
 }
 
-/// Regression: a barrier waited for only one stream, and on the host.
+/// A barrier must wait for all streams, not only for one, without blocking the host.
 #[test]
 fn a_barrier_covers_all_streams_without_blocking_the_host() {
     let device = CpuDevice::with_threads(2).unwrap();
@@ -196,7 +197,7 @@ fn cancelled_tasks_are_not_submitted() {
         inner.cancel();
         Ok(())
     });
-    let second = graph.add_host_fn("second", || panic!("the task was cancelled"));
+    let second = graph.add_host_fn("second", || panic!("a cancelled task must not run"));
     graph.add_dependency(second, first).unwrap();
     let execution = coordinator(&device, 2).execute(graph, &cancel);
     assert!(matches!(execution.wait(), Err(Error::Cancelled { task }) if task == "second"));
@@ -299,7 +300,7 @@ fn a_pool_changes_strategy_only_on_evidence() {
         }
     };
     record(15);
-    assert_eq!(pool.optimize(), None, "too few");
+    assert_eq!(pool.optimize(), None, "15 completions are too few");
     record(1);
     assert_eq!(pool.optimize().unwrap().to, AllocationStrategy::Workload);
     assert_eq!(pool.strategy(), AllocationStrategy::Workload);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The conformance suite on the CPU and simulated devices, and tests of each.
+//! Tests of the CPU and simulated devices, including the conformance suite on both.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -25,7 +25,7 @@ fn a_cpu_device_with_one_thread_conforms() {
 }
 
 #[test]
-fn any_devices_conform() {
+fn devices_wrapped_in_any_device_conform() {
     conformance::check(|| AnyDevice::from(CpuDevice::with_threads(2).unwrap()));
     conformance::check(|| AnyDevice::from(SimDevice::new(SimOptions::default())));
 }
@@ -68,7 +68,7 @@ fn the_registry_chooses_the_best_device() {
         (
             "cpu:1",
             ErrorKind::Unsupported,
-            "device \"cpu:1\" is not available: only number 0 exists",
+            "device \"cpu:1\" is not available: the only valid number is 0",
         ),
         (
             "tpu",
@@ -88,7 +88,7 @@ fn the_registry_chooses_the_best_device() {
     }
 }
 
-/// A provider from outside the crate: a host with two threads.
+/// A provider that this crate does not contain. Its device is a host with two threads.
 #[derive(Debug)]
 struct TwoThreads;
 
@@ -133,7 +133,7 @@ fn simulated_devices_conform() {
     }
 }
 
-/// Regression: a library ignored priorities.
+/// Urgent work that is submitted last still starts before most other work.
 #[test]
 fn urgent_work_starts_before_earlier_work() {
     let device = CpuDevice::with_threads(2).unwrap();
@@ -157,7 +157,7 @@ fn urgent_work_starts_before_earlier_work() {
     drop(gates);
     device.synchronize().unwrap();
     let started = started.lock().unwrap();
-    // Two threads record what they start, so the order is not exact.
+    // Two threads record the start of their work, so the order is not exact.
     let last_high = started.iter().rposition(|&name| name == "high").unwrap();
     assert!(last_high <= 3, "{started:?}");
 }
@@ -234,7 +234,7 @@ fn freeing_memory_in_use_is_a_race() {
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     let memory =
         device.allocate(Layout::from_size_align(64, 64).unwrap(), MemoryKind::Device).unwrap();
-    // SAFETY: the device keeps memory that is freed too early.
+    // SAFETY: the device finds the race and keeps the memory, so the fill writes to valid memory.
     unsafe { stream.fill(memory.range(), 1) }.unwrap();
     drop(memory);
     assert_eq!(device.races().len(), 1);
@@ -260,22 +260,22 @@ fn injected_faults_are_reported() {
     assert!((1..40).contains(&failed), "{failed}");
 }
 
-/// One stream frees the memory while another may still write to it. The race is found and the
-/// memory stays allocated.
+/// One stream frees the memory while another stream may still write to it. The device finds the
+/// race and keeps the memory.
 #[test]
 fn freeing_in_order_while_another_stream_writes_is_a_race() {
     let device = SimDevice::new(SimOptions::default());
     let [own, other] = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
     let layout = Layout::from_size_align(64, 64).unwrap();
     let memory = device.allocate_async(layout, &own).unwrap();
-    // SAFETY: the device detects the race and keeps the memory.
+    // SAFETY: the device finds the race and keeps the memory, so the fill writes to valid memory.
     unsafe { other.fill(memory.range(), 1) }.unwrap();
     assert!(matches!(device.free_async(memory, &own), Err(Error::Race(_))));
     device.synchronize().unwrap();
     assert_ne!(device.races(), []);
 }
 
-/// A stream that has failed frees memory in order too, after the events that it waits for.
+/// A stream that has failed still frees memory only after the events that it waits for.
 #[test]
 fn a_failed_stream_frees_memory_in_order() {
     let device = CpuDevice::with_threads(2).unwrap();
@@ -341,7 +341,8 @@ fn dropping_a_device_waits_for_foreign_events() {
     drop(a);
 }
 
-/// This works even if the handles to a device are dropped, and through a chain of devices.
+/// One device waits for a second, and the second waits for a third. The wait for the first device
+/// runs the work of all three, even after the handles to the other two are dropped.
 #[test]
 fn simulated_devices_drive_each_other() {
     let [a, b, c] = [(); 3].map(|()| SimDevice::new(SimOptions::default()));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The GPU status with missing, outdated and empty drivers, and the conformance suite on a GPU if
-//! there is one.
+//! Tests of the GPU status with drivers that are missing, outdated or broken, or that find no GPU.
+//! If there is a GPU, also tests the device, including the conformance suite.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
@@ -14,8 +14,8 @@ use ts_streams::{
     Stream, StreamPriority, conformance,
 };
 
-/// Returns the GPU. Without one, prints a line that the test runner counts as skipped, past the
-/// capture of the test harness.
+/// Returns the first GPU. If there is none, writes a line by which `cargo xtask` counts the test as
+/// skipped. Writes directly to stdout, because the test harness captures `println!`.
 fn device() -> Option<CudaDevice> {
     match GpuStatus::detect() {
         GpuStatus::Available { .. } => Some(CudaDevice::new(0).unwrap()),
@@ -34,7 +34,7 @@ fn a_gpu_conforms() {
     }
 }
 
-/// A copy of 256 MiB to the GPU overlaps with one from it.
+/// A copy of 256 MiB to the GPU overlaps with a copy of 256 MiB from the GPU.
 #[test]
 fn gpu_copies_on_two_streams_overlap() {
     let Some(device) = device() else { return };
@@ -66,10 +66,10 @@ fn gpu_copies_on_two_streams_overlap() {
     );
 }
 
-/// Of several small copies that wait for the same event, the one on an urgent stream finishes
-/// first, although the others were submitted before.
+/// Several copies wait for the same event. The copy on the urgent stream is submitted last, and
+/// finishes before at least one of the others.
 #[test]
-fn urgent_gpu_copies_finish_first() {
+fn an_urgent_gpu_copy_does_not_finish_last() {
     let Some(device) = device() else { return };
     let levels = device.info().priorities;
     println!("priority levels: {} to {}", levels.least, levels.greatest);
@@ -111,7 +111,8 @@ fn opening_a_missing_gpu_is_an_error() {
     assert_eq!(status.is_available(), status.device_count() > 0);
 }
 
-/// Not a test: the test below runs this in a process with another driver.
+/// Not a test: `every_driver_problem_is_reported` runs this function in a process with another
+/// driver.
 #[test]
 fn prints_the_gpu_status() {
     println!("status: {:?}", GpuStatus::detect());
@@ -151,13 +152,17 @@ fn every_driver_problem_is_reported() {
         (
             "empty",
             "int cuInit(unsigned flags) { return 0; }".into(),
-            no_driver("libcuda has no cu"),
+            no_driver("libcuda has no function cu"),
         ),
         ("none", driver(100, 0, 0), "NoDevices".into()),
         ("hidden", driver(0, 0, 0), "NoDevices".into()),
         ("hidden too", driver(0, 100, 7), "NoDevices".into()),
-        ("broken", driver(999, 0, 1), no_driver("cuInit: CUDA_ERROR_OF_A_STUB")),
-        ("broken too", driver(0, 999, 1), no_driver("cuDeviceGetCount: CUDA_ERROR_OF_A_STUB")),
+        ("broken", driver(999, 0, 1), no_driver("cuInit failed: CUDA_ERROR_OF_A_STUB")),
+        (
+            "broken too",
+            driver(0, 999, 1),
+            no_driver("cuDeviceGetCount failed: CUDA_ERROR_OF_A_STUB"),
+        ),
         ("two", driver(0, 0, 2), "Available { device_count: 2 }".into()),
     ] {
         let path = directory.path().join(name);
@@ -179,7 +184,7 @@ fn build(directory: &Path, source: &str) {
     let file = directory.join("stub.c");
     std::fs::write(&file, source).unwrap();
     for name in ["libcuda.so", "libcuda.so.1"] {
-        // Rust needs `cc` for linking anyway.
+        // `cc` exists, because Rust needs it for linking.
         let mut cc = Command::new("cc");
         let built = cc
             .args(["-shared", "-fPIC", "-w", "-o"])
@@ -191,7 +196,7 @@ fn build(directory: &Path, source: &str) {
     }
 }
 
-/// Returns the status that a process reports which finds this driver first.
+/// Returns the GPU status in a process that finds the driver in the directory `driver` first.
 fn status_with(driver: &Path) -> String {
     let mut test = Command::new(std::env::current_exe().unwrap());
     test.args(["--exact", "prints_the_gpu_status", "--nocapture"]).env("LD_LIBRARY_PATH", driver);

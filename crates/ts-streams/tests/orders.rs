@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Coordinator and executor under many thread interleavings. Shuttle chooses them and finds
-//! deadlocks. `cargo xtask ci` builds this separately; without shuttle this file is empty.
+//! Tests of the coordinator and the CPU device under many thread interleavings. Shuttle chooses the
+//! interleavings and finds deadlocks. `cargo xtask ci` builds these tests separately. Without
+//! shuttle this file is empty.
 #![cfg(shuttle)]
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -13,8 +14,8 @@ use ts_streams::{
     TaskGraph,
 };
 
-/// Runs a model under random schedules, and under schedules with few preemptions at the worst
-/// places (Burckhardt et al., 2010).
+/// Runs a model under random schedules, and under schedules that PCT chooses: few preemptions at
+/// random places (Burckhardt et al., 2010).
 fn check(model: impl Fn() + Send + Sync + 'static) {
     let model = Arc::new(model);
     let same = Arc::clone(&model);
@@ -28,10 +29,10 @@ fn coordinator(device: &CpuDevice, count: usize) -> MultiStreamCoordinator<CpuDe
     MultiStreamCoordinator::new(device.clone(), streams)
 }
 
-/// Two diamonds in sequence, as the dependencies of each task.
+/// The dependencies of each task in a graph of two diamonds in sequence.
 const DIAMONDS: [&[usize]; 7] = [&[], &[0], &[0], &[1, 2], &[3], &[3], &[4, 5]];
 
-/// A graph whose tasks record whether their dependencies were done.
+/// Returns a graph whose tasks record whether their dependencies were done.
 fn graph(done: &Arc<[AtomicBool; 7]>) -> TaskGraph<<CpuDevice as Device>::Stream> {
     let (mut graph, mut ids) = (TaskGraph::new(), Vec::new());
     for (task, waits) in DIAMONDS.into_iter().enumerate() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Profiling of scopes, in simulated time.
+//! Tests of the profiler, in simulated time.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -11,10 +11,10 @@ use ts_streams::{
     StreamId, StreamPriority, StreamProfiler,
 };
 
-/// Two streams have a scope of 60 us each. The second starts 30 us after the first, so a third of
-/// the busy time overlaps.
+/// Two streams have a scope of 60 us each. The second scope starts 30 us after the first, so the
+/// scopes overlap for a third of the busy time.
 #[test]
-fn the_device_times_scopes_and_overlap() {
+fn a_profile_measures_scopes_and_their_overlap() {
     let options =
         SimOptions::default().with_stall_rate(0.0).with_overhead_ns(1000).with_bytes_per_us(1);
     let device = SimDevice::new(options);
@@ -31,7 +31,7 @@ fn the_device_times_scopes_and_overlap() {
             unsafe { a.fill(memory.range().slice(0..29), 1) }.unwrap();
         }
         drop(whole);
-        // Together as long as one transfer.
+        // These 30 functions together take as long as one transfer.
         b.launch_host_fn(HostFn::new(|| ())).unwrap();
         (0..29).for_each(|_| b.launch_host_fn(HostFn::new(|| ())).unwrap());
         let _launch = profiler.launch(&b, "kernel \"quoted\"").unwrap();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Compares the race detector with a naive oracle: paths in the graph of all operations.
+//! Compares the race detector with a naive oracle, which searches paths in the graph of all
+//! operations.
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -15,13 +16,13 @@ const BLOCK: usize = 64;
 const BLOCKS: usize = 4;
 const STREAMS: usize = 3;
 
-/// An operation on a stream: a copy between blocks, or a fill without `from`.
+/// An operation on a stream: a copy between blocks, or a fill if `from` is `None`.
 #[derive(Debug, Clone)]
 struct Operation {
     stream: usize,
     to: usize,
     from: Option<usize>,
-    /// Number of blocks.
+    /// Number of blocks that the operation copies or fills.
     len: usize,
 }
 
@@ -45,7 +46,7 @@ impl Operation {
     }
 }
 
-/// Returns whether stream order and waits order one operation after another.
+/// Returns whether stream order and waits order the operation `later` after `earlier`.
 fn is_ordered(program: &[Operation], waits: &[Vec<usize>], earlier: usize, later: usize) -> bool {
     let mut reached = vec![false; program.len()];
     reached[later] = true;
@@ -58,7 +59,7 @@ fn is_ordered(program: &[Operation], waits: &[Vec<usize>], earlier: usize, later
     reached[earlier]
 }
 
-/// Runs a program, each operation after its waits, and returns the number of races found.
+/// Runs a program in which each operation waits for those in `waits`. Returns the number of races.
 fn run(program: &[Operation], waits: &[Vec<usize>], seed: u64) -> usize {
     let device = SimDevice::new(SimOptions::default().with_seed(seed));
     let memory = device
@@ -98,7 +99,7 @@ proptest! {
         missing in any::<prop::sample::Index>(),
         seed: u64,
     ) {
-        // Each operation waits for all that it conflicts with.
+        // Each operation waits for all earlier operations that it conflicts with.
         let all: Vec<Vec<usize>> = (0..program.len())
             .map(|i| (0..i).filter(|&before| program[before].conflicts(&program[i])).collect())
             .collect();
@@ -112,7 +113,7 @@ proptest! {
         let (before, after) = edges[missing.index(edges.len())];
         let mut seeded = all.clone();
         seeded[after].retain(|&wait| wait != before);
-        // The other waits may order the two anyway.
+        // Without this wait, other waits or the stream order may still order the two operations.
         let needed = !is_ordered(&program, &seeded, before, after);
         prop_assert_eq!(run(&program, &seeded, seed) > 0, needed);
     }

@@ -27,7 +27,7 @@ fn an_exact_fit_is_found() {
     let id = a.allocate(1733, ONLY).unwrap();
     assert!(a.allocate(1, ONLY).is_none());
     assert!(a.release(id));
-    assert!(!a.release(id), "freed twice");
+    assert!(!a.release(id), "the block is already free");
     let again = a.allocate(1733, ONLY).unwrap();
     assert_eq!(a.block_info(again).unwrap().offset, 0);
 }
@@ -44,7 +44,7 @@ impl BestFit {
     fn allocate(&mut self, len: u64) -> u64 {
         let found = self.by_len.range((len, 0)..).next().copied();
         let (have, offset) = found.unwrap_or_else(|| {
-            // Extends the heap, after using the free block at its end.
+            // Extends the heap. Uses the free block at its end, if there is one.
             let last = self.by_offset.last_key_value().filter(|(at, have)| *at + *have == self.end);
             last.map_or((0, self.end), |(at, have)| (*have, *at))
         });
@@ -82,8 +82,8 @@ impl BestFit {
     }
 }
 
-/// The random workload of RMM's benchmark: sizes up to 1 MiB, and allocations and frees with equal
-/// probability.
+/// Runs the random workload of RMM's benchmark: sizes up to 1 MiB, and allocations and frees with
+/// equal probability.
 #[test]
 fn memory_use_is_within_ten_percent_of_best_fit() {
     for (seed, count) in [(1u64, 1000), (2, 10_000), (3, 100_000)] {
@@ -117,7 +117,8 @@ fn memory_use_is_within_ten_percent_of_best_fit() {
     }
 }
 
-/// The reference model: the owner of each free granule of each range; `None` if it is allocated.
+/// The reference model. For each granule of each range, it stores the owner if the granule is free,
+/// and `None` if the granule is allocated.
 type Oracle = Vec<Vec<Option<Owner>>>;
 
 /// Returns the length of the longest run of free granules of an owner, or of any owner.
@@ -143,7 +144,7 @@ fn step() -> impl Strategy<Value = Step> {
     let owner = 0..3u16;
     prop_oneof![
         4 => (1..80u32, owner.clone()).prop_map(|(len, owner)| Step::Allocate { len, owner }),
-        // Sizes that repeat, so that quick lists are used.
+        // These sizes repeat, so that quick lists are used.
         8 => (prop::sample::select(vec![3, 7, 20]), owner.clone())
             .prop_map(|(len, owner)| Step::Allocate { len, owner }),
         4 => any::<usize>().prop_map(Step::Release),
@@ -227,7 +228,7 @@ proptest! {
                     }
                 }
                 Step::Give { owner } => {
-                    // Blocks of owner 2 are not given away.
+                    // Owner 2 keeps its free blocks.
                     let may_take = |other: Owner| other != Owner(2);
                     a.give(Owner(owner), may_take);
                     let given =

@@ -16,54 +16,58 @@ use self::state::{Counts, PoolState, SEGMENT_ALIGN};
 use crate::Error;
 use crate::offset::{BlockId, BlockInfo, Owner};
 
-/// Allocates device memory in stream order.
+/// An allocator of device memory whose allocations and frees take effect in stream order.
 pub trait StreamOrderedAllocator<D: Device>: Send + Sync {
     /// Allocates memory for work that is submitted to `stream` from now on. Does not wait for
-    /// streams.
+    /// streams, but may block while the device allocates memory.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfMemory`] if the device is full or the pool's limit is reached,
-    /// [`Error::NeverFits`] if the size exceeds `u32::MAX` granules, [`Error::BadAlignment`] if the
-    /// alignment exceeds that of the pool's blocks, and [`Error::TooManyStreams`] or
-    /// [`Error::Device`] otherwise.
+    /// - [`Error::OutOfMemory`]: the device is full, or the pool's limit is reached.
+    /// - [`Error::NeverFits`]: the size exceeds `u32::MAX` granules
+    ///   ([`OrderedOptions::granule_bytes`]).
+    /// - [`Error::BadAlignment`]: the alignment exceeds the granule size.
+    /// - [`Error::TooManyStreams`]: the pool has already served 65,536 other streams.
+    /// - [`Error::Device`]: the device or the stream fails.
     fn allocate(&self, layout: Layout, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error>;
 
     /// Records that work on `stream` uses the buffer. When the buffer is dropped, its memory
-    /// becomes free only after all work that was submitted to `stream` before the drop.
+    /// becomes free only after all work submitted to `stream` before the drop is done.
     ///
-    /// Not needed for the stream that the buffer was allocated for.
+    /// This call is not necessary for the stream that the buffer was allocated for.
     ///
     /// # Errors
-    /// Returns [`Error::Stale`] if the memory was freed with its stream, and
-    /// [`Error::TooManyStreams`] if the pool cannot serve another stream.
+    /// Returns [`Error::Stale`] if [`free_for_stream`](StreamOrderedPool::free_for_stream) has
+    /// freed the memory, and [`Error::TooManyStreams`] if the pool has already served 65,536 other
+    /// streams.
     fn record_use(&self, buffer: &DeviceBuffer<D>, stream: &D::Stream) -> Result<(), Error>;
 
-    /// Frees unused segments to the device until the pool holds at most `keep_bytes`, and returns
-    /// the number of bytes freed.
+    /// Returns unused segments to the device until the pool owns at most `keep_bytes` bytes.
+    /// Returns the number of bytes freed.
     ///
     /// Frees only segments that are completely free and whose streams are idle. Does not wait for
     /// streams, but the device may block while it frees memory.
     fn trim(&self, keep_bytes: usize) -> usize;
 
-    /// Returns current statistics.
+    /// Returns the current statistics. Coalesces free blocks, to determine the largest one.
     fn stats(&self) -> OrderedStats;
 
-    /// Returns the current layout of all segments and blocks.
+    /// Returns the current layout of all segments and blocks. Coalesces free blocks first.
     fn snapshot(&self) -> PoolSnapshot;
 }
 
-/// Where a [`StreamOrderedPool`] gets its memory.
+/// The source of the memory of a [`StreamOrderedPool`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Backing {
-    /// The pool allocates segments from the device and sub-allocates them.
+    /// The pool allocates segments from the device, and sub-allocates blocks from the segments.
     #[default]
     Segments,
     /// The pool allocates each block from the stream-ordered allocator of the device, such as
     /// CUDA's `cuMemAllocAsync`.
     ///
-    /// The pool adds statistics, the limit, and uses by other streams. It holds at most 65,536
-    /// blocks. Its limit counts blocks that are not freed; the device can use more memory, because
-    /// a freed block stays allocated until its stream reaches the free.
+    /// The pool adds statistics, a limit, and support for uses by other streams. It can own at most
+    /// 65,536 blocks at a time. The limit applies to live blocks, and to freed blocks that other
+    /// streams may still use. The device can use more memory than the limit, because any other
+    /// freed block stays allocated until its stream reaches the free.
     Device,
 }
 
@@ -71,22 +75,24 @@ pub enum Backing {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OrderedOptions {
-    /// Where the pool gets its memory.
+    /// Source of the pool's memory.
     pub backing: Backing,
-    /// Kind of memory. [`Backing::Device`] ignores it and always uses device memory.
+    /// Kind of memory to allocate. [`Backing::Device`] ignores this option and always uses device
+    /// memory.
     pub kind: MemoryKind,
-    /// Size of a segment in bytes. A larger allocation gets a larger segment.
+    /// Usual size of a segment in bytes. A larger allocation gets a larger segment. If memory is
+    /// short, a segment can be smaller.
     pub segment_bytes: usize,
-    /// The most memory that the pool holds, in bytes; [`usize::MAX`] for no limit.
+    /// Maximum size of the pool in bytes; [`usize::MAX`] for no limit.
     pub limit_bytes: usize,
-    /// Allocation granularity in bytes, a power of two: sizes are rounded up to a multiple of it,
-    /// and blocks are aligned to it.
+    /// Allocation granularity in bytes, which must be a power of two. Sizes are rounded up to a
+    /// multiple of it, and blocks are aligned to it.
     pub granule_bytes: usize,
 }
 
 impl Default for OrderedOptions {
-    /// Device memory in segments of 64 MiB without a limit, with the granularity of 512 bytes that
-    /// CUDA uses.
+    /// Returns options for device memory in segments of 64 MiB, without a limit. The granularity is
+    /// 512 bytes, as in CUDA.
     fn default() -> Self {
         Self {
             backing: Backing::Segments,
@@ -99,35 +105,35 @@ impl Default for OrderedOptions {
 }
 
 impl OrderedOptions {
-    /// Sets [`backing`](Self::backing).
+    /// Sets the source of the pool's memory: see [`backing`](Self::backing).
     #[must_use]
     pub fn with_backing(mut self, backing: Backing) -> Self {
         self.backing = backing;
         self
     }
 
-    /// Sets [`kind`](Self::kind).
+    /// Sets the kind of memory to allocate: see [`kind`](Self::kind).
     #[must_use]
     pub fn with_kind(mut self, kind: MemoryKind) -> Self {
         self.kind = kind;
         self
     }
 
-    /// Sets [`segment_bytes`](Self::segment_bytes).
+    /// Sets the size of a segment in bytes: see [`segment_bytes`](Self::segment_bytes).
     #[must_use]
     pub fn with_segment_bytes(mut self, segment_bytes: usize) -> Self {
         self.segment_bytes = segment_bytes;
         self
     }
 
-    /// Sets [`limit_bytes`](Self::limit_bytes).
+    /// Sets the maximum size of the pool in bytes: see [`limit_bytes`](Self::limit_bytes).
     #[must_use]
     pub fn with_limit_bytes(mut self, limit_bytes: usize) -> Self {
         self.limit_bytes = limit_bytes;
         self
     }
 
-    /// Sets [`granule_bytes`](Self::granule_bytes).
+    /// Sets the allocation granularity in bytes: see [`granule_bytes`](Self::granule_bytes).
     #[must_use]
     pub fn with_granule_bytes(mut self, granule_bytes: usize) -> Self {
         self.granule_bytes = granule_bytes;
@@ -141,13 +147,14 @@ impl OrderedOptions {
 ///   can reuse the memory at once, because its work runs in order.
 /// - Another stream can take the memory too. Unless the first stream is idle, the pool makes the
 ///   other stream wait, on the device, for the work submitted to the first.
-/// - A block that other streams have used ([`record_use`](StreamOrderedAllocator::record_use)) is
-///   free when those uses are done. The pool checks that when memory is short.
+/// - A block that other streams have used ([`record_use`](StreamOrderedAllocator::record_use))
+///   becomes free when those uses are done. The pool checks for this when memory is short.
 ///
-/// Clones are handles to the same pool. Dropping the last handle and buffer waits for all streams
-/// that the pool has served. If that happens in a host function on a stream, which must not wait,
-/// the memory is leaked.
+/// Clones are handles to the same pool. Dropping the last handle or buffer blocks until all streams
+/// that the pool has served are idle. A host function on a stream must not block. If the last
+/// handle or buffer is dropped there, the memory is leaked.
 ///
+/// # Examples
 /// ```
 /// use ts_pool::ts_streams::{CpuDevice, Device, StreamPriority};
 /// use ts_pool::{OrderedOptions, StreamOrderedAllocator, StreamOrderedPool};
@@ -184,8 +191,8 @@ struct PoolInner<D: Device> {
     /// Binary logarithm of the granule size.
     granule_shift: u32,
     state: Mutex<PoolState<D>>,
-    /// Blocks freed by a thread that already holds the lock on `state`. A call on a stream can run
-    /// or drop its work, and that work may own buffers of this pool.
+    /// Blocks freed by a thread that already holds the lock on `state`. This happens when the
+    /// thread calls a stream, and the call runs or drops work that owns buffers of this pool.
     deferred_frees: Mutex<Vec<AllocatedBlock>>,
 }
 
@@ -199,20 +206,20 @@ struct AllocatedBlock {
 
 /// A buffer of a [`StreamOrderedPool`], for work on the stream that it was allocated for.
 ///
-/// Dropping it frees the memory in the order of that stream: work that is submitted to the stream
-/// later may get the same memory.
+/// Dropping the buffer frees its memory in the order of that stream. Work that is submitted to the
+/// stream later may use the same memory.
 #[derive(Debug)]
 pub struct DeviceBuffer<D: Device> {
     inner: Arc<PoolInner<D>>,
     block: BlockId,
     owner: Owner,
-    /// The requested size in bytes. The address is not stored, to keep buffers small; the allocator
-    /// knows it.
+    /// The requested size in bytes. The address is not stored here, to keep buffers small. The pool
+    /// computes it from `block`.
     len: usize,
 }
 
 impl<D: Device> StreamOrderedPool<D> {
-    /// Creates a pool. It allocates nothing from the device yet.
+    /// Creates an empty pool. The pool allocates memory from the device on demand.
     ///
     /// # Panics
     /// Panics if `granule_bytes` is not a power of two.
@@ -228,20 +235,25 @@ impl<D: Device> StreamOrderedPool<D> {
         Self { inner: Arc::new(inner) }
     }
 
-    /// Returns the device.
+    /// Returns the device that the pool allocates from.
     pub fn device(&self) -> &D {
         &self.inner.device
     }
 
     /// Allocates a segment of at least `bytes` bytes from the device now, so that later allocations
-    /// for `stream` do not wait for the device. Blocks.
+    /// for `stream` do not wait for the device. Blocks while the device allocates the segment.
+    ///
+    /// With [`Backing::Device`], allocates a block and frees it at once, because the allocator of
+    /// the device keeps freed memory.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfMemory`] if the device is full or the pool's limit is reached, and
-    /// [`Error::Device`] if the device fails otherwise.
+    /// - [`Error::OutOfMemory`]: the device is full, or the pool's limit is reached.
+    /// - [`Error::NeverFits`]: the size exceeds `u32::MAX` granules.
+    /// - [`Error::TooManyStreams`]: the pool has already served 65,536 other streams.
+    /// - [`Error::Device`]: the device fails for another reason.
     pub fn reserve_segment(&self, bytes: usize, stream: &D::Stream) -> Result<(), Error> {
         if self.inner.options.backing == Backing::Device {
-            // The allocator of the device keeps memory that was allocated once.
+            // Frees the block at once, because the allocator of the device keeps freed memory.
             return self.inner.allocate(bytes, stream).map(drop);
         }
         let mut state = self.inner.lock();
@@ -254,11 +266,16 @@ impl<D: Device> StreamOrderedPool<D> {
     }
 
     /// Does the same as [`reserve_segment`](Self::reserve_segment) on a new thread, and returns at
-    /// once. The pool stays usable meanwhile. The bytes count towards the limit from the start.
+    /// once. The pool stays usable meanwhile. With [`Backing::Segments`], the bytes count towards
+    /// the limit from the start.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfMemory`] if the bytes would exceed the limit, and [`Error::Device`] if
-    /// the thread cannot be created.
+    /// - [`Error::OutOfMemory`]: the bytes would exceed the limit.
+    /// - [`Error::NeverFits`]: the size exceeds `u32::MAX` granules.
+    /// - [`Error::TooManyStreams`]: the pool has already served 65,536 other streams.
+    /// - [`Error::Device`]: the thread cannot be created.
+    ///
+    /// [`PendingSegment::wait`] returns the errors of the allocation itself.
     pub fn reserve_segment_in_background(
         &self,
         bytes: usize,
@@ -304,10 +321,11 @@ impl<D: Device> StreamOrderedPool<D> {
     }
 
     /// Allocates `bytes` bytes for work that is submitted to `stream` from now on. Does not wait
-    /// for streams.
+    /// for streams, but may block while the device allocates memory.
     ///
     /// # Errors
-    /// The same as [`allocate`](StreamOrderedAllocator::allocate).
+    /// The same as [`allocate`](StreamOrderedAllocator::allocate), without the check of the
+    /// alignment.
     pub fn allocate_for_stream(
         &self,
         bytes: usize,
@@ -316,20 +334,20 @@ impl<D: Device> StreamOrderedPool<D> {
         self.inner.allocate(bytes, stream)
     }
 
-    /// Coalesces all free blocks with their free neighbours, so that the next allocations are
-    /// contiguous.
+    /// Coalesces all free blocks with their free neighbours, so that the next allocations can be
+    /// adjacent to each other. Does not wait for streams.
     ///
-    /// The pool keeps freed blocks of frequent sizes as they are. It coalesces them itself when
-    /// memory is short. Does not block.
+    /// The pool usually does not coalesce freed blocks of frequently requested sizes until memory
+    /// is short. This method coalesces them now.
     pub fn coalesce(&self) {
         self.inner.lock().offsets.coalesce_all();
     }
 
-    /// Frees all memory that was allocated for `stream`, in stream order, and returns the number of
-    /// bytes freed.
+    /// Frees all memory that was allocated for `stream`, in stream order. Returns the number of
+    /// bytes freed. Does not wait for streams.
     ///
-    /// Buffers that still exist become [stale](Error::Stale). Buffers that one of their own methods
-    /// is copying at this moment are not freed.
+    /// Buffers of `stream` that still exist become [stale](Error::Stale), except buffers that
+    /// another thread is copying at this moment. These are not freed.
     pub fn free_for_stream(&self, stream: &D::Stream) -> usize {
         let mut state = self.inner.lock();
         let Some(&owner) = state.owners.get(&stream.id()) else { return 0 };
@@ -339,8 +357,9 @@ impl<D: Device> StreamOrderedPool<D> {
     }
 }
 
-/// A running [`reserve_segment_in_background`](StreamOrderedPool::reserve_segment_in_background).
-/// Dropping it does not stop the allocation.
+/// A segment allocation that
+/// [`reserve_segment_in_background`](StreamOrderedPool::reserve_segment_in_background) has started.
+/// Dropping this value does not stop the allocation.
 #[derive(Debug)]
 #[must_use = "`wait` returns whether the allocation succeeded"]
 pub struct PendingSegment {
@@ -348,15 +367,18 @@ pub struct PendingSegment {
 }
 
 impl PendingSegment {
-    /// Returns whether the allocation has finished or failed. Does not block.
+    /// Returns whether the allocation has ended, with or without success. Does not block.
     pub fn is_finished(&self) -> bool {
         self.thread.is_finished()
     }
 
-    /// Waits until the allocation has finished. Blocks.
+    /// Blocks until the allocation has ended.
     ///
     /// # Errors
     /// The same as [`StreamOrderedPool::reserve_segment`].
+    ///
+    /// # Panics
+    /// Panics if the thread of the allocation panicked.
     pub fn wait(self) -> Result<(), Error> {
         self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }
@@ -390,7 +412,8 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
         });
         let (before, mut capacity) = (state.capacity, state.capacity);
         let PoolState { offsets, segments, .. } = &mut *state;
-        // The free blocks of idle streams can belong to any stream, so give them all to one.
+        // An idle stream no longer uses its free blocks. Giving the free blocks of all idle streams
+        // to one owner lets these blocks coalesce into whole segments.
         let is_idle = |owner: Owner| idle[usize::from(owner.0)];
         if let Some(anyone) = idle.iter().position(|idle| *idle) {
             offsets.give(Owner(anyone as u16), is_idle);
@@ -407,7 +430,7 @@ impl<D: Device> StreamOrderedAllocator<D> for StreamOrderedPool<D> {
         state.vacant_segments.extend(removed);
         state.capacity = capacity;
         drop(state);
-        // Outside the lock, because the device may block.
+        // Frees the memory outside the lock, because the device may block.
         drop(freed);
         before - capacity
     }
@@ -469,7 +492,7 @@ impl<D: Device> Drop for PoolInner<D> {
         // Waits for every stream, even if one has failed.
         let results: Vec<_> = state.streams.iter().map(Stream::synchronize).collect();
         if results.contains(&Err(ts_streams::Error::WaitInHostFn)) {
-            // A host function on a stream dropped the last handle, and it must not wait. Leaks the
+            // A host function on a stream dropped the last handle, and must not wait. Leaks the
             // memory, because streams may still use it.
             std::mem::forget(std::mem::take(&mut state.segments));
         }
@@ -481,8 +504,8 @@ impl<D: Device> PoolInner<D> {
         self.state.lock()
     }
 
-    /// Runs `work`, which calls streams, while this thread holds the lock. Buffers that it drops on
-    /// this thread are freed afterwards, because freeing needs the lock.
+    /// Runs `work`, which calls streams, while this thread holds the lock. Buffers that `work`
+    /// drops on this thread are freed afterwards, because freeing requires the lock.
     fn with_deferred_frees<T>(
         &self,
         state: &mut PoolState<D>,
@@ -508,10 +531,10 @@ impl<D: Device> PoolInner<D> {
 
     /// Returns the number of granules for `bytes` bytes, at least one.
     fn granules(&self, bytes: usize) -> Result<u32, Error> {
-        // A division would take a considerable part of the time of an allocation.
+        // Avoids a division, which would take a considerable part of the time of an allocation.
         let partial = usize::from(bytes & (self.options.granule_bytes - 1) != 0);
         let granules = ((bytes >> self.granule_shift) + partial).max(1);
-        // The number of granules has 32 bits.
+        // `OffsetAllocator` counts granules in 32 bits.
         let max_bytes = self.options.granule_bytes.saturating_mul(u32::MAX as usize);
         let capacity_bytes = self.options.limit_bytes.min(max_bytes);
         u32::try_from(granules)
@@ -548,7 +571,8 @@ impl<D: Device> DeviceBuffer<D> {
     /// Returns the address range of the buffer.
     ///
     /// # Errors
-    /// Returns [`Error::Stale`] if the memory was freed with its stream.
+    /// Returns [`Error::Stale`] if [`free_for_stream`](StreamOrderedPool::free_for_stream) has
+    /// freed the memory.
     pub fn range(&self) -> Result<MemoryRange, Error> {
         Ok(self.inner.lock().locate(&self.inner, self)?.0)
     }
@@ -565,10 +589,12 @@ impl<D: Device> DeviceBuffer<D> {
 }
 
 impl<D: Device> DeviceBuffer<D> {
-    /// Submits work that uses the buffer to its stream, and waits for the work.
+    /// Calls `submit` with the stream and the address range of the buffer, and waits until the
+    /// submitted work is done.
     ///
     /// [`free_for_stream`](StreamOrderedPool::free_for_stream) does not free the buffer meanwhile.
-    /// The pool is not locked, because a driver may take as long as the copy to submit it.
+    /// The pool is not locked meanwhile, because a driver may block in `submit` until the copy is
+    /// done.
     pub(crate) fn transfer(
         &self,
         submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), ts_streams::Error>,
@@ -579,13 +605,13 @@ impl<D: Device> DeviceBuffer<D> {
         let _guard = CopyGuard::begin(&self.inner, &mut state, &[self.block]);
         drop(state);
         submit(&stream, range)?;
-        // Even if this fails, the submitted work is over.
+        // Even if this fails, the submitted work has ended.
         Ok(stream.synchronize()?)
     }
 
-    /// Does the same as [`transfer`](Self::transfer) for work that also uses another buffer, after
-    /// all work submitted to that buffer's stream. Returns `None` if the other buffer is from
-    /// another pool.
+    /// Does the same as [`transfer`](Self::transfer) for work that also uses the buffer `other`.
+    /// The work runs after all work submitted to the stream of `other`. Returns `None` if `other`
+    /// is from another pool.
     pub(crate) fn transfer_with(
         &self,
         other: &Self,
@@ -631,7 +657,7 @@ impl<D: Device> Drop for CopyGuard<'_, D> {
                 .copying
                 .iter()
                 .position(|copying| copying == block)
-                .expect("`begin` has added the block");
+                .expect("`begin` added the block");
             state.copying.swap_remove(index);
         }
     }
@@ -639,7 +665,7 @@ impl<D: Device> Drop for CopyGuard<'_, D> {
 
 impl<D: Device> Drop for DeviceBuffer<D> {
     fn drop(&mut self) {
-        let granules = self.inner.granules(self.len).expect("the allocation had this size");
+        let granules = self.inner.granules(self.len).expect("`allocate` accepted this size");
         let block = AllocatedBlock { block: self.block, granules, owner: self.owner };
         if LockedPool::contains(self.inner.id()) {
             self.inner.deferred_frees.lock().push(block);
@@ -654,7 +680,7 @@ thread_local! {
     static LOCKED_POOLS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Marks a pool as locked by this thread until it is dropped.
+/// A guard that marks a pool as locked by this thread until the guard is dropped.
 struct LockedPool;
 
 impl LockedPool {
@@ -664,7 +690,8 @@ impl LockedPool {
     }
 
     fn contains(pool: usize) -> bool {
-        // A thread that is exiting has no thread-local any more, and holds no lock.
+        // `try_with` fails in an exiting thread whose thread-locals are destroyed. Such a thread
+        // holds no lock.
         LOCKED_POOLS.try_with(|pools| pools.borrow().contains(&pool)).unwrap_or(false)
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Statistics and snapshots of a pool.
+//! Statistics and snapshots of a stream-ordered pool.
 
 use std::fmt;
 
@@ -8,7 +8,8 @@ use ts_streams::StreamId;
 #[cfg(doc)]
 use super::StreamOrderedPool;
 
-/// Statistics of a [`StreamOrderedPool`]. Byte counts are of whole blocks.
+/// Statistics of a [`StreamOrderedPool`]. Byte counts include the rounding of each request to whole
+/// granules.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OrderedStats {
@@ -18,21 +19,21 @@ pub struct OrderedStats {
     pub in_use_bytes: usize,
     /// The most bytes that were ever in use at the same time.
     pub high_water_bytes: usize,
-    /// Bytes in freed blocks that other streams than the owner may still use.
+    /// Bytes in freed blocks that streams other than the owner may still use.
     pub pending_bytes: usize,
-    /// Size of the largest free block.
+    /// Size of the largest free block in bytes.
     pub largest_free_bytes: usize,
-    /// Free bytes per owning stream.
+    /// Free bytes of each stream that owns any.
     pub free_bytes: Vec<(StreamId, usize)>,
-    /// Number of segments.
+    /// Number of segments allocated from the device.
     pub segments: usize,
-    /// Successful allocations since the pool was created.
+    /// Number of successful allocations since the pool was created.
     pub allocations: u64,
-    /// Frees since the pool was created.
+    /// Number of frees since the pool was created.
     pub frees: u64,
-    /// Allocations that took a block that another stream had freed.
+    /// Number of allocations that took a free block of another stream.
     pub reused_across_streams: u64,
-    /// Allocations that failed for lack of memory.
+    /// Number of allocations that failed for lack of memory.
     pub failures: u64,
 }
 
@@ -68,11 +69,11 @@ impl fmt::Display for PoolSnapshot {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentSnapshot {
-    /// Address of the segment.
+    /// Device address of the first byte.
     pub address: usize,
     /// Length in bytes.
     pub len: usize,
-    /// The blocks in ascending order; they cover the segment without gaps.
+    /// The blocks in ascending order of offset. They cover the segment without gaps.
     pub blocks: Vec<BlockSnapshot>,
 }
 
@@ -84,8 +85,8 @@ pub struct BlockSnapshot {
     pub offset: usize,
     /// Length in bytes.
     pub len: usize,
-    /// Whether the block is free.
+    /// Whether the block is free. A freed block that other streams may still use is not free.
     pub free: bool,
-    /// The stream that owns the block.
+    /// The stream that owns the block. A free block keeps its owner.
     pub stream: StreamId,
 }

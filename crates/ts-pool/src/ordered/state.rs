@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The state of a pool and the operations on it. All of them run under the lock of the pool, and
-//! none waits for streams.
+//! The state of a pool and the operations on it. All operations run under the lock of the pool, and
+//! none of them waits for streams.
 
 use std::alloc::Layout;
 use std::collections::{HashMap, VecDeque};
@@ -14,13 +14,13 @@ use crate::offset::{BlockId, OffsetAllocator, Owner};
 #[derive(Debug)]
 pub(super) struct PoolState<D: Device> {
     pub(super) offsets: OffsetAllocator,
-    /// The segments by number; `None` for numbers in `vacant_segments`.
+    /// The segments by number. The entry is `None` if `vacant_segments` contains the number.
     pub(super) segments: Vec<Option<D::Memory>>,
     /// Numbers of segments that were freed.
     pub(super) vacant_segments: Vec<u16>,
     /// Bytes in all segments.
     pub(super) capacity: usize,
-    /// Bytes that `reserve_segment_in_background` is allocating, which `capacity` does not include.
+    /// Bytes that `reserve_segment_in_background` is allocating. `capacity` does not include them.
     pub(super) priming_bytes: usize,
     /// The streams that the pool has served, by owner number.
     pub(super) streams: Vec<D::Stream>,
@@ -31,13 +31,13 @@ pub(super) struct PoolState<D: Device> {
     /// Freed blocks that other streams may still use.
     pub(super) pending: VecDeque<PendingBlock<D>>,
     pub(super) pending_bytes: usize,
-    /// Events for reuse.
+    /// Events that no block needs any more, for reuse.
     pub(super) events: Vec<D::Event>,
     /// For each block, by index, the streams other than its owner that use it.
     pub(super) uses: HashMap<u32, Vec<Owner>>,
-    /// Blocks that are being copied, once for each copy.
+    /// Blocks that are being copied. A block occurs once for each copy in progress.
     pub(super) copying: Vec<BlockId>,
-    /// Whether `free_all_of` was ever called, so that buffers may be stale.
+    /// Whether `free_all_of` was ever called. If not, no buffer is stale.
     pub(super) has_stale: bool,
     pub(super) counts: Counts,
 }
@@ -50,7 +50,7 @@ pub(super) struct PendingBlock<D: Device> {
     pub(super) block: BlockId,
     pub(super) bytes: usize,
     pub(super) owner: Owner,
-    /// Events after the uses by other streams.
+    /// Events that mark the end of the uses by other streams.
     pub(super) events: Vec<D::Event>,
     /// Streams that use the block and have no event in `events` yet.
     pub(super) unrecorded: Vec<Owner>,
@@ -68,7 +68,7 @@ pub(super) struct Counts {
 
 impl<D: Device> PoolState<D> {
     pub(super) fn new() -> Self {
-        // Stream ids start at 1.
+        // Stream ids start at 1, so id 0 marks an unused entry of the cache.
         let empty = (StreamId(0), Owner(0));
         Self {
             offsets: OffsetAllocator::default(),
@@ -89,7 +89,8 @@ impl<D: Device> PoolState<D> {
         }
     }
 
-    /// Returns the owner number of a stream, and assigns one to a new stream.
+    /// Returns the owner number of a stream. Assigns the next number if the pool has not served the
+    /// stream before.
     pub(super) fn owner(&mut self, stream: &D::Stream) -> Result<Owner, Error> {
         let id = stream.id();
         let slot = id.0 as usize % OWNER_CACHE_LEN;
@@ -118,13 +119,14 @@ impl<D: Device> PoolState<D> {
         buffer: &DeviceBuffer<D>,
     ) -> Result<(MemoryRange, Owner), Error> {
         let info = self.offsets.block_info(buffer.block).ok_or(Error::Stale)?;
-        let segment =
-            self.segments[usize::from(info.range)].as_ref().expect("a block is in a segment");
+        let segment = self.segments[usize::from(info.range)]
+            .as_ref()
+            .expect("the segment of a live block exists");
         let begin = info.offset as usize * pool.options.granule_bytes;
         Ok((segment.range().slice(begin..begin + buffer.len), info.owner))
     }
 
-    /// Notes that a stream other than the owner uses a block.
+    /// Records that a stream other than the owner uses a block.
     pub(super) fn add_use(&mut self, block: BlockId, by: Owner) {
         let uses = self.uses.entry(block.index()).or_default();
         if !uses.contains(&by) {
@@ -132,7 +134,7 @@ impl<D: Device> PoolState<D> {
         }
     }
 
-    /// Allocates a block when the owner has no free one. Tries the cheapest way first.
+    /// Allocates a block if the owner has no free block that fits. Tries the cheapest way first.
     #[cold]
     pub(super) fn allocate_slow(
         &mut self,
@@ -161,8 +163,8 @@ impl<D: Device> PoolState<D> {
         {
             return Ok(found);
         }
-        // Makes the stream wait for all others, but only if all free and pending memory together
-        // would suffice. Otherwise it would wait in vain.
+        // Makes the stream wait for all others if the free and the pending memory together may
+        // suffice. Otherwise the wait would be useless.
         let requested = granules as usize * pool.options.granule_bytes;
         if self.offsets.free() as usize * pool.options.granule_bytes + self.pending_bytes
             >= requested
@@ -177,7 +179,7 @@ impl<D: Device> PoolState<D> {
         Err(self.out_of_memory(pool, bytes))
     }
 
-    /// Frees the pending blocks whose uses are done.
+    /// Frees the pending blocks that no other stream uses any more.
     pub(super) fn release_finished(&mut self, pool: &PoolInner<D>) {
         let is_done = |event: &D::Event| !matches!(event.query(), Ok(Status::Pending));
         let all = std::mem::take(&mut self.pending);
@@ -192,8 +194,9 @@ impl<D: Device> PoolState<D> {
         }
     }
 
-    /// Frees pending blocks in stream order: makes their owners wait, on the device, for the uses
-    /// by other streams. Returns whether there were such blocks.
+    /// Frees pending blocks in stream order. The stream that owns a block waits, on the device, for
+    /// the uses by other streams. Skips a block if one of its uses has no event yet. Returns
+    /// whether at least one block was not skipped.
     fn release_in_stream_order(&mut self, pool: &PoolInner<D>) -> bool {
         let (recorded, others): (Vec<_>, Vec<_>) = std::mem::take(&mut self.pending)
             .into_iter()
@@ -223,15 +226,17 @@ impl<D: Device> PoolState<D> {
             return;
         }
         let Some(segment) = self.offsets.release_with_range(block) else { return };
-        let memory = self.segments[usize::from(segment)].take().expect("a block is in a segment");
+        let memory = self.segments[usize::from(segment)]
+            .take()
+            .expect("the block was live, so its segment exists");
         self.capacity -= memory.range().len();
         self.vacant_segments.push(segment);
-        // An error has no receiver here. The device has dropped the memory anyway.
+        // The error can be ignored, because `free_async` drops the memory in any case.
         let _ = pool.device.free_async(memory, &self.streams[usize::from(owner.0)]);
     }
 
-    /// Takes a free block of another stream: of an idle one, or else of a busy one, for which
-    /// `owner` then waits on the device.
+    /// Takes a free block of another stream, preferably of an idle one. If the other stream is
+    /// busy, the stream of `owner` waits for it on the device.
     pub(super) fn steal(
         &mut self,
         pool: &PoolInner<D>,
@@ -259,8 +264,8 @@ impl<D: Device> PoolState<D> {
         Ok(found)
     }
 
-    /// Makes a stream wait, on the device, for all work submitted to another, even if that work
-    /// fails.
+    /// Makes the stream of `owner` wait, on the device, for all work submitted to the stream of
+    /// `other`. A failure of that work does not make the stream of `owner` fail.
     pub(super) fn wait_for(
         &mut self,
         pool: &PoolInner<D>,
@@ -274,9 +279,9 @@ impl<D: Device> PoolState<D> {
         Ok(())
     }
 
-    /// Makes a stream wait, on the device, for all streams that own free memory and for all uses of
-    /// pending blocks, and then frees the pending blocks. Frees nothing if a wait cannot be
-    /// submitted.
+    /// Makes the stream of `owner` wait, on the device, for all streams that own free memory or
+    /// pending blocks, and for all uses of pending blocks. Then frees the pending blocks. Frees
+    /// nothing if a wait cannot be submitted.
     pub(super) fn wait_for_all(&mut self, pool: &PoolInner<D>, owner: Owner) -> Result<(), Error> {
         for other in 0..self.streams.len() as u16 {
             let pending = self.pending.iter().any(|pending| {
@@ -328,8 +333,8 @@ impl<D: Device> PoolState<D> {
         Ok(false)
     }
 
-    /// Allocates a block from the stream-ordered allocator of the device; `None` if the device is
-    /// full or the limit is reached.
+    /// Allocates a block from the stream-ordered allocator of the device. Returns `None` if the
+    /// device is full or the limit is reached.
     pub(super) fn allocate_from_device(
         &mut self,
         pool: &PoolInner<D>,
@@ -351,8 +356,8 @@ impl<D: Device> PoolState<D> {
         Ok(added.and_then(|()| self.offsets.allocate(granules, owner)))
     }
 
-    /// Adds a free segment that belongs to `owner`; `None` if all 65,536 segment numbers are in
-    /// use.
+    /// Adds a free segment that belongs to `owner`. Returns `None` if all 65,536 segment numbers
+    /// are in use.
     pub(super) fn add_segment(
         &mut self,
         memory: D::Memory,
@@ -370,10 +375,10 @@ impl<D: Device> PoolState<D> {
         Some(())
     }
 
-    /// Frees a block in stream order.
+    /// Frees a block in stream order. If other streams use the block, it becomes pending.
     pub(super) fn free(&mut self, pool: &PoolInner<D>, block: AllocatedBlock) {
         let AllocatedBlock { block, granules, owner } = block;
-        // Reads the node of the block only if necessary, because it is rarely in the cache.
+        // Reads the node of the block only if necessary, because the node is rarely in the cache.
         if self.has_stale && !self.offsets.is_live(block) {
             return;
         }
@@ -431,7 +436,7 @@ impl<D: Device> PoolState<D> {
         }
     }
 
-    /// Returns an unused event.
+    /// Returns an event for reuse, or creates one.
     pub(super) fn event(&mut self, pool: &PoolInner<D>) -> Result<D::Event, Error> {
         self.events.pop().map_or_else(|| Ok(pool.device.create_event()?), Ok)
     }
@@ -459,5 +464,5 @@ impl<D: Device> PoolState<D> {
     }
 }
 
-/// Alignment of segments: the size of a huge page.
+/// Alignment of segments in bytes: the size of a huge page.
 pub(super) const SEGMENT_ALIGN: usize = 2 << 20;

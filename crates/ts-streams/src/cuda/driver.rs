@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Checked calls of the CUDA driver.
+//! Calls to the CUDA driver with checked results.
 //!
 //! The raw functions of cudarc look up their symbol on the first call and panic if it is missing.
-//! So nothing here may be called before [`load`] has found all symbols.
+//! No other function of this module may be called before [`load`] has found all symbols.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
@@ -13,7 +13,7 @@ use cudarc::driver::sys::{self, CUcontext, CUdevice, CUevent, CUresult, CUstream
 use crate::Error;
 use crate::range::MemoryRange;
 
-/// The driver functions that this module calls.
+/// The driver functions that this module calls, together with [`MORE_SYMBOLS`].
 const SYMBOLS: [&str; 34] = [
     "cuInit",
     "cuCtxGetStreamPriorityRange",
@@ -52,16 +52,19 @@ const SYMBOLS: [&str; 34] = [
 ];
 const MORE_SYMBOLS: [&str; 2] = ["cuStreamQuery", "cuStreamSynchronize"];
 
-/// Loads and initializes the driver, once, and returns the number of devices.
+/// Returns the number of devices. The first call loads and initializes the driver. Later calls
+/// return the same result.
 ///
 /// # Errors
-/// Returns why CUDA cannot be used.
+/// Returns the reason why CUDA cannot be used.
 pub(super) fn load() -> &'static Result<usize, Unavailable> {
     static LOADED: OnceLock<Result<usize, Unavailable>> = OnceLock::new();
     LOADED.get_or_init(|| {
         // SAFETY: opening libcuda runs its initializers, which every CUDA program does.
         if !unsafe { sys::is_culib_present() } {
-            return Err(Unavailable::NoDriver("cannot load libcuda.so.1".into()));
+            return Err(Unavailable::NoDriver(
+                "cannot load libcuda.so.1; install the NVIDIA driver".into(),
+            ));
         }
         let missing = SYMBOLS.iter().chain(&MORE_SYMBOLS).find(|name| {
             // SAFETY: libcuda is loaded, and the symbol is only looked up.
@@ -69,33 +72,35 @@ pub(super) fn load() -> &'static Result<usize, Unavailable> {
         });
         if let Some(name) = missing {
             return Err(Unavailable::NoDriver(format!(
-                "libcuda has no {name}: the driver is too old"
+                "libcuda has no function {name}; install a newer NVIDIA driver"
             )));
         }
         // SAFETY: the call takes no pointers.
         match unsafe { sys::cuInit(0) } {
             CUresult::CUDA_SUCCESS => {}
             CUresult::CUDA_ERROR_NO_DEVICE => return Err(Unavailable::NoDevices),
-            other => return Err(Unavailable::NoDriver(format!("cuInit: {}", name(other)))),
+            other => return Err(Unavailable::NoDriver(format!("cuInit failed: {}", name(other)))),
         }
         let mut count = 0;
         // SAFETY: `count` is valid for writes.
         match unsafe { sys::cuDeviceGetCount(&raw mut count) } {
             CUresult::CUDA_SUCCESS if count > 0 => Ok(count as usize),
             CUresult::CUDA_SUCCESS | CUresult::CUDA_ERROR_NO_DEVICE => Err(Unavailable::NoDevices),
-            other => Err(Unavailable::NoDriver(format!("cuDeviceGetCount: {}", name(other)))),
+            other => {
+                Err(Unavailable::NoDriver(format!("cuDeviceGetCount failed: {}", name(other))))
+            }
         }
     })
 }
 
-/// Why CUDA cannot be used.
+/// The reason why CUDA cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Unavailable {
     NoDriver(String),
     NoDevices,
 }
 
-/// Returns the driver's name of a result code.
+/// Returns the name of a result code, for example `CUDA_ERROR_INVALID_VALUE`.
 fn name(code: CUresult) -> String {
     let mut text = std::ptr::null();
     // SAFETY: `text` is valid for writes.
@@ -104,7 +109,7 @@ fn name(code: CUresult) -> String {
     if !known {
         return format!("{code:?}");
     }
-    // SAFETY: the driver returns a static string.
+    // SAFETY: `text` is not null, so the driver set it to a static string that ends with a zero.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
@@ -115,7 +120,10 @@ fn check(call: &'static str, code: CUresult) -> Result<(), Error> {
     }
 }
 
-/// Returns whether the work is done. "Not ready" is not an error.
+/// Returns whether the queried work is done.
+///
+/// # Errors
+/// Returns [`Error::Driver`] if `code` is neither `CUDA_SUCCESS` nor `CUDA_ERROR_NOT_READY`.
 fn is_complete(call: &'static str, code: CUresult) -> Result<bool, Error> {
     match code {
         CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -123,8 +131,8 @@ fn is_complete(call: &'static str, code: CUresult) -> Result<bool, Error> {
     }
 }
 
-/// A device and its primary context, which each method makes current for its thread. Retained until
-/// dropped.
+/// A device and its primary context. Methods that need the context make it current on the calling
+/// thread. Dropping this value releases the context.
 #[derive(Debug)]
 pub(super) struct Context {
     device: CUdevice,
@@ -137,7 +145,7 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Retains the primary context of a device. [`load`] must have returned their number.
+    /// Retains the primary context of the device `ordinal`. [`load`] must have succeeded before.
     pub(super) fn new(ordinal: usize) -> Result<Self, Error> {
         let (mut device, mut raw) = (0, null_mut());
         let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
@@ -160,7 +168,7 @@ impl Context {
         // SAFETY: the driver writes at most `len` bytes, including a terminating zero.
         let code = unsafe { sys::cuDeviceGetName(text.as_mut_ptr(), len, self.device) };
         check("cuDeviceGetName", code)?;
-        // SAFETY: the driver wrote a terminated string.
+        // SAFETY: the driver wrote a string that ends with a zero.
         Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
     }
 
@@ -183,7 +191,7 @@ impl Context {
         Ok(value != 0)
     }
 
-    /// Returns the lowest and the highest priority level.
+    /// Returns the least and the most urgent priority level, in this order.
     pub(super) fn priority_range(&self) -> Result<(i32, i32), Error> {
         self.make_current()?;
         let (mut least, mut greatest) = (0, 0);
@@ -193,7 +201,7 @@ impl Context {
         Ok((least, greatest))
     }
 
-    /// Allocates device memory. Returns `None` if there is not enough.
+    /// Allocates device memory. Returns `None` if there is not enough memory.
     pub(super) fn allocate_device(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
         self.make_current()?;
         let mut address = 0;
@@ -202,8 +210,8 @@ impl Context {
         memory("cuMemAlloc", code, address)
     }
 
-    /// Makes the default memory pool keep freed memory. By default it returns memory to the system
-    /// at each synchronization.
+    /// Makes the default memory pool keep freed memory. Otherwise the pool returns freed memory to
+    /// the system at each synchronization.
     pub(super) fn keep_freed_memory(&self) -> Result<(), Error> {
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
         let (mut pool, mut threshold) = (null_mut(), u64::MAX);
@@ -220,7 +228,7 @@ impl Context {
     }
 
     /// Allocates device memory from the default pool, for later work on the stream. Returns `None`
-    /// if there is not enough.
+    /// if there is not enough memory.
     pub(super) fn allocate_async(
         &self,
         bytes: usize,
@@ -228,7 +236,8 @@ impl Context {
     ) -> Result<Option<*mut u8>, Error> {
         self.make_current()?;
         let mut address = 0;
-        // SAFETY: `address` is valid for writes, and the stream exists until it is dropped.
+        // SAFETY: `address` is valid for writes. The stream exists, because only the drop of its
+        // last handle destroys it.
         let code = unsafe { sys::cuMemAllocAsync(&raw mut address, bytes, stream.0) };
         memory("cuMemAllocAsync", code, address)
     }
@@ -236,19 +245,20 @@ impl Context {
     /// Frees memory after the work submitted to the stream so far.
     ///
     /// # Safety
-    /// The memory must come from [`allocate_async`](Self::allocate_async), and only work
-    /// submitted to the stream before may use it.
+    /// The memory must come from [`allocate_async`](Self::allocate_async). Only work that was
+    /// submitted to the stream before this call may use it.
     pub(super) unsafe fn free_async(
         &self,
         start: *mut u8,
         stream: &RawStream,
     ) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that `start` comes from `allocate_async`, and that only
+        // earlier work on the stream uses the memory.
         check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(start.addr() as u64, stream.0) })
     }
 
-    /// Allocates managed memory. Returns `None` if there is not enough.
+    /// Allocates managed memory. Returns `None` if there is not enough memory.
     pub(super) fn allocate_managed(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
         self.make_current()?;
         let mut address = 0;
@@ -258,8 +268,9 @@ impl Context {
         memory("cuMemAllocManaged", code, address)
     }
 
-    /// Allocates page-locked host memory that all devices can access. Not write-combined, because
-    /// that is slow to read. Returns `None` if there is not enough.
+    /// Allocates page-locked host memory that all devices can access. Returns `None` if there is
+    /// not enough memory. The memory is not write-combined, because the host reads such memory
+    /// slowly.
     pub(super) fn allocate_pinned(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
         const PORTABLE: u32 = 1;
         self.make_current()?;
@@ -277,7 +288,8 @@ impl Context {
     /// [`allocate_managed`](Self::allocate_managed), and nothing may use it any more.
     pub(super) unsafe fn free(&self, start: *mut u8) {
         if self.make_current().is_ok() {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that `start` comes from a function that `cuMemFree`
+            // accepts, and that nothing uses the memory any more.
             let _ = unsafe { sys::cuMemFree_v2(start.addr() as u64) };
         }
     }
@@ -289,19 +301,21 @@ impl Context {
     /// any more.
     pub(super) unsafe fn free_pinned(&self, start: *mut u8) {
         if self.make_current().is_ok() {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that `start` comes from `allocate_pinned`, and that
+            // nothing uses the memory any more.
             let _ = unsafe { sys::cuMemFreeHost(start.cast()) };
         }
     }
 
-    /// Copies, and blocks until done.
+    /// Copies `from` to `to`, and blocks until the copy is done.
     ///
     /// # Safety
     /// The requirements of [`Stream::copy`](crate::Stream::copy) must hold during the call, and the
     /// ranges must have equal lengths.
     pub(super) unsafe fn copy_now(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that both ranges are valid, equally long and not changed by
+        // other code during the call.
         check("cuMemcpy", unsafe {
             sys::cuMemcpy(to.address() as u64, from.address() as u64, to.len())
         })
@@ -327,17 +341,19 @@ impl Context {
 
     pub(super) fn record(&self, stream: &RawStream, event: &RawEvent) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: both handles are valid until they are dropped.
+        // SAFETY: the stream and the event exist, because only the drop of the last handle destroys
+        // each of them.
         check("cuEventRecord", unsafe { sys::cuEventRecord(event.0, stream.0) })
     }
 
     pub(super) fn wait(&self, stream: &RawStream, event: &RawEvent) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: both handles are valid until they are dropped.
+        // SAFETY: the stream and the event exist, because only the drop of the last handle destroys
+        // each of them.
         check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.0, event.0, 0) })
     }
 
-    /// Submits a copy.
+    /// Submits a copy of `from` to `to`.
     ///
     /// # Safety
     /// The requirements of [`Stream::copy`](crate::Stream::copy) must hold, and the ranges must
@@ -349,14 +365,15 @@ impl Context {
         from: MemoryRange,
     ) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that both ranges are equally long, and that they are valid
+        // and not changed by other code until the copy is done.
         let code = unsafe {
             sys::cuMemcpyAsync(to.address() as u64, from.address() as u64, to.len(), stream.0)
         };
         check("cuMemcpyAsync", code)
     }
 
-    /// Submits a fill.
+    /// Submits a fill, which sets every byte of `to` to `byte`.
     ///
     /// # Safety
     /// The requirements of [`Stream::fill`](crate::Stream::fill) must hold.
@@ -367,7 +384,8 @@ impl Context {
         byte: u8,
     ) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees that `to` is valid and not used by other code until the
+        // fill is done.
         let code = unsafe { sys::cuMemsetD8Async(to.address() as u64, byte, to.len(), stream.0) };
         check("cuMemsetD8Async", code)
     }
@@ -383,12 +401,14 @@ impl Context {
         self.make_current()?;
         let to = if to_device { self.device } else { HOST };
         let (address, len) = (range.address() as u64, range.len());
-        // SAFETY: the driver returns an error for addresses outside managed memory.
+        // SAFETY: the stream exists, because only the drop of its last handle destroys it. The
+        // driver returns an error for addresses outside managed memory.
         let code = unsafe { sys::cuMemPrefetchAsync(address, len, to, stream.0) };
         check("cuMemPrefetchAsync", code)
     }
 
-    /// Makes the driver call a function, on one of its threads, after the work submitted so far.
+    /// Submits a function that the driver calls on one of its threads after the work submitted so
+    /// far. The function must not panic.
     pub(super) fn launch_host_fn(
         &self,
         stream: &RawStream,
@@ -397,12 +417,12 @@ impl Context {
         /// Calls and frees the function.
         ///
         /// # Safety
-        /// `run` must come from the `Box::into_raw` below, and is passed only once.
+        /// `run` must come from the `Box::into_raw` below. Each pointer may be passed only once.
         unsafe extern "C" fn call(run: *mut c_void) {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that `run` comes from `Box::into_raw` and is passed
+            // only once, so no other code owns the box.
             let run = unsafe { Box::from_raw(run.cast::<Box<dyn FnOnce() + Send>>()) };
-            // Unwinding into the driver would abort the process. All functions passed here catch
-            // panics.
+            // A panic here would abort the process, because it cannot unwind into the driver.
             run();
         }
         self.make_current()?;
@@ -418,25 +438,25 @@ impl Context {
 
     pub(super) fn is_done(&self, stream: &RawStream) -> Result<bool, Error> {
         self.make_current()?;
-        // SAFETY: the handle is valid until it is dropped.
+        // SAFETY: the stream exists, because only the drop of its last handle destroys it.
         is_complete("cuStreamQuery", unsafe { sys::cuStreamQuery(stream.0) })
     }
 
     pub(super) fn synchronize(&self, stream: &RawStream) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: the handle is valid until it is dropped.
+        // SAFETY: the stream exists, because only the drop of its last handle destroys it.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream.0) })
     }
 
     pub(super) fn is_reached(&self, event: &RawEvent) -> Result<bool, Error> {
         self.make_current()?;
-        // SAFETY: the handle is valid until it is dropped.
+        // SAFETY: the event exists, because only the drop of its last handle destroys it.
         is_complete("cuEventQuery", unsafe { sys::cuEventQuery(event.0) })
     }
 
     pub(super) fn wait_for_event(&self, event: &RawEvent) -> Result<(), Error> {
         self.make_current()?;
-        // SAFETY: the handle is valid until it is dropped.
+        // SAFETY: the event exists, because only the drop of its last handle destroys it.
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event.0) })
     }
 
@@ -448,8 +468,8 @@ impl Context {
     ) -> Result<Option<f32>, Error> {
         self.make_current()?;
         let mut milliseconds = 0.0;
-        // SAFETY: both handles are valid until they are dropped, and `milliseconds` is valid for
-        // writes.
+        // SAFETY: both events exist, because only the drop of the last handle destroys each of
+        // them. `milliseconds` is valid for writes.
         let code = unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, start.0, end.0) };
         Ok(is_complete("cuEventElapsedTime", code)?.then_some(milliseconds))
     }
@@ -457,10 +477,11 @@ impl Context {
     /// Destroys a stream.
     ///
     /// # Safety
-    /// The stream must belong to this context, and must not be used any more.
+    /// The stream must belong to this context, and must not be used after this call.
     pub(super) unsafe fn destroy_stream(&self, stream: &RawStream) {
         if self.make_current().is_ok() {
-            // SAFETY: the caller's promise. The driver keeps its resources until the work is done.
+            // SAFETY: the caller guarantees that the stream belongs to this context and is not used
+            // again. The driver itself keeps the resources of pending work.
             let _ = unsafe { sys::cuStreamDestroy_v2(stream.0) };
         }
     }
@@ -468,11 +489,11 @@ impl Context {
     /// Destroys an event.
     ///
     /// # Safety
-    /// The event must belong to this context, and must not be used any more.
+    /// The event must belong to this context, and must not be used after this call.
     pub(super) unsafe fn destroy_event(&self, event: &RawEvent) {
         if self.make_current().is_ok() {
-            // SAFETY: the caller's promise. The driver keeps its resources until all streams have
-            // passed it.
+            // SAFETY: the caller guarantees that the event belongs to this context and is not used
+            // again. The driver itself keeps the resources of pending waits.
             let _ = unsafe { sys::cuEventDestroy_v2(event.0) };
         }
     }
@@ -480,7 +501,8 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: the context was retained once, and each of its handles keeps this value alive.
+        // SAFETY: `new` retained the context once. Streams, events and memory keep this value
+        // alive, so none of them uses the context any more.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
@@ -493,11 +515,11 @@ fn memory(call: &'static str, code: CUresult, address: u64) -> Result<Option<*mu
     }
 }
 
-/// A stream of a [`Context`].
+/// The driver's handle to a stream. The owner must pass it to [`Context::destroy_stream`].
 #[derive(Debug)]
 pub(super) struct RawStream(CUstream);
 
-// SAFETY: a handle, which the driver accepts from any thread.
+// SAFETY: this is only a handle, which the driver accepts from any thread.
 unsafe impl Send for RawStream {}
 // SAFETY: as above.
 unsafe impl Sync for RawStream {}
@@ -508,11 +530,11 @@ impl RawStream {
     }
 }
 
-/// An event of a [`Context`].
+/// The driver's handle to an event. The owner must pass it to [`Context::destroy_event`].
 #[derive(Debug)]
 pub(super) struct RawEvent(CUevent);
 
-// SAFETY: a handle, which the driver accepts from any thread.
+// SAFETY: this is only a handle, which the driver accepts from any thread.
 unsafe impl Send for RawEvent {}
 // SAFETY: as above.
 unsafe impl Sync for RawEvent {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! NVIDIA GPUs. The driver is loaded at run time. The raw calls are those of cudarc; `driver`
-//! checks their results.
+//! Support for NVIDIA GPUs. The CUDA driver is loaded at run time. The module `driver` calls the
+//! raw functions of cudarc and checks their results.
 
 mod driver;
 
@@ -32,12 +32,12 @@ pub(crate) fn status() -> GpuStatus {
 
 /// An NVIDIA GPU, used through its primary context. This code has not yet run on a GPU.
 ///
-/// Host functions run on a thread of the driver. An error that the driver reports is permanent: it
-/// affects all use of the GPU by this process.
+/// Host functions run on a thread of the driver. If work on the GPU fails, for example because of
+/// an invalid address, the error is permanent: this process can no longer use the GPU.
 ///
 /// When a host function panics, later host functions on its stream, and on streams that wait for
-/// it, are skipped. Copies and fills that were submitted before the failure is known still run,
-/// because the GPU has them already.
+/// the function, are skipped. Copies and fills that were submitted before the failure is known
+/// still run, because they are already queued on the GPU.
 #[derive(Debug, Clone)]
 pub struct CudaDevice {
     shared: Arc<CudaShared>,
@@ -49,50 +49,58 @@ struct CudaShared {
     context: Context,
     streams: Mutex<Vec<Weak<StreamHandle>>>,
     memory: MemoryCounters,
-    /// Memory dropped in host functions, where calls of the driver are forbidden.
+    /// Memory that was dropped or freed in host functions, where calls to the driver are forbidden.
     deferred_frees: Mutex<Vec<DeferredFree>>,
-    /// Whether the default memory pool was set to keep freed memory. Set on first use.
+    /// Whether the default memory pool keeps freed memory. Set by the first stream-ordered
+    /// allocation. If `false`, stream-ordered allocation is not supported.
     pool_keeps_memory: OnceLock<bool>,
 }
 
-/// Memory to free when calls of the driver are allowed again.
+/// Memory to free when calls to the driver are allowed again.
 #[derive(Debug)]
 struct DeferredFree {
     allocation: Allocation,
-    /// The stream in whose order to free it.
+    /// The stream whose earlier work must end before the memory is freed, or `None` to free it
+    /// directly.
     stream: Option<Arc<StreamHandle>>,
 }
 
 impl CudaShared {
-    /// Frees the memory that was dropped in host functions.
+    /// Frees the memory that was dropped or freed in host functions. Has no effect if called from a
+    /// host function.
     fn run_deferred_frees(&self) {
         if check_may_block().is_err() {
             return;
         }
         let deferred_frees = std::mem::take(&mut *lock(&self.deferred_frees));
         for DeferredFree { allocation, stream } in deferred_frees {
-            // SAFETY: the owner has dropped the memory, and it is taken from the list once.
+            // SAFETY: the owner has dropped or freed the memory, and `take` removed it from the
+            // list, so it is freed once.
             unsafe { self.free(&allocation, stream.as_deref()) };
         }
     }
 
-    /// Frees an allocation, in the order of `stream` if there is one.
+    /// Frees an allocation. If there is a `stream`, frees it after the work submitted to the stream
+    /// so far.
     ///
     /// # Safety
-    /// The allocation must belong to this context, and only work submitted to `stream` before may
-    /// use it.
+    /// The allocation must belong to this context and must not be freed twice. Only work that was
+    /// submitted to `stream` before this call may use it.
     unsafe fn free(&self, allocation: &Allocation, stream: Option<&StreamHandle>) {
         match (allocation, stream) {
             // Memory that the driver refuses to free is leaked.
             (Allocation::Driver { start, .. }, Some(stream)) => {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees that the allocation belongs to this context, and
+                // that only earlier work on `stream` uses it.
                 let _ = unsafe { self.context.free_async(*start, &stream.raw) };
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that nothing uses the allocation, since there is no
+            // stream. `allocate` sets `pinned` for memory from `allocate_pinned`.
             (Allocation::Driver { start, pinned: true }, None) => unsafe {
                 self.context.free_pinned(*start);
             },
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees that nothing uses the allocation, since there is no
+            // stream. `pinned` is false for device and managed memory.
             (Allocation::Driver { start, pinned: false }, None) => unsafe {
                 self.context.free(*start);
             },
@@ -102,11 +110,12 @@ impl CudaShared {
 }
 
 impl CudaDevice {
-    /// Opens the GPU `ordinal`, counted among those that `CUDA_VISIBLE_DEVICES` shows.
+    /// Opens the GPU with index `ordinal`, counted from 0 among those that `CUDA_VISIBLE_DEVICES`
+    /// makes visible. May block while the driver loads.
     ///
     /// # Errors
     /// Returns [`Error::NoGpu`] with the reason if there is no such GPU or no driver, and
-    /// [`Error::Driver`] if a call fails.
+    /// [`Error::Driver`] if a CUDA driver call fails.
     pub fn new(ordinal: usize) -> Result<Self, Error> {
         status().require(ordinal)?;
         let context = Context::new(ordinal)?;
@@ -132,7 +141,7 @@ impl CudaDevice {
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// Returns how much memory is allocated through this handle and its clones.
+    /// Returns the current and peak number of bytes allocated through this handle and its clones.
     pub fn memory(&self) -> MemoryMetrics {
         self.shared.memory.read()
     }
@@ -180,12 +189,13 @@ impl Device for CudaDevice {
         shared.run_deferred_frees();
         let out_of_memory =
             || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
-        // The driver aligns to at least 256 bytes. For larger alignments, room is added.
+        // The driver aligns to at least 256 bytes. For a larger alignment, the code below allocates
+        // extra bytes.
         let take = |bytes: usize| match kind {
             MemoryKind::Device => shared.context.allocate_device(bytes),
             MemoryKind::Managed => shared.context.allocate_managed(bytes),
             MemoryKind::PinnedHost => shared.context.allocate_pinned(bytes),
-            MemoryKind::Host => unreachable!("host memory is not allocated by the driver"),
+            MemoryKind::Host => unreachable!("`HostBlock` allocates this kind, not the driver"),
         };
         if kind == MemoryKind::Host {
             let block = HostBlock::new(layout).ok_or_else(out_of_memory)?;
@@ -265,7 +275,7 @@ impl Device for CudaDevice {
         }
         stream.handle.submit_even_if_failed(|_| {
             // SAFETY: the owner passed the memory to this call, so only earlier work on the stream
-            // uses it. Its allocation is cleared below, so it is freed once.
+            // uses it. `memory.allocation` is replaced below, so the memory is freed once.
             unsafe { shared.context.free_async(start, raw) }
         })?;
         memory.allocation = Allocation::Released;
@@ -282,8 +292,8 @@ impl Device for CudaDevice {
     }
 }
 
-/// The streams that a point depends on, each up to the given operation. Shows whether a host
-/// function failed before the point.
+/// The streams that a point depends on, each with the number of its last operation before the
+/// point. The failures of these streams show whether a host function failed before the point.
 #[derive(Debug, Clone, Default)]
 struct Dependencies {
     own: Arc<Failure>,
@@ -291,11 +301,11 @@ struct Dependencies {
     others: Vec<(Arc<Failure>, u64)>,
 }
 
-/// The first failure of a stream: the number of the operation and its error.
+/// The first failure of a stream: the number of the failed operation, and the error.
 type Failure = OnceLock<(u64, Error)>;
 
 impl Dependencies {
-    /// Returns the first known failure among the dependencies.
+    /// Returns a known failure among the dependencies, if there is one.
     fn failure(&self) -> Option<&Error> {
         let others = self
             .others
@@ -304,7 +314,7 @@ impl Dependencies {
         self.own.get().into_iter().chain(others).map(|(_, error)| error).next()
     }
 
-    /// Adds the dependencies of `other`.
+    /// Adds the dependencies of `other`, including its own stream.
     fn join(&mut self, other: &Dependencies) {
         let all = other.others.iter().cloned().chain([(Arc::clone(&other.own), other.operations)]);
         for (failure, until) in all.filter(|(failure, _)| !Arc::ptr_eq(failure, &self.own)) {
@@ -313,13 +323,14 @@ impl Dependencies {
                 None => self.others.push((failure, until)),
             }
         }
-        // A stream that was dropped without a failure cannot fail any more.
+        // If no other reference exists, the stream was dropped and has no pending host functions,
+        // so it cannot fail any more.
         self.others
             .retain(|(failure, _)| Arc::strong_count(failure) > 1 || failure.get().is_some());
     }
 }
 
-/// Counters of a stream. Completions are noticed only by queries.
+/// Counters of a stream. Only queries and synchronization update the completions.
 #[derive(Debug, Default)]
 struct Counts {
     operations: AtomicU64,
@@ -331,10 +342,10 @@ struct Counts {
     latency_ns: AtomicU64,
 }
 
-/// A stream of a [`CudaDevice`].
+/// A [`Stream`] of a [`CudaDevice`].
 ///
-/// Its metrics notice completions only when the stream is queried or synchronized, so latencies are
-/// upper bounds.
+/// Its metrics count completions only when the stream is queried or synchronized, or the metrics
+/// are read. Latencies are therefore upper bounds.
 #[derive(Debug, Clone)]
 pub struct CudaStream {
     handle: Arc<StreamHandle>,
@@ -352,13 +363,13 @@ struct StreamHandle {
 
 impl Drop for StreamHandle {
     fn drop(&mut self) {
-        // SAFETY: this is the last handle.
+        // SAFETY: the context created the stream, and no other handle to it exists.
         unsafe { self.shared.context.destroy_stream(&self.raw) };
     }
 }
 
 impl StreamHandle {
-    /// Submits work, unless the stream has failed.
+    /// Submits work, or returns the error of the stream if it has failed.
     fn submit(
         &self,
         submit: impl FnOnce(&mut Dependencies) -> Result<(), Error>,
@@ -401,8 +412,8 @@ impl StreamHandle {
 }
 
 impl CudaStream {
-    /// Returns the driver's `CUstream`, for kernels and libraries. Valid as long as a handle to
-    /// this stream exists.
+    /// Returns the driver's `CUstream`, for kernels and libraries. The pointer is valid as long as
+    /// a handle to this stream exists.
     pub fn as_ptr(&self) -> *mut c_void {
         self.handle.raw.as_ptr()
     }
@@ -442,8 +453,8 @@ impl Stream for CudaStream {
     fn record(&self, event: &CudaEvent) -> Result<(), Error> {
         let StreamHandle { raw, shared, .. } = &*self.handle;
         self.handle.submit_even_if_failed(|dependencies| {
-            // Both under the lock, so that no other thread combines one of them with an older
-            // version of the other.
+            // The event and its dependencies change under one lock, so that no other thread
+            // combines the new point with the dependencies of the previous one, or the reverse.
             let mut recorded = lock(&event.handle.recorded);
             shared.context.record(raw, &event.handle.raw)?;
             *recorded = Some(dependencies.clone());
@@ -464,9 +475,10 @@ impl Stream for CudaStream {
         let StreamHandle { raw, shared, .. } = &*self.handle;
         self.handle.submit(|_| Ok(()))?;
         if !to.is_empty() {
-            // Not under the lock, because for pageable memory the driver may wait for all earlier
-            // work.
-            // SAFETY: the caller's promise; the lengths were compared.
+            // This call is made without the lock, because for pageable memory the driver may wait
+            // for all earlier work.
+            // SAFETY: the caller meets the requirements of `Stream::copy`. `check_copy` found equal
+            // lengths.
             unsafe { shared.context.copy(raw, to, from) }?;
         }
         self.transferred(to.len());
@@ -477,7 +489,7 @@ impl Stream for CudaStream {
         let StreamHandle { raw, shared, .. } = &*self.handle;
         self.handle.submit(|_| match to.is_empty() {
             true => Ok(()),
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller meets the requirements of `Stream::fill`.
             false => unsafe { shared.context.fill(raw, to, byte) },
         })?;
         self.transferred(to.len());
@@ -569,7 +581,7 @@ impl Stream for CudaStream {
     }
 }
 
-/// An event of a [`CudaDevice`].
+/// An [`Event`] of a [`CudaDevice`]. Its times come from the GPU.
 #[derive(Debug, Clone)]
 pub struct CudaEvent {
     handle: Arc<EventHandle>,
@@ -578,26 +590,27 @@ pub struct CudaEvent {
 #[derive(Debug)]
 struct EventHandle {
     raw: RawEvent,
-    /// The dependencies of the point that was recorded last.
+    /// The dependencies of the point that was recorded last, or `None` before the first record.
     recorded: Mutex<Option<Dependencies>>,
     shared: Arc<CudaShared>,
 }
 
 impl Drop for EventHandle {
     fn drop(&mut self) {
-        // SAFETY: this is the last handle.
+        // SAFETY: the context created the event, and no other handle to it exists.
         unsafe { self.shared.context.destroy_event(&self.raw) };
     }
 }
 
 impl CudaEvent {
-    /// Returns the failure of the work before the recorded point.
+    /// Returns the error of the work before the recorded point, if that work failed.
     ///
-    /// The driver's `CUevent` is not exposed, because this would miss records made through it.
+    /// The driver's `CUevent` is not exposed, because this method would miss records made through
+    /// it.
     fn error(&self) -> Result<(), Error> {
         let recorded = lock(&self.handle.recorded);
         let Some(dependencies) = &*recorded else { return Ok(()) };
-        // Later failures of the same stream do not count.
+        // A failure of the same stream after the point does not count.
         let own = dependencies
             .own
             .get()
@@ -639,7 +652,7 @@ impl Event for CudaEvent {
     }
 }
 
-/// Memory of a [`CudaDevice`], or host memory for it.
+/// Memory that a [`CudaDevice`] allocated, of any [`MemoryKind`].
 #[derive(Debug)]
 pub struct CudaMemory {
     allocation: Allocation,
@@ -654,12 +667,12 @@ enum Allocation {
         start: *mut u8,
         pinned: bool,
     },
-    /// Freed already, or passed on.
+    /// The allocation was freed, or moved to a [`DeferredFree`].
     Released,
-    Host(#[expect(dead_code, reason = "owns the memory of `range`")] HostBlock),
+    Host(#[expect(dead_code, reason = "stored because it owns the memory")] HostBlock),
 }
 
-// SAFETY: this owns memory by its address, and never reads or writes it.
+// SAFETY: this value owns memory by its address, and never reads or writes the memory.
 unsafe impl Send for Allocation {}
 // SAFETY: as above.
 unsafe impl Sync for Allocation {}
@@ -672,14 +685,15 @@ impl Drop for CudaMemory {
             lock(&self.shared.deferred_frees).push(DeferredFree { allocation, stream: None });
             return;
         }
-        // SAFETY: the allocation belongs to this context and is freed once, when its owner drops
-        // it.
+        // SAFETY: the allocation belongs to this context. `replace` took it from its owner, so it
+        // is freed once. The owner guarantees that no stream uses the memory when it drops the
+        // value.
         unsafe { self.shared.free(&allocation, None) };
     }
 }
 
-// SAFETY: the allocation belongs to this value alone, and the host can access pinned and managed
-// memory.
+// SAFETY: this value alone owns the allocation, which stays valid until the value is dropped. The
+// host can access pinned, managed and ordinary host memory.
 unsafe impl RawMemory for CudaMemory {
     fn range(&self) -> MemoryRange {
         self.range
@@ -694,7 +708,8 @@ unsafe impl RawMemory for CudaMemory {
         if bytes.is_empty() {
             return Ok(());
         }
-        // SAFETY: the caller's promise; `bytes` is borrowed during the copy.
+        // SAFETY: `slice` checked that `from` lies in the allocation. The caller guarantees that no
+        // stream writes to it during the call. `bytes` is exclusively borrowed.
         unsafe { self.shared.context.copy_now(MemoryRange::of(bytes), from) }
     }
 
@@ -704,12 +719,14 @@ unsafe impl RawMemory for CudaMemory {
             return Ok(());
         }
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        // SAFETY: the caller's promise; `bytes` is borrowed during the copy, which only reads it.
+        // SAFETY: `slice` checked that `to` lies in the allocation. The caller guarantees that no
+        // stream accesses it during the call. The copy only reads `bytes`, which is borrowed.
         unsafe { self.shared.context.copy_now(to, from) }
     }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No code that can panic runs while these locks are held.
+    // A poisoned lock still protects a consistent value, because no panic can interrupt an update
+    // of the value.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
