@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         sessions.serve(link, HostExecutor::new, &AtomicBool::new(false))
     });
 
-    // The name of a session is 16 random bytes in a real program.
+    // A real program uses 16 random bytes as the name of a session.
     let session = u128::from(std::process::id()).to_le_bytes();
     let dial = move || Link::connect(&address, options.clone());
     let client = Client::connect(ClientOptions::new(dial), session)?;
@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     upload(&client, &x, &[1.0, 2.0, 3.0, 4.0])?;
     upload(&client, &y, &[10.0, 20.0, 30.0, 40.0])?;
 
-    // The server runs this while the client continues.
+    // The server runs the operator while the client continues.
     let op = client.operator_id("aten::add.Tensor")?;
     let args = vec![Value::Tensor(x), Value::Tensor(y)];
     let outputs = vec![Output::New { tensor: sum.clone(), bytes: BYTES }];
@@ -82,7 +82,7 @@ fn download(client: &Client<Vec<u8>>, from: TensorRef) -> Result<Vec<f32>, Box<d
             let values = bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
             Ok(values.collect())
         }
-        Some(other) => Err(format!("unexpected answer: {other:?}").into()),
+        Some(other) => Err(format!("unexpected answer {other:?} (expected Memory)").into()),
         None => Err("no answer within 10 s".into()),
     }
 }

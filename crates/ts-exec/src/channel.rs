@@ -2,9 +2,9 @@
 //! A reliable channel of messages and tensors over links that may be lost.
 //!
 //! Each end numbers the items that it sends and keeps them until the peer has acknowledged them. On
-//! a new link, each end first says how many items it has received, and then sends again what the
-//! peer does not have. A tensor that was interrupted is sent again from its beginning. So every
-//! item arrives once and in order.
+//! a new link, each end first reports how many items it has received. It then resends the items
+//! that the peer does not have. A tensor that was interrupted is sent again from its beginning. So
+//! every item arrives once and in order.
 
 mod hello;
 
@@ -20,25 +20,28 @@ use ts_remote::{Error, Event, Link, SendOptions, Sink, TensorInfo};
 pub(crate) use hello::Hello;
 use hello::closed_by_peer;
 
-/// The type of a message, its first byte. [`hello::HELLO`] is another one.
+/// The types of messages. The first byte of a message is its type. [`hello::HELLO`] is another
+/// type.
 const CONTENT: u8 = 0;
 const ACK: u8 = 1;
 const PART: u8 = 3;
 
-/// The longest message, in bytes. Longer ones are sent in parts.
+/// The maximum length of a message that is sent in one piece, in bytes, without its type byte.
+/// Longer messages are split into parts of at most this length.
 const MAX_PART: usize = 60 << 10;
-/// The longest message that may be assembled from parts, in bytes.
+/// The PARTs of a message must have fewer bytes than this in total. The CONTENT that ends the
+/// message is not counted.
 const MAX_MESSAGE: usize = 64 << 20;
 
 /// How long a wait polls the socket before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// An acknowledgement is sent after this many items,
+/// The number of received items after which an acknowledgement is sent.
 const ACK_ITEMS: u64 = 16;
-/// or after this many bytes.
+/// The number of received bytes after which an acknowledgement is sent.
 const ACK_BYTES: u64 = 256 << 10;
 
-/// An item that this end has sent: a message, a part of one, or a tensor.
+/// An item that this end has sent: a message, a part of a message, or a tensor.
 #[derive(Debug, Clone)]
 enum Outgoing {
     Message(Bytes),
@@ -53,21 +56,21 @@ impl Outgoing {
     }
 }
 
-/// What a channel receives.
+/// An item or event that a channel receives.
 #[derive(Debug)]
 pub(crate) enum Incoming<S> {
     /// A message, without its type byte.
     Message(Bytes),
     /// A tensor follows. The caller provides memory with [`accept`](Channel::accept).
     Announced(TensorInfo),
-    /// A complete tensor.
+    /// A complete tensor, with its memory. The memory is `None` if the tensor is empty.
     Tensor(TensorInfo, Option<S>),
     /// The peer has ended its stream.
     Finished,
 }
 
 impl<S> Incoming<S> {
-    /// Returns the bytes of memory that this uses while it is queued.
+    /// Returns how many bytes of memory this item uses while it is queued.
     pub(crate) fn byte_len(&self) -> usize {
         match self {
             Self::Message(bytes) => bytes.len(),
@@ -77,7 +80,7 @@ impl<S> Incoming<S> {
     }
 }
 
-/// A number of items, and their bytes.
+/// A number of items, and their total size in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Backlog {
     pub(crate) bytes: usize,
@@ -86,22 +89,23 @@ pub(crate) struct Backlog {
 
 /// One end of a reliable channel.
 ///
-/// Without a link, it keeps what is sent, for the next link.
+/// Without a link, the channel keeps the items that are sent, for the next link.
 #[derive(Debug)]
 pub(crate) struct Channel<S> {
     link: Option<Link<S>>,
     /// The stream that this end sends on.
     stream: u32,
-    /// Items that were sent and not acknowledged.
+    /// The items that this end has sent and the peer has not acknowledged.
     unacked: VecDeque<Outgoing>,
-    /// How many items the peer has acknowledged: the number of the first one in `unacked`.
+    /// How many items the peer has acknowledged. This is also the number of the first item in
+    /// `unacked`.
     acked: u64,
     unacked_bytes: usize,
-    /// How many items were received.
+    /// How many items this end has received.
     received: u64,
-    /// How many of these items, and how many bytes, were not acknowledged.
+    /// How many received items, and how many bytes in them, this end has not acknowledged.
     pending_ack: (u64, u64),
-    /// The peer's stream that the last announced tensor comes on.
+    /// The peer's stream that carries the tensor of the most recent [`Incoming::Announced`].
     tensor_stream: u32,
     /// The parts of an incomplete message.
     parts: Vec<u8>,
@@ -123,17 +127,18 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// Returns how many items were received.
+    /// Returns how many items this end has received.
     pub(crate) fn received(&self) -> u64 {
         self.received
     }
 
-    /// Returns how many bytes were sent and not acknowledged.
+    /// Returns how many sent bytes the peer has not acknowledged.
     pub(crate) fn unacked_bytes(&self) -> usize {
         self.unacked_bytes
     }
 
-    /// Checks that the peer acknowledges what it receives.
+    /// Checks that the client acknowledges the items that it receives. Only a server calls this,
+    /// and sends the error to the client.
     ///
     /// # Errors
     /// Returns [`Error::Protocol`] if more than `limit` is unacknowledged. Does not count the bytes
@@ -147,24 +152,24 @@ impl<S: Sink> Channel<S> {
             return Ok(());
         }
         let what = format!(
-            "{bytes} bytes in {items} items are not acknowledged (expected at most {} bytes in {} \
-             items)",
+            "the client left {bytes} bytes in {items} messages and tensors unacknowledged \
+             (expected at most {} bytes and {} messages and tensors)",
             limit.bytes, limit.items
         );
         Err(Error::Protocol { stream: self.stream, what })
     }
 
-    /// Returns whether the peer has acknowledged everything.
+    /// Returns whether the peer has acknowledged all items.
     pub(crate) fn is_acked(&self) -> bool {
         self.unacked.is_empty()
     }
 
-    /// Returns how many items were sent: the number of the next one.
+    /// Returns how many items this end has sent, which is the number of the next item.
     fn sent(&self) -> u64 {
         self.acked + self.unacked.len() as u64
     }
 
-    /// Returns how many bytes wait for the socket.
+    /// Returns how many bytes are queued for the socket, because it has not taken them yet.
     pub(crate) fn unsent_bytes(&mut self) -> usize {
         self.link.as_mut().map_or(0, |link| link.connection().unsent_bytes())
     }
@@ -183,7 +188,8 @@ impl<S: Sink> Channel<S> {
         self.link.take()
     }
 
-    /// Continues on a new link, after the handshake: sends again what the peer has not received.
+    /// Continues on a new link, after the handshake. Resends the items that the peer has not
+    /// received. `acked` is the number of items that the peer has received.
     pub(crate) fn attach(&mut self, link: Link<S>, stream: u32, acked: u64) -> Result<(), Error> {
         self.acknowledged(stream, acked)?;
         (self.link, self.stream, self.pending_ack) = (Some(link), stream, (0, 0));
@@ -194,7 +200,8 @@ impl<S: Sink> Channel<S> {
         Ok(())
     }
 
-    /// Sends a message. Does not block: the socket may take it later, or the next link.
+    /// Sends a message. Does not block. If the socket cannot take the message now, or there is no
+    /// link, the message is sent later.
     pub(crate) fn send_message(&mut self, message: &[u8]) -> Result<(), Error> {
         let mut parts = message.chunks(MAX_PART).peekable();
         while let Some(part) = parts.next() {
@@ -206,7 +213,7 @@ impl<S: Sink> Channel<S> {
         Ok(())
     }
 
-    /// Sends a tensor, as [`send_message`](Self::send_message).
+    /// Sends a tensor. Does not block, like [`send_message`](Self::send_message).
     pub(crate) fn send_tensor(&mut self, info: TensorInfo, bytes: Bytes) -> Result<(), Error> {
         self.send(Outgoing::Tensor(info, bytes))
     }
@@ -234,7 +241,7 @@ impl<S: Sink> Channel<S> {
         link.connection().accept(self.tensor_stream, sink)
     }
 
-    /// Waits up to `time` until the socket has taken everything. Returns whether it has.
+    /// Waits up to `time` until the socket has taken all bytes. Returns whether it has.
     pub(crate) fn flush_within(&mut self, time: Duration) -> Result<bool, Error> {
         let stream = self.stream;
         self.link.as_mut().ok_or_else(link_lost)?.flush_within(stream, time)
@@ -248,15 +255,15 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// Waits up to `time` for the next incoming item. An acknowledgement also ends the wait, with
-    /// `None`.
+    /// Waits up to `time` for the next incoming item. Returns `None` if no item has arrived. An
+    /// acknowledgement or a part of a message also ends the wait, with `None`.
     pub(crate) fn next_within(&mut self, time: Duration) -> Result<Option<Incoming<S>>, Error> {
-        // Acknowledgements that were read together with the last item must not end this wait.
+        // Acknowledgements that were read together with the previous item must not end this wait.
         if let Some(item) = self.next_buffered()? {
             return Ok(Some(item));
         }
         let link = self.link.as_mut().ok_or_else(link_lost)?;
-        // Poll first, because sleeping and being woken takes longer than most operators.
+        // Polls first, because it takes longer to sleep and wake up than to run most operators.
         let (since, spin) = (Instant::now(), SPIN.min(time));
         let mut event = None;
         while event.is_none() && since.elapsed() < spin {
@@ -271,7 +278,7 @@ impl<S: Sink> Channel<S> {
         event.map_or(Ok(None), |event| self.handle(event))
     }
 
-    /// Returns the next item among those that were already read from the socket.
+    /// Returns the next item that was already read from the socket, if there is one.
     pub(crate) fn next_buffered(&mut self) -> Result<Option<Incoming<S>>, Error> {
         while let Some(event) = self.link.as_mut().ok_or_else(link_lost)?.connection().poll() {
             if let Some(item) = self.handle(event)? {
@@ -299,7 +306,11 @@ impl<S: Sink> Channel<S> {
                 match fields.byte()? {
                     PART => {
                         if self.parts.len() + bytes.len() > MAX_MESSAGE {
-                            let what = format!("message of more than {MAX_MESSAGE} bytes");
+                            let len = self.parts.len() + bytes.len() - 1;
+                            let what = format!(
+                                "a message is too long: its PARTs have {len} bytes so far \
+                                 (expected fewer than {MAX_MESSAGE})"
+                            );
                             return Err(fields.error(what));
                         }
                         self.parts.extend_from_slice(&bytes[1..]);
@@ -316,7 +327,11 @@ impl<S: Sink> Channel<S> {
                         return Ok(Some(Incoming::Message(message.into())));
                     }
                     ACK => self.acknowledged(stream, fields.number()?)?,
-                    kind => return Err(fields.error(format!("unknown message type {kind}"))),
+                    kind => {
+                        return Err(fields.error(format!(
+                            "unexpected message type {kind} (expected {CONTENT}, {ACK} or {PART})"
+                        )));
+                    }
                 }
             }
             Event::Metadata { stream, info, .. } if info.storage_len > 0 => {
@@ -336,11 +351,14 @@ impl<S: Sink> Channel<S> {
         Ok(None)
     }
 
-    /// Drops the items that the peer has: the first `acked` of the session.
+    /// Drops the items that the peer has received: the first `acked` items of the session.
     fn acknowledged(&mut self, stream: u32, acked: u64) -> Result<(), Error> {
         let (least, most) = (self.acked, self.sent());
         if !(least..=most).contains(&acked) {
-            let what = format!("acknowledged {acked} items (expected {least} to {most})");
+            let what = format!(
+                "invalid acknowledgement of {acked} messages and tensors (expected {least} to \
+                 {most})"
+            );
             return Err(Error::Protocol { stream, what });
         }
         for item in self.unacked.drain(..(acked - least) as usize) {
@@ -360,8 +378,7 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// Copies the payload of each unacknowledged tensor, so that the memory that it came from may
-    /// change.
+    /// Copies the payload of each unacknowledged tensor, so that the original memory may change.
     pub(crate) fn copy_unacked(&mut self) {
         for item in &mut self.unacked {
             if let Outgoing::Tensor(_, bytes) = item {
@@ -370,12 +387,12 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// Returns whether anything waits for the socket.
+    /// Returns whether there are bytes that the socket has not taken yet.
     pub(crate) fn wants_write(&mut self) -> bool {
         self.link.as_mut().is_some_and(Link::wants_write)
     }
 
-    /// Acknowledges what was received since the last acknowledgement, if anything.
+    /// Acknowledges the items that were received since the last acknowledgement, if there are any.
     pub(crate) fn send_ack(&mut self) -> Result<(), Error> {
         if self.pending_ack.0 > 0
             && let Some(link) = &mut self.link
@@ -388,7 +405,7 @@ impl<S: Sink> Channel<S> {
         Ok(())
     }
 
-    /// Ends this end's stream, and waits until the socket has everything. Blocks.
+    /// Finishes the stream that this end sends on, and blocks until the socket has taken all bytes.
     pub(crate) fn finish(&mut self) -> Result<(), Error> {
         let Some(link) = &mut self.link else { return Ok(()) };
         link.connection().finish(self.stream)?;
@@ -396,7 +413,7 @@ impl<S: Sink> Channel<S> {
     }
 }
 
-/// The error of an operation that needs a link when there is none.
+/// Creates an error that reports that the link was lost.
 pub(crate) fn link_lost() -> Error {
     Error::Lost { what: String::new() }
 }

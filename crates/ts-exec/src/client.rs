@@ -24,24 +24,25 @@ use connection::{ConnectionState, Probe};
 use inner::{CONTENDED_SLICE, ClientInner, UPLOAD_PIECE};
 pub use options::{ClientOptions, Dial};
 
-/// How long a waiting thread holds the connection before others may have it.
+/// How long a waiting thread keeps the connection locked before other threads may use it.
 const SLICE: Duration = Duration::from_millis(100);
-/// How long the server may take to end a session.
+/// How long `close` waits for the server to end the session.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Uploads of up to this many bytes are sent in batches.
+/// Uploads of up to this many bytes are sent as part of a batch.
 const MAX_INLINE: usize = 16 << 10;
 
-/// A session with a server that runs operators on its own tensors.
+/// A session with a server, which keeps tensors and runs operators on them.
 ///
-/// Requests are queued and run on the server in order, while the program continues. They are sent
-/// in batches: when 64 have been queued, after 1 ms, or when a thread waits for a reply. A failed
-/// request is reported by the next [`wait`](Self::wait).
+/// Requests are queued and run on the server in order, while the program continues. A batch is sent
+/// when it has 64 requests or 56 KiB, after 1 ms, or when a thread waits for a reply. If a request
+/// fails, a later [`wait`](Self::wait) returns the failure instead of its answer.
 ///
-/// If the link is lost, the client reconnects, and the session continues. A background thread sends
-/// incomplete batches and answers the server's pings.
+/// If the link is lost, the client reconnects, and the session continues. Until then, calls that
+/// use the network block, even beyond their own time limits. A background thread sends incomplete
+/// batches and answers the server's pings.
 ///
 /// [`close`](Self::close) ends the session. If a client is dropped without it, requests that are
-/// still queued are lost, and the server keeps the session until its own reconnect timeout.
+/// still queued are lost, and the server keeps the session until the server's reconnect timeout.
 ///
 /// `S` is the memory that downloaded elements are written to, such as `Vec<u8>`.
 ///
@@ -68,10 +69,10 @@ pub struct Client<S: Sink + Send + 'static> {
 #[must_use = "call `send_batches` if the batch is full"]
 #[non_exhaustive]
 pub struct Submitted {
-    /// The number of the request. The first one of a session is 1.
+    /// The number of the request. The first request of a session has the number 1.
     pub request: u64,
     /// Whether the request completed a batch. If so, call [`Client::send_batches`] next. Otherwise,
-    /// the batch is sent when others fill it, after 1 ms, or with the next wait.
+    /// the batch is sent when other requests fill it, after 1 ms, or with the next wait.
     pub batch_full: bool,
 }
 
@@ -79,24 +80,24 @@ pub struct Submitted {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ClientStats {
-    /// Requests that were submitted.
+    /// The number of requests that were submitted.
     pub requests: u64,
-    /// Batches that they were sent in.
+    /// The number of batches that were completed.
     pub batches: u64,
-    /// Waits that ended with an answer.
+    /// The number of waits that ended with an answer, or with the failure of a request.
     pub waits: u64,
-    /// How often the client has reconnected.
+    /// The number of times that the client has reconnected.
     pub reconnects: u64,
-    /// Bytes of tensors that were sent to the server.
+    /// The number of bytes that [`Client::write`] has submitted.
     pub uploaded_bytes: u64,
-    /// Bytes of tensors that were received from the server.
+    /// The number of bytes of tensors that were received from the server.
     pub downloaded_bytes: u64,
 }
 
 impl Add for ClientStats {
     type Output = Self;
 
-    /// Returns the counters of two sessions together.
+    /// Returns the sums of the counters of two sessions.
     fn add(self, other: Self) -> Self {
         Self {
             requests: self.requests + other.requests,
@@ -112,25 +113,27 @@ impl Add for ClientStats {
 impl<S: Sink + Send + 'static> Client<S> {
     /// Connects to a server, begins a session, and starts the background thread. Blocks.
     ///
-    /// `session` names the session. It must be unique and hard to guess, because whoever knows it
-    /// can take the session over. Use 16 random bytes.
+    /// `session` names the session. It must be unique and hard to guess, because any client that
+    /// presents it takes the session over. Use 16 random bytes.
     ///
     /// # Errors
-    /// Returns the error of the dial function or of the handshake, or [`Error::Io`] if the thread
-    /// cannot be started.
+    /// Returns the error of the dial function or of the handshake. Returns [`Error::Io`] if the
+    /// thread cannot be started.
     pub fn connect(options: ClientOptions<S>, session: [u8; 16]) -> Result<Self, Error> {
         let inner = Arc::new(ClientInner::connect(options, session)?);
         inner.start_flusher()?;
         Ok(Self { inner })
     }
 
-    /// Returns the number of an operator, such as `aten::add.Tensor`. Never blocks on the network.
+    /// Returns the number of the operator `name`, such as `aten::add.Tensor`. Never blocks on the
+    /// network.
     ///
-    /// The first call with a name submits a [`Request::Define`]. If the server does not know the
-    /// operator, its calls fail.
+    /// The first call with a name submits a [`Request::Define`]. If the server does not have the
+    /// operator, calls of it fail.
     ///
     /// # Errors
-    /// Returns the error that ended the session, if it has ended.
+    /// Returns the error that ended the session, if a request must be submitted and the session has
+    /// ended.
     pub fn operator_id(&self, name: &str) -> Result<u32, Error> {
         let mut queue = self.inner.queue();
         if let Some(&op) = queue.ops.get(name) {
@@ -163,8 +166,9 @@ impl<S: Sink + Send + 'static> Client<S> {
 
     /// Sends the batches that are complete.
     ///
-    /// Does not block, unless 64 MiB are queued or unacknowledged. Then it waits until the server
-    /// has acknowledged all but 64 MiB, and the socket has taken all but 16 MiB.
+    /// Blocks while the client reconnects. Also blocks if at least 64 MiB are queued or
+    /// unacknowledged, until the server has acknowledged all but 64 MiB and the socket has taken
+    /// all but 16 MiB.
     ///
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
@@ -173,7 +177,7 @@ impl<S: Sink + Send + 'static> Client<S> {
         self.inner.send_sealed(self.inner.is_backlogged(queued_bytes))
     }
 
-    /// Submits a request, and sends complete batches. May block, as
+    /// Submits a request, and sends complete batches. May block, like
     /// [`send_batches`](Self::send_batches).
     fn request(&self, request: &Request) -> Result<(), Error> {
         let submitted = self.submit(request)?;
@@ -182,20 +186,20 @@ impl<S: Sink + Send + 'static> Client<S> {
 
     /// Frees a storage. Never blocks on the network, so destructors may call it.
     ///
-    /// Does nothing if the session has ended, because its storages are gone.
+    /// Does nothing if the session has ended, because the server frees all storages of the session.
     pub fn free(&self, storage: u64) {
         let _ = self.inner.queue().push(|batch| Request::Free { storage }.encode(batch));
         self.inner.wake_flusher();
     }
 
-    /// Discards the answer to `reply`, now or when it arrives. Never blocks on the network.
+    /// Discards the answer to `reply`, even if it has not arrived yet. Never blocks on the network.
     ///
-    /// Call this for a reply that will not be waited for. Otherwise its answer stays in memory.
+    /// Call this for a reply that no caller will wait for. Otherwise, its answer stays in memory.
     pub fn discard_reply(&self, reply: u64) {
         self.inner.forgotten.lock().insert(reply);
     }
 
-    /// Returns a new number for a reply.
+    /// Returns a reply number that this session has not used yet.
     pub fn new_reply(&self) -> u64 {
         self.inner.next_reply.fetch_add(1, Ordering::Relaxed)
     }
@@ -203,8 +207,9 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// Requests the elements of a tensor. Returns the number of the reply to
     /// [`wait`](Self::wait) for.
     ///
-    /// The elements are written to `memory`, which must have their length. May block, as
-    /// [`send_batches`](Self::send_batches).
+    /// The elements are written to `memory`, which must have exactly their length in bytes.
+    /// Otherwise, the session ends with [`Error::Protocol`] when the elements arrive. May block,
+    /// like [`send_batches`](Self::send_batches).
     ///
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
@@ -217,10 +222,12 @@ impl<S: Sink + Send + 'static> Client<S> {
 
     /// Writes bytes to a storage, from `offset` on.
     ///
-    /// Up to 16 KiB are copied. Otherwise, the client keeps `bytes` and sends them from there.
-    /// Their memory must not change until the server has them, which
-    /// [`delivered_within`](Self::delivered_within) waits for. Blocks if more than 16 MiB are
-    /// queued, or 64 MiB are unacknowledged.
+    /// If `bytes` has at most 16 KiB, the client copies it. Otherwise, the client keeps `bytes` and
+    /// sends the data without a copy. The memory must then not change until the server has received
+    /// the data, which [`delivered_within`](Self::delivered_within) waits for.
+    ///
+    /// May block, like [`send_batches`](Self::send_batches). If `bytes` has more than 16 KiB, also
+    /// blocks if more than 16 MiB are queued.
     ///
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
@@ -246,8 +253,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         Ok(())
     }
 
-    /// Waits up to `time` until the server has received everything that was submitted. Returns
-    /// whether it has. It need not have run it yet.
+    /// Waits up to `time` until the server has received all submitted requests. Returns whether it
+    /// has. The server may not have run them yet.
     ///
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
@@ -267,13 +274,17 @@ impl<S: Sink + Send + 'static> Client<S> {
         }
     }
 
-    /// Sends what is queued, and waits up to `time` for the answer to `reply`. Returns `None` if it
-    /// has not arrived.
+    /// Sends queued requests, and waits up to `time` for the answer to `reply`. Returns `None` if
+    /// the answer has not arrived.
+    ///
+    /// Takes the answer, so only one wait may end with it. If no pending request has this reply
+    /// number, the client assumes after about a second that the server lost the reply. It then ends
+    /// the session with [`Error::Protocol`].
     ///
     /// # Errors
-    /// Returns [`WaitError::Failed`] if the request failed, or if any request has failed since the
-    /// last wait. The answer is discarded then. Returns [`WaitError::Ended`] if the session has
-    /// ended.
+    /// Returns [`WaitError::Failed`] if the request failed, or if the failure of another request
+    /// has not been reported yet. In both cases, the answer is discarded. Returns
+    /// [`WaitError::Ended`] if the session has ended.
     pub fn wait(&self, reply: u64, time: Duration) -> Result<Option<Answer<S>>, WaitError> {
         let inner = &*self.inner;
         let end = Instant::now() + time;
@@ -298,19 +309,23 @@ impl<S: Sink + Send + 'static> Client<S> {
         }
     }
 
-    /// Detects a lost reply: if it takes long, submits a SYNC, whose reply must not arrive before.
+    /// Detects a lost reply. If a reply takes long, submits a SYNC, whose reply must not arrive
+    /// before the awaited reply.
     fn probe(&self, connection: &mut ConnectionState<S>, reply: u64) -> Result<(), Error> {
         match connection.probe(reply) {
             Probe::Wait => Ok(()),
             Probe::Send => {
                 let probe = self.new_reply();
                 connection.set_probe(reply, probe);
-                // The batch is sent here, whether it is full or not.
+                // The next line sends the batch, whether it is full or not.
                 let _ = self.submit(&Request::Sync { reply: probe })?;
                 self.inner.send(connection, true)
             }
             Probe::Lost => {
-                let what = format!("reply {reply} is missing, but a later one has arrived");
+                let what = format!(
+                    "reply {reply} did not arrive, but a later reply did: the server lost reply \
+                     {reply}, or no pending request has this reply number"
+                );
                 let error = Error::Protocol { stream: 0, what };
                 self.inner.end(connection, &error);
                 Err(error)
@@ -318,7 +333,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         }
     }
 
-    /// Sends what is queued, as far as is possible without blocking.
+    /// Sends queued requests, as far as the socket takes them now. Blocks only while the client
+    /// reconnects.
     ///
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
@@ -327,8 +343,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         self.inner.send_sealed(false)
     }
 
-    /// Takes the failures that no wait has reported. Returns the first of them and how many others
-    /// there were, or `None`.
+    /// Takes the failures that no wait has reported. Returns the first failure and the number of
+    /// other failures, or `None` if there are no failures.
     ///
     /// Use this after [`close`](Self::close), which does not report them.
     pub fn take_failure(&self) -> Option<WaitError> {
@@ -357,13 +373,14 @@ impl<S: Sink + Send + 'static> Client<S> {
         }
     }
 
-    /// Ends the session: the server runs what was submitted, and then frees all storages.
+    /// Ends the session. The server runs all submitted requests, and then frees all storages.
     ///
-    /// Blocks until the server has confirmed it, at most 5 seconds after everything was sent. Does
-    /// nothing if the client was closed before.
+    /// Blocks until all requests are sent, and then at most 5 seconds for the server's
+    /// confirmation. Does nothing if the client was closed before.
     ///
     /// # Errors
-    /// Returns the error that ended the session before.
+    /// If the session ends or the link is lost before all requests are sent, returns that error.
+    /// The client does not reconnect during this call.
     pub fn close(&self) -> Result<(), Error> {
         if self.inner.closing.swap(true, Ordering::SeqCst) {
             return Ok(());
@@ -376,7 +393,7 @@ impl<S: Sink + Send + 'static> Client<S> {
         while sent.is_ok() && Instant::now() < end {
             match connection.channel.next_within(SLICE) {
                 Ok(Some(Incoming::Finished)) | Err(_) => break,
-                // Keep the failures of the last requests, for `take_failed`.
+                // Keeps the failures of the last requests for `take_failure`.
                 Ok(Some(item)) => {
                     if connection.handle(item).is_err() {
                         break;
@@ -385,7 +402,7 @@ impl<S: Sink + Send + 'static> Client<S> {
                 Ok(None) => {}
             }
         }
-        let error = Error::Closed { reason: "the session was ended here".into() };
+        let error = Error::Closed { reason: "this client has closed the session".into() };
         self.inner.end(&mut connection, &error);
         sent
     }

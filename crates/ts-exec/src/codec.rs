@@ -30,32 +30,42 @@ pub(crate) fn put_text(into: &mut Vec<u8>, text: &str) {
 
 /// Reads encoded values from a byte slice.
 ///
-/// Every length is compared with the bytes that are left before memory is allocated for it.
+/// Before memory is allocated for a list or a byte string, its length is compared with the number
+/// of bytes that are left.
 #[derive(Debug, Clone)]
 pub(crate) struct Decoder<'a> {
     remaining: &'a [u8],
     stream: u32,
-    /// Bytes of memory that decoded values may still use. A decoded value can be larger than its
-    /// encoding: each [`Value`](crate::Value) takes the size of the enum, even if it was one byte.
+    /// How many bytes of memory decoded values may still use. A decoded value can be larger than
+    /// its encoding: each [`Value`](crate::Value) takes the size of the enum, even if its encoding
+    /// is one byte.
     memory_left: usize,
 }
 
 impl<'a> Decoder<'a> {
-    /// Creates a decoder without a memory limit. `stream` is named in errors.
+    /// Creates a decoder without a memory limit. Errors name `stream`.
     pub(crate) fn new(bytes: &'a [u8], stream: u32) -> Self {
         Self { remaining: bytes, stream, memory_left: usize::MAX }
     }
 
-    /// Limits the memory of all values that are decoded from now on.
+    /// Limits the memory of all values that are decoded from now on to `bytes` bytes.
     pub(crate) fn limit_memory(&mut self, bytes: usize) {
         self.memory_left = bytes;
     }
 
-    /// Counts `bytes` of memory towards the limit.
+    /// Counts `bytes` bytes of memory towards the limit.
+    ///
+    /// # Errors
+    /// Returns a protocol error if the limit is exceeded.
     pub(crate) fn charge(&mut self, bytes: usize) -> Result<(), Error> {
         let left = self.memory_left.checked_sub(bytes);
-        self.memory_left =
-            left.ok_or_else(|| self.error("the request needs too much memory to decode".into()))?;
+        self.memory_left = left.ok_or_else(|| {
+            self.error(format!(
+                "the request is too large: decoding its next value takes {bytes} bytes of memory, \
+                 but only {} bytes of the limit are left",
+                self.memory_left
+            ))
+        })?;
         Ok(())
     }
 
@@ -88,15 +98,22 @@ impl<'a> Decoder<'a> {
                 return Ok(value);
             }
         }
-        Err(self.error("invalid varint: more than 64 bits".into()))
+        let what = "invalid varint: expected at most 10 bytes, and a value of at most 64 bits";
+        Err(self.error(what.into()))
     }
 
-    /// Reads the length of a list. Each element takes at least one byte, so a length beyond the
-    /// remaining bytes is an error.
+    /// Reads the length of a list or a byte string. Each element takes at least one byte, so a
+    /// length beyond the remaining bytes is an error.
     pub(crate) fn len(&mut self) -> Result<usize, Error> {
         let len = self.number()?;
-        let len = usize::try_from(len).ok().filter(|&len| len <= self.remaining.len());
-        len.ok_or_else(|| self.truncated())
+        let fits = usize::try_from(len).ok().filter(|&len| len <= self.remaining.len());
+        fits.ok_or_else(|| {
+            self.error(format!(
+                "the message is truncated, or a length in it is wrong: got length {len} (expected \
+                 at most {}, the number of bytes that are left)",
+                self.remaining.len()
+            ))
+        })
     }
 
     pub(crate) fn text(&mut self) -> Result<&'a str, Error> {
@@ -113,7 +130,7 @@ impl<'a> Decoder<'a> {
         Ok(*bytes)
     }
 
-    /// Reads bytes that are preceded by their length.
+    /// Reads a byte string, which is preceded by its length.
     pub(crate) fn bytes(&mut self) -> Result<&'a [u8], Error> {
         let len = self.len()?;
         self.charge(len)?;

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Runs operators on remote tensors: sessions, requests and replies over [`ts_remote`].
 //!
-//! The tensors of a session are at the server. A [`Client`] submits [`Request`]s and continues at
-//! once; it waits only when it needs a value. A [`SessionServer`] runs the requests of each session
-//! with an [`Executor`].
+//! The tensors of a session are on the server. A [`Client`] submits [`Request`]s without waiting
+//! for them. It waits only when it needs a value. A [`SessionServer`] runs the requests of each
+//! session with an [`Executor`].
 //!
 //! | Type | Purpose |
 //! |---|---|
-//! | [`Client`], [`ClientOptions`] | a session, as its client sees it |
-//! | [`Request`], [`Call`], [`Output`] | what a client requests |
+//! | [`Client`], [`ClientOptions`] | the client of a session, and its options |
+//! | [`Request`], [`Call`], [`Output`] | the requests of a client |
 //! | [`Value`], [`TensorRef`], [`StorageView`] | arguments and results |
-//! | [`SessionServer`], [`Executor`] | the sessions of a server, and the trait that runs their operators |
+//! | [`SessionServer`], [`Executor`] | a server of sessions, and the trait that runs operators |
 //! | [`HostExecutor`] | an executor for float32 on the CPU, for examples and tests |
-//! | [`Signature`], [`SignatureCache`] | what a client knows about the results of calls |
+//! | [`Signature`], [`SignatureCache`] | the signature of a call, and a cache with such keys |
 //!
-//! The service `exec` in PROTOCOL.md describes the encoding.
+//! PROTOCOL.md describes the encoding, as the service `exec`.
 //!
 //! # Examples
 //!
@@ -54,7 +54,7 @@
 //! submit(&Request::Create { storage: 1, bytes: 8, device: 0 })?;
 //! client.write(1, 0, [1.0f32, 2.0].iter().flat_map(|x| x.to_le_bytes()).collect())?;
 //!
-//! // y = x + x. The client chooses the storage of the result, so it need not wait for it.
+//! // y = x + x. The client chooses the storage of the result, so it does not wait here.
 //! let y = TensorRef { storage: 2, view };
 //! submit(&Request::Call(Call {
 //!     op: client.operator_id("aten::add.Tensor")?,
@@ -76,23 +76,23 @@
 //!
 //! # What this crate does not do
 //!
-//! - It does not know what operators do. An operator is a name with arguments and outputs. Shapes
-//!   are inferred by the caller of a client, and operators are run by an executor.
-//! - It is not a sandbox. A session can run every operator of its executor. Who may connect is
-//!   decided by the connection's token, and by what accepts connections.
-//! - It reads no files and needs no async runtime. A client starts one thread, and a server starts
-//!   one for each session that it serves.
+//! - It does not implement PyTorch's operators. An operator is a name with arguments and outputs.
+//!   The caller of a client infers shapes, and an executor runs the operators.
+//! - It is not a sandbox. A session can run every operator of its executor. The connection's token,
+//!   and the program that accepts connections, decide who may connect.
+//! - It reads no files and needs no async runtime. A client starts one thread. A server starts one
+//!   thread for each session that it serves.
 //!
 //! # Invariants
 //!
-//! - Requests of a session run once and in order, even if links are lost. Each end keeps what it
-//!   sent until the other has acknowledged it.
+//! - Requests of a session run once and in order, even if links are lost. Each end keeps the items
+//!   that it sent until the other end has acknowledged them.
 //! - Submitting a request never waits for the network. The client chooses the numbers of storages,
 //!   operators and replies, so it needs no answer to use a result.
-//! - A failed request is reported once, and poisons the storages that it should have written. Later
-//!   requests that need these are not done either. All others run.
-//! - Lengths from the network are checked before memory is allocated. A server bounds what a client
-//!   may leave unacknowledged.
+//! - A failed request is reported once, and poisons the storages that it should have written to.
+//!   Later calls and reads that use a poisoned storage fail too. All other requests run.
+//! - Lengths from the network are checked before memory is allocated. A server limits how much data
+//!   a client may leave unacknowledged.
 #![forbid(unsafe_code)]
 
 mod channel;

@@ -5,7 +5,7 @@ use crate::codec::{Decoder, put_number, put_text};
 use crate::value::Value;
 use ts_remote::Error;
 
-/// Why a request was not done.
+/// The kind of an [`OpFailure`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum OpFailureKind {
@@ -13,7 +13,7 @@ pub enum OpFailureKind {
     Operator,
     /// The server ran out of memory.
     OutOfMemory,
-    /// The storage does not exist.
+    /// A storage that the request names does not exist.
     Stale,
     /// The request is invalid, or not allowed.
     Refused,
@@ -23,31 +23,31 @@ pub enum OpFailureKind {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct OpFailure {
-    /// The category of the failure.
+    /// The kind of the failure.
     pub kind: OpFailureKind,
-    /// What failed and why, in the words of the server.
+    /// A description of what failed and why, from the server.
     pub message: String,
 }
 
 impl OpFailure {
-    /// Creates a failure.
+    /// Creates a failure of this kind. `message` describes what failed and why.
     pub fn new(kind: OpFailureKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into() }
     }
 }
 
-/// A message about the outcome of requests.
+/// A message about the outcome of a request.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Reply {
     /// The results of an operator, or of another request with a reply. Empty for SYNC.
     Answer { reply: u64, values: Vec<Value> },
-    /// The elements of a tensor.
+    /// The elements of a tensor, in row-major order.
     Bytes { reply: u64, bytes: Vec<u8> },
-    /// The elements of a tensor are the next tensor of the stream.
+    /// The elements of a tensor follow, as the next tensor of the stream.
     Tensor { reply: u64 },
     /// A request failed. Requests that depend on its outputs fail too.
     Failed { request: u64, failure: OpFailure },
-    /// The answer is missing because request `request` failed.
+    /// There is no answer for `reply`, because request `request` failed.
     Refused { reply: u64, request: u64, failure: OpFailure },
 }
 
@@ -114,13 +114,16 @@ impl Reply {
                 request: from.number()?,
                 failure: failure(from)?,
             },
-            kind => return Err(from.error(format!("unknown reply kind {kind}"))),
+            kind => {
+                return Err(from
+                    .error(format!("unknown reply kind {kind} (expected {ANSWER} to {REFUSED})")));
+            }
         })
     }
 }
 
 fn put_failure(into: &mut Vec<u8>, failure: &OpFailure) {
-    let kind = KINDS.iter().position(|&kind| kind == failure.kind).expect("KINDS lists every kind");
+    let kind = KINDS.iter().position(|&kind| kind == failure.kind).expect("`KINDS` has every kind");
     into.push(kind as u8);
     let text = &failure.message;
     let end = (0..=text.len().min(MAX_TEXT)).rev().find(|&end| text.is_char_boundary(end));
@@ -130,7 +133,9 @@ fn put_failure(into: &mut Vec<u8>, failure: &OpFailure) {
 fn failure(from: &mut Decoder<'_>) -> Result<OpFailure, Error> {
     let kind = from.byte()?;
     let known = KINDS.get(usize::from(kind)).copied();
-    let kind = known.ok_or_else(|| from.error(format!("unknown failure kind {kind}")))?;
+    let kind = known.ok_or_else(|| {
+        from.error(format!("unknown failure kind {kind} (expected 0 to {})", KINDS.len() - 1))
+    })?;
     Ok(OpFailure { kind, message: from.text()?.into() })
 }
 

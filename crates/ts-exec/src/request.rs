@@ -35,13 +35,13 @@ pub enum Request {
         /** Namespace, name and overload, such as `aten::add.Tensor`. */
         name: String,
     },
-    /// Creates a storage of zeros. It takes no memory until the first write.
+    /// Creates a storage of zeros. It should take no memory until the first write.
     Create {
         /** The number of the storage, which no other storage of the session has had. */
         storage: u64,
         /** The length in bytes. */
         bytes: u64,
-        /** The index of the server's device that holds it. */
+        /** The index of the device on the server that stores the bytes. */
         device: u32,
     },
     /// Changes the length of a storage. The common prefix is kept; new bytes are zero.
@@ -81,7 +81,7 @@ pub enum Request {
         /** The tensor to read. */
         tensor: TensorRef,
     },
-    /// Requests a reply as soon as all earlier requests are done.
+    /// Requests a reply as soon as all earlier requests have run.
     Sync {
         /** The number of the reply. */
         reply: u64,
@@ -89,8 +89,8 @@ pub enum Request {
     /// Lists the storages of the session.
     ///
     /// The reply has four integers for each storage: its number, its length in bytes, its device,
-    /// and its state. The state is 0 if it was never written to, 1 if it was, and 2 if a request
-    /// that should have written to it failed.
+    /// and its state. The state is 0 if the storage was never written to, and 1 if it was. It is 2
+    /// if a request that should have written to the storage failed.
     List {
         /** The number of the reply. */
         reply: u64,
@@ -109,7 +109,8 @@ pub struct Call {
     pub args: Vec<Value>,
     /// Keyword arguments.
     pub kwargs: Vec<(String, Value)>,
-    /// One output for each tensor that the operator returns.
+    /// One output for each tensor that the operator returns, or one [`Output::Described`] for a
+    /// list of tensors.
     pub outputs: Vec<Output>,
     /// The number of the reply, or `None` if the client needs no result. A reply is needed for
     /// [`Output::Described`], and for results that are not tensors.
@@ -117,7 +118,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// Returns each tensor among the arguments, including those in lists.
+    /// Returns an iterator over the tensors among the arguments, including those in lists.
     pub fn tensors(&self) -> impl Iterator<Item = &TensorRef> {
         let values = self.args.iter().chain(self.kwargs.iter().map(|(_, value)| value));
         let mut lists: Vec<std::slice::Iter<'_, Value>> = Vec::new();
@@ -144,7 +145,7 @@ impl Call {
     }
 }
 
-/// Where a tensor that an operator returns is stored.
+/// The storage for a tensor that an operator returns.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Output {
@@ -157,10 +158,11 @@ pub enum Output {
         /** The length of the storage in bytes. */
         bytes: u64,
     },
-    /// The tensor is new, and its layout depends on values. Creates a storage for it; the reply
-    /// describes the layout.
+    /// The tensor is new, and its layout depends on values. Creates a storage for it. The reply
+    /// describes the layout. For a list of tensors, one such output creates a storage for each
+    /// tensor, with consecutive numbers.
     Described {
-        /** The number of the new storage. */
+        /** The number of the new storage. For a list of tensors, that of the first storage. */
         storage: u64,
     },
 }
@@ -176,7 +178,7 @@ const RECEIVE: u8 = 8;
 const SYNC: u8 = 9;
 const LIST: u8 = 10;
 
-/// The most memory that one decoded request may use, in bytes.
+/// The maximum memory that one decoded request may use, in bytes.
 const MAX_DECODED: usize = 64 << 20;
 
 const KNOWN: u8 = 0;
@@ -232,11 +234,13 @@ impl Request {
     fn decode(from: &mut Decoder<'_>) -> Result<Self, Error> {
         from.limit_memory(MAX_DECODED);
         Ok(match from.byte()? {
-            DEFINE => Self::Define { op: number_u32(from)?, name: from.text()?.into() },
+            DEFINE => {
+                Self::Define { op: number_u32(from, "operator number")?, name: from.text()?.into() }
+            }
             CREATE => Self::Create {
                 storage: from.number()?,
                 bytes: from.number()?,
-                device: number_u32(from)?,
+                device: number_u32(from, "device index")?,
             },
             RESIZE => Self::Resize { storage: from.number()?, bytes: from.number()? },
             FREE => Self::Free { storage: from.number()? },
@@ -254,14 +258,17 @@ impl Request {
             LIST => Self::List { reply: from.number()? },
             READ => Self::Read { reply: from.number()?, tensor: TensorRef::decode(from)? },
             CALL => {
-                let op = number_u32(from)?;
+                let op = number_u32(from, "operator number")?;
                 let args = list(from, Value::decode)?;
                 let kwargs = list(from, |from| Ok((from.text()?.into(), Value::decode(from)?)))?;
                 let outputs = list(from, Output::decode)?;
                 let reply = Some(from.number()?).filter(|&reply| reply != 0);
                 Self::Call(Call { op, args, kwargs, outputs, reply })
             }
-            kind => return Err(from.error(format!("unknown request kind {kind}"))),
+            kind => {
+                return Err(from
+                    .error(format!("unknown request kind {kind} (expected {DEFINE} to {LIST})")));
+            }
         })
     }
 }
@@ -287,15 +294,20 @@ impl Output {
             KNOWN => Self::Known,
             NEW => Self::New { tensor: TensorRef::decode(from)?, bytes: from.number()? },
             DESCRIBED => Self::Described { storage: from.number()? },
-            kind => return Err(from.error(format!("unknown output kind {kind}"))),
+            kind => {
+                return Err(from.error(format!(
+                    "unknown output kind {kind} (expected {KNOWN} to {DESCRIBED})"
+                )));
+            }
         })
     }
 }
 
-fn number_u32(from: &mut Decoder<'_>) -> Result<u32, Error> {
+/// Reads a number of 32 bits. `what` names the number in the error.
+fn number_u32(from: &mut Decoder<'_>, what: &str) -> Result<u32, Error> {
     let number = from.number()?;
     u32::try_from(number)
-        .map_err(|_| from.error(format!("number {number} does not fit in 32 bits")))
+        .map_err(|_| from.error(format!("{what} {number} does not fit in 32 bits")))
 }
 
 fn list<T>(
@@ -317,7 +329,8 @@ pub struct Requests<'a> {
 }
 
 impl<'a> Requests<'a> {
-    /// Reads a batch. `stream` is the stream that it came on, which errors name.
+    /// Creates an iterator over the requests of an encoded batch. Errors name `stream`, the stream
+    /// on which the batch arrived.
     pub fn new(batch: &'a [u8], stream: u32) -> Self {
         Self { from: Decoder::new(batch, stream) }
     }

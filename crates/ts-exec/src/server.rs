@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The server of sessions.
+//! The server side of sessions.
 
 mod batch;
 mod executor;
@@ -26,12 +26,14 @@ pub use upload::UploadSink;
 /// The name of the service, which a client requests in the HELLO of its connection.
 pub const EXEC: &str = "exec";
 
-/// At most this many sessions are kept without a link. Beyond that, the oldest is dropped.
+/// The maximum number of sessions that are kept without a link. Beyond that, the session that lost
+/// its link first is dropped.
 const MAX_DISCONNECTED: usize = 64;
 
-/// Returns the service that names a session in a client's HELLO, so that a
-/// [`Dispatcher`](ts_remote::Dispatcher) can pass the client's connections to the process that has
-/// the session.
+/// Returns the service name that identifies a session in a client's HELLO.
+///
+/// A [`Dispatcher`](ts_remote::Dispatcher) can use this name to pass the client's connections to
+/// the process that has the session.
 ///
 /// # Examples
 ///
@@ -45,7 +47,7 @@ pub fn service_name(session: [u8; 16]) -> String {
 
 /// The sessions of a server, each with its own [`Executor`].
 ///
-/// A session outlives its link: a client that reconnects in time finds its tensors, and its
+/// A session outlives its link: a client that reconnects in time finds its tensors again, and its
 /// requests run once.
 ///
 /// # Examples
@@ -112,7 +114,8 @@ impl<E: Executor + Send> SessionServer<E> {
     }
 
     /// Returns whether an operator is still running although its client has been disconnected for
-    /// the reconnect timeout. An operator cannot be interrupted; only ending the process stops it.
+    /// the reconnect timeout or longer. An operator cannot be interrupted; only ending the process
+    /// stops it.
     pub fn is_stuck(&self) -> bool {
         self.sessions.lock().values().any(|entry| match entry {
             SessionEntry::Serving(status) => {
@@ -136,17 +139,19 @@ impl<E: Executor + Send> SessionServer<E> {
         drop(removed);
     }
 
-    /// Serves a client that has connected, until it ends its session, its link is lost, or `stop`
-    /// is set. Blocks.
+    /// Serves a client that has connected, until it ends its session, its link is lost, it connects
+    /// again, or `stop` is set. Blocks. Setting `stop` ends the session, and frees its tensors.
     ///
     /// `make` creates the executor, if the session is new. A second thread answers pings and sends
     /// replies while operators run. [`is_stuck`](Self::is_stuck) reports an operator that still
     /// runs after its client has gone.
     ///
     /// # Errors
-    /// Returns the error that ended the link. If the link was lost, the session is kept, and its
-    /// client may reconnect. Returns [`Error::Closed`] if the client wants to continue a session
-    /// that does not exist.
+    /// - The error that ended the link. The session is kept, and its client may reconnect, unless
+    ///   the client broke the protocol.
+    /// - [`Error::Closed`] if the client wants to continue a session that does not exist.
+    /// - [`Error::Misuse`] if the previous connection of the session is still busy after the
+    ///   reconnect timeout, or if the second thread cannot be started.
     pub fn serve(
         &self,
         mut link: Link<UploadSink<E::Sink>>,
@@ -160,7 +165,8 @@ impl<E: Executor + Send> SessionServer<E> {
             Some(session) => session,
             None if peer.received > 0 => {
                 self.sessions.lock().remove(&peer.session);
-                let reason = "the session has ended, and its tensors are gone";
+                let reason = "the session has ended, and its tensors are gone: the server dropped \
+                              it after a disconnect, or was restarted; begin a new session";
                 link.connection().close(reason);
                 let _ = link.flush_all();
                 return Err(Error::Closed { reason: reason.into() });
@@ -170,7 +176,7 @@ impl<E: Executor + Send> SessionServer<E> {
         let result = session.serve(link, peer, &status, stop);
         let link = session.detach();
         if let (Err(error @ Error::Protocol { .. }), Some(mut link)) = (&result, link) {
-            // If the connection itself found the error, it has already sent CLOSE.
+            // If the connection itself detected the error, it has already sent CLOSE.
             link.connection().close(&error.to_string());
             let _ = link.drive();
         }
@@ -189,8 +195,9 @@ impl<E: Executor + Send> SessionServer<E> {
         result
     }
 
-    /// Takes a session that exists, or returns `None`, and marks it as served. If another thread
-    /// serves it, waits until that thread has given up its link.
+    /// Takes an existing session, or returns `None` if it does not exist. Marks the session as
+    /// served. If another thread serves the session, makes that thread drop its link, and waits for
+    /// the thread until the reconnect timeout.
     fn take(
         &self,
         session: [u8; 16],
@@ -201,8 +208,11 @@ impl<E: Executor + Send> SessionServer<E> {
         while let Some(SessionEntry::Serving(other)) = sessions.get(&session) {
             other.superseded.store(true, Ordering::Relaxed);
             if Instant::now() >= end {
-                let what = "the session is still busy with its previous connection";
-                return Err(Error::Misuse(what.into()));
+                return Err(Error::Misuse(format!(
+                    "cannot continue the session: its previous connection is still busy after the \
+                     reconnect timeout of {:?}",
+                    self.reconnect_timeout
+                )));
             }
             self.changed.wait_for(&mut sessions, SLICE);
         }

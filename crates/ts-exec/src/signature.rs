@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Signatures of calls, and a cache of what is known about them.
+//! Signatures of calls, and a cache for facts about their results.
 //!
-//! The shapes and dtypes of an operator's results depend only on the signature of the call, so a
-//! client computes them once for each signature and then looks them up.
+//! For most operators, the shapes and dtypes of the results depend only on the signature of the
+//! call. So a client computes them once for each signature, and then looks them up.
 
 use std::borrow::Borrow;
 use std::collections::HashMap;
@@ -16,19 +16,19 @@ use crate::Value;
 pub enum ScalarKeying {
     /// By value. For operators whose results have shapes that depend on floats, such as `arange`.
     ByValue,
-    /// By kind: of floats and complex numbers only the kind, of scalar tensors only the dtype.
-    /// Integers and booleans are still included by value, because they may be dimensions and sizes.
+    /// By kind: floats and complex numbers are included only with their kind, and scalar tensors
+    /// only with their dtype. Integers and booleans are still included by value, because they may
+    /// be dimensions and sizes.
     ByKind,
 }
 
-/// Computes the signature of a call: a byte string that is equal for calls with results of equal
-/// shape and dtype.
+/// Computes the signature of a call as a byte string. Calls with equal signatures have results of
+/// equal shapes and dtypes, unless these depend on the elements of tensors.
 ///
-/// Tensors are included with their layout. The numbers of their storages are not, only which
-/// tensors share a storage. So a call that reads the tensor that it writes to differs from one that
-/// does not.
+/// A signature contains the layout of each tensor, and which tensors share a storage. It does not
+/// contain the numbers of the storages. So `x + x` and `x + y` have different signatures.
 ///
-/// The buffers are reused from one call to the next.
+/// [`compute`](Self::compute) reuses the buffers of the previous call.
 ///
 /// # Examples
 ///
@@ -66,7 +66,7 @@ impl Signature {
     }
 
     /// Returns the signature of a call with these arguments, in order. The name of a positional
-    /// argument is empty.
+    /// argument is empty. `scalars` selects how numbers among the arguments are included.
     pub fn compute<'a>(
         &mut self,
         arguments: impl Iterator<Item = (&'a str, &'a Value)>,
@@ -117,9 +117,9 @@ impl Signature {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct CacheStats {
-    /// Lookups that found an entry.
+    /// The number of lookups that found an entry.
     pub hits: u64,
-    /// Lookups that found none.
+    /// The number of lookups that found no entry.
     pub misses: u64,
     /// The current number of entries.
     pub entries: usize,
@@ -128,7 +128,8 @@ pub struct CacheStats {
 /// A cache that evicts entries that have not been used recently.
 ///
 /// It has two generations of `capacity` entries each. Entries that are used move to the young
-/// generation. When that is full, it becomes the old one, and the previous old one is evicted.
+/// generation. When the young generation is full, it becomes the old generation, and the previous
+/// old generation is evicted.
 ///
 /// # Examples
 ///
@@ -158,7 +159,7 @@ impl<K: Hash + Eq + Clone, V: Clone> SignatureCache<K, V> {
         Self { capacity: capacity.max(1), young, old, hits: 0, misses: 0 }
     }
 
-    /// Returns a clone of the entry for `key`, which counts as used.
+    /// Returns a clone of the entry for `key`, and marks the entry as recently used.
     pub fn get<Q: Hash + Eq + ?Sized>(&mut self, key: &Q) -> Option<V>
     where
         K: Borrow<Q>,
@@ -176,7 +177,7 @@ impl<K: Hash + Eq + Clone, V: Clone> SignatureCache<K, V> {
         Some(value)
     }
 
-    /// Adds an entry.
+    /// Adds an entry. If the young generation is full, evicts the old generation.
     pub fn put(&mut self, key: K, value: V) {
         if self.young.len() >= self.capacity {
             self.old = mem::take(&mut self.young);

@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Arguments and results of operators, and their encoding.
 //!
-//! A value is a tag byte followed by its content: integers as varints (LEB128; signed ones zigzag),
-//! floats as their little-endian bytes, texts and lists preceded by their length. Lists nest at
-//! most [`MAX_DEPTH`] deep. A length beyond the end of the batch is an error before memory is
-//! allocated.
+//! A value is a tag byte followed by its content:
+//!
+//! - integers are varints (LEB128), and signed integers are zigzag-encoded first;
+//! - floats are little-endian;
+//! - texts and lists begin with their length.
+//!
+//! Lists nest at most [`MAX_DEPTH`] deep. A length beyond the end of the batch is rejected before
+//! memory is allocated.
 
 use crate::codec::{Decoder, put_number, put_text, unzigzag, zigzag};
 use crate::view::{ScalarType, TensorRef};
 use ts_remote::Error;
 
-/// The deepest nesting of lists in an argument. PyTorch's operators need two levels.
+/// The maximum depth of nested lists in an argument. PyTorch's operators need two levels.
 pub const MAX_DEPTH: usize = 4;
 
 /// An argument or result of an operator.
@@ -51,9 +55,9 @@ pub enum Value {
     Name(String),
     /// A tensor.
     Tensor(TensorRef),
-    /// The conjugate of a tensor: its elements are the conjugates of those in memory.
+    /// A tensor whose elements are the complex conjugates of the elements in memory.
     Conjugate(TensorRef),
-    /// A tensor without dimensions, given by its one element.
+    /// A tensor without dimensions, given by the value of its element.
     Scalar {
         /** The type of the element. */
         dtype: ScalarType,
@@ -165,7 +169,11 @@ impl Value {
                     (0..len).map(|_| Self::decode_within(from, inner)).collect::<Result<_, _>>()?,
                 )
             }
-            tag => return Err(from.error(format!("unknown value tag {tag}"))),
+            tag => {
+                return Err(
+                    from.error(format!("unknown value tag {tag} (expected {NONE} to {CONJUGATE})"))
+                );
+            }
         })
     }
 }

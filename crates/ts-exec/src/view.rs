@@ -7,7 +7,7 @@ use ts_remote::Error;
 /// The largest number of dimensions of a tensor, as in PyTorch.
 pub const MAX_DIMS: usize = 64;
 
-/// The type of a tensor's elements, by PyTorch's number for it (`c10::ScalarType`).
+/// The type of a tensor's elements, given by PyTorch's number for the type (`c10::ScalarType`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ScalarType(pub u8);
 
@@ -82,11 +82,11 @@ impl StorageView {
 
     /// Returns whether the elements are complex numbers.
     pub fn is_complex(&self) -> bool {
-        // complex32, complex64 and complex128.
+        // The numbers of complex32, complex64 and complex128.
         matches!(self.dtype.0, 8..=10)
     }
 
-    /// Returns the number of elements, or `None` if it exceeds 64 bits.
+    /// Returns the number of elements, or `None` if the number exceeds 64 bits.
     pub fn elements(&self) -> Option<u64> {
         self.sizes.iter().try_fold(1u64, |count, &size| count.checked_mul(size))
     }
@@ -94,7 +94,7 @@ impl StorageView {
     pub(crate) fn encode(&self, into: &mut Vec<u8>) {
         let contiguous = self.strides == contiguous_strides(&self.sizes);
         into.push(self.dtype.0);
-        // The lowest two bits say whether strides and an offset follow.
+        // The lowest two bits record whether strides and an offset follow.
         let head =
             self.sizes.len() << 2 | usize::from(!contiguous) << 1 | usize::from(self.offset != 0);
         put_number(into, head as u64);
@@ -112,7 +112,8 @@ impl StorageView {
         let head = from.number()?;
         let dims = usize::try_from(head >> 2).ok().filter(|&dims| dims <= MAX_DIMS);
         let dims = dims.ok_or_else(|| {
-            from.error(format!("tensor has {} dimensions (expected at most {MAX_DIMS})", head >> 2))
+            let got = head >> 2;
+            from.error(format!("a tensor has {got} dimensions (expected at most {MAX_DIMS})"))
         })?;
         from.charge(dims * (size_of::<u64>() + size_of::<i64>()))?;
         let sizes: Vec<u64> = (0..dims).map(|_| from.number()).collect::<Result<_, _>>()?;
@@ -127,10 +128,10 @@ impl StorageView {
 }
 
 impl TensorRef {
-    /// Returns a hash of the storage's number and the layout, by which logs name the tensor.
+    /// Returns a hash of the storage's number and the layout. Logs use the hash to name the tensor.
     ///
-    /// It is the 64-bit [FNV-1a](http://www.isthe.com/chongo/tech/comp/fnv/) hash of the sizes,
-    /// strides, dtype, offset and storage, each number as 8 bytes, little-endian.
+    /// The hash is the 64-bit [FNV-1a](http://www.isthe.com/chongo/tech/comp/fnv/) hash of the
+    /// sizes, strides, dtype, offset and storage, each number as 8 bytes, little-endian.
     pub fn metadata_hash(&self) -> u64 {
         let StorageView { dtype, sizes, strides, offset } = &self.view;
         let strides = strides.iter().map(|&stride| stride as u64);

@@ -42,8 +42,8 @@ pub struct Acceptor<S> {
 }
 
 impl<S: Sink> Acceptor<S> {
-    /// Creates an acceptor of connections with these options. Peers that do not complete the
-    /// handshake within `options.idle_timeout` are disconnected.
+    /// Creates an acceptor whose connections have these options. It disconnects peers that do not
+    /// complete the handshake within `options.idle_timeout`.
     pub fn new(options: ConnectionOptions) -> Self {
         Self {
             handshakes: Handshakes::new(options),
@@ -52,7 +52,7 @@ impl<S: Sink> Acceptor<S> {
         }
     }
 
-    /// Requires TLS of connections over TCP.
+    /// Requires TLS on all TCP connections.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_tls(mut self, tls: TlsServer) -> Self {
@@ -64,7 +64,9 @@ impl<S: Sink> Acceptor<S> {
     /// with the peer and the reason for each connection that fails. Blocks.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if the listener fails. Errors of single connections only go to `log`.
+    /// Returns [`Error::Io`] if the listener fails, and [`Error::Closed`] if a
+    /// [handoff channel](Listener::from_handoffs) has closed. Errors of single connections are only
+    /// passed to `log`.
     pub fn accept_within(
         &mut self,
         listener: &Listener,

@@ -21,9 +21,9 @@ use crate::Error;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Address {
-    /// `HOST:PORT`.
+    /// The host and the port of a TCP socket, as `HOST:PORT`.
     Tcp(String),
-    /// `unix:PATH`.
+    /// The path of a Unix socket. The text form is `unix:PATH`.
     Unix(PathBuf),
 }
 
@@ -37,8 +37,10 @@ impl fmt::Display for Address {
 }
 
 impl Address {
-    /// Returns whether other machines may be able to reach the address. Resolves host names, and
-    /// may block for that.
+    /// Returns whether other machines may be able to reach the address. This is false for Unix
+    /// sockets, and for names that resolve only to loopback addresses.
+    ///
+    /// Blocks while it resolves a host name.
     pub fn is_public(&self) -> bool {
         match self {
             Self::Unix(_) => false,
@@ -54,6 +56,9 @@ impl FromStr for Address {
     type Err = Error;
 
     /// Parses `HOST:PORT`, `[IPv6]:PORT` or `unix:PATH`.
+    ///
+    /// # Errors
+    /// Returns [`Error::Misuse`] if `text` has none of these forms.
     fn from_str(text: &str) -> Result<Self, Error> {
         if let Some(path) = text.strip_prefix("unix:").filter(|path| !path.is_empty()) {
             return Ok(Self::Unix(path.into()));

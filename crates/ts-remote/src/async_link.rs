@@ -13,16 +13,18 @@ use crate::{
     TensorInfo,
 };
 
-/// The most slices per write.
+/// The maximum number of slices per write.
 const MAX_SLICES: usize = 16;
 
 /// One end of a connection over a byte stream of tokio: a `TcpStream`, a `UnixStream`, a stream of
 /// tokio-rustls, or anything that implements [`AsyncRead`] and [`AsyncWrite`].
 ///
-/// The async counterpart of [`Link`](crate::Link). It does I/O only while one of its methods is
-/// awaited. Futures can be dropped at any time: [`next_event`](Self::next_event) loses no event,
-/// and what [`send`](Self::send) has queued is written by later calls. Payloads are read straight
-/// into memory and written from it, but never go through shared memory.
+/// This is the async counterpart of [`Link`](crate::Link). It needs a tokio runtime with time
+/// enabled, and does I/O only while one of its methods is awaited. Payloads are read directly into
+/// memory and written directly from it, but never go through shared memory.
+///
+/// Futures can be dropped at any time: [`next_event`](Self::next_event) loses no event, and later
+/// calls write the data that [`send`](Self::send) has queued.
 ///
 /// ```
 /// use ts_remote::{AsyncLink, ConnectionOptions, Event, Role};
@@ -48,17 +50,18 @@ pub struct AsyncLink<S, T> {
     io: T,
     peer: String,
     liveness: Liveness,
-    /// Why the connection is half-closed: writing failed, and the peer's last frames are read.
+    /// The error that ended writing. The peer's last frames are still read.
     write_error: Option<Error>,
-    /// Why the connection has ended, while earlier events wait to be polled.
+    /// The error that ended the connection. Methods return it after all earlier events.
     end_error: Option<Error>,
 }
 
 impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
-    /// Completes the handshake on a connected byte stream. Errors name the peer as `peer`.
+    /// Completes the handshake on a connected byte stream. Errors contain `peer` as the name of the
+    /// peer.
     ///
     /// # Errors
-    /// As [`Link::new`](crate::Link::new).
+    /// Returns the same errors as [`Link::new`](crate::Link::new).
     pub async fn new(
         io: T,
         role: Role,
@@ -88,20 +91,20 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         &mut self.connection
     }
 
-    /// Returns the name of the peer.
+    /// Returns the name of the peer that was passed to [`new`](Self::new).
     pub fn peer(&self) -> &str {
         &self.peer
     }
 
-    /// Returns the statistics of the connection.
+    /// Returns counters of the bytes and frames since the connection began.
     pub fn stats(&self) -> ConnectionStats {
         self.connection.stats()
     }
 
-    /// Waits for the next event.
+    /// Waits for the next event, and returns it.
     ///
     /// # Errors
-    /// As [`Link::next_event`](crate::Link::next_event).
+    /// Returns the same errors as [`Link::next_event`](crate::Link::next_event).
     pub async fn next_event(&mut self) -> Result<Event<S>, Error> {
         self.liveness.begin_wait(&self.connection);
         loop {
@@ -112,11 +115,11 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         }
     }
 
-    /// Sends a tensor on a stream and waits until all of it is written. Events that arrive
+    /// Sends a tensor on a stream, and waits until all of it is written. Events that arrive
     /// meanwhile are queued.
     ///
     /// # Errors
-    /// As [`Link::send`](crate::Link::send).
+    /// Returns the same errors as [`Link::send`](crate::Link::send).
     pub async fn send(
         &mut self,
         stream: u32,
@@ -128,10 +131,10 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         self.flush(stream).await
     }
 
-    /// Sends a message on a stream and waits until it is written.
+    /// Sends a message on a stream, and waits until it is written.
     ///
     /// # Errors
-    /// As [`Link::send_message`](crate::Link::send_message).
+    /// Returns the same errors as [`Link::send_message`](crate::Link::send_message).
     pub async fn send_message(&mut self, stream: u32, message: Bytes) -> Result<(), Error> {
         self.connection.send_message(stream, message)?;
         self.flush(stream).await
@@ -140,23 +143,24 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
     /// Waits until everything that is queued on a stream is written.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event).
+    /// Returns the same errors as [`next_event`](Self::next_event).
     pub async fn flush(&mut self, stream: u32) -> Result<(), Error> {
         self.liveness.begin_wait(&self.connection);
         while !self.connection.is_sent(stream) {
             self.step().await?;
         }
-        // TLS buffers.
+        // The stream may buffer written bytes, as TLS does.
         std::future::poll_fn(|cx| Pin::new(&mut self.io).poll_flush(cx))
             .await
             .map_err(|error| self.failed("writing", error))
     }
 
-    /// Closes the connection with a reason, after everything that is queued on all streams, and
-    /// waits until the peer has read it. Drops what arrives meanwhile.
+    /// Sends everything that is queued on all streams, then closes the connection with a reason.
+    /// Waits until the peer has closed its end. Drops everything that arrives meanwhile.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event); then some of what was sent may be lost.
+    /// Returns the same errors as [`next_event`](Self::next_event). Sent data may then be lost.
+    /// Succeeds if the peer closes the connection after all data of the user was written.
     pub async fn close(mut self, reason: &str) -> Result<(), Error> {
         self.liveness.begin_wait(&self.connection);
         while self.connection.has_unsent() {
@@ -170,7 +174,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         self.connection.close(reason);
         while self.connection.plan_writes() {
             match self.step().await {
-                // The peer has everything but this end's CLOSE.
+                // The peer closed first, so only this end's CLOSE is missing.
                 Err(Error::Closed { .. }) => return Ok(()),
                 done => done?,
             }
@@ -186,7 +190,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
                 let read =
                     std::future::poll_fn(|cx| Pin::new(&mut self.io).poll_read(cx, &mut into))
                         .await;
-                // The peer has closed the connection after it got this end's CLOSE.
+                // The peer has closed the connection, usually because of this end's CLOSE.
                 if read.is_err() || into.filled().is_empty() {
                     return;
                 }
@@ -206,14 +210,15 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         self.liveness.begin_step();
         self.liveness.check_progress(&self.connection, &self.peer)?;
         let left = self.liveness.check_peer(&mut self.connection, &self.peer)?;
-        // Half of the idle timeout is when the peer is pinged.
+        // The peer is pinged after half of the idle timeout.
         let wait = left.min(self.liveness.idle_timeout() / 2);
         let done = tokio::time::timeout(wait, std::future::poll_fn(|cx| self.poll_io(cx))).await;
         self.liveness.update();
         done.unwrap_or(Ok(()))
     }
 
-    /// Writes and reads what is possible without waiting. Ready if anything was.
+    /// Writes and reads without waiting. Returns `Ready` if anything was written or read, or if the
+    /// connection has failed.
     fn poll_io(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         let wrote = self.poll_write(cx);
         let read = self.poll_read(cx)?;
@@ -244,7 +249,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
                 Poll::Pending => break,
             }
         }
-        // TLS buffers.
+        // The stream may buffer written bytes, as TLS does.
         if let Poll::Ready(Err(error)) = Pin::new(&mut self.io).poll_flush(cx) {
             self.write_error.get_or_insert(Error::io(&self.peer, "writing", error));
         }
@@ -274,11 +279,11 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         }
     }
 
-    /// Ends the connection because of what was received. Returns the error, unless earlier events
-    /// wait to be polled.
+    /// Ends the connection after an error in received bytes. Returns the error, unless earlier
+    /// events can still be polled.
     fn end(&mut self, cx: &mut Context<'_>, error: Error) -> Result<(), Error> {
-        // Tells the peer why, as far as it can be written now. After CLOSE the peer waits for the
-        // end of the stream.
+        // Sends the peer the reason, as far as it can be written now. A peer that has sent CLOSE
+        // waits for the end of the byte stream.
         self.poll_write(cx);
         if matches!(error, Error::Closed { .. }) {
             let _ = Pin::new(&mut self.io).poll_shutdown(cx);

@@ -7,7 +7,7 @@ use std::time::Duration;
 /// Jittered exponential backoff: delays that double up to a cap.
 ///
 /// Each delay is jittered by up to 25 % in either direction, so that clients that lost the same
-/// server do not return at the same moment.
+/// server do not reconnect at the same moment.
 ///
 /// ```
 /// use std::time::Duration;
@@ -29,7 +29,7 @@ pub struct Backoff {
 impl Backoff {
     /// Creates a backoff whose delays begin at `first` and grow to `cap`, before jitter.
     pub fn new(first: Duration, cap: Duration) -> Self {
-        // The standard library seeds each process at random and each state differently.
+        // The standard library seeds each `RandomState` differently, at random for each process.
         Self { delay: first.min(cap), cap, random: RandomState::new().hash_one(0) }
     }
 
@@ -43,7 +43,7 @@ impl Backoff {
         bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         bits ^= bits >> 31;
-        // A multiple of 1/1024 of the delay, from 3/4 to 5/4.
+        // The factor of the jitter, in units of 1/1024: from 3/4 to 5/4.
         let factor = 768 + (bits % 513) as u32;
         delay.checked_mul(factor).map_or(delay, |product| product / 1024)
     }

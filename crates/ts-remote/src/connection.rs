@@ -22,15 +22,18 @@ use crate::{
     TensorInfo,
 };
 
-/// One end of a connection, without I/O: it neither blocks nor knows a socket.
+/// One end of a connection, without I/O: no method blocks or uses a socket.
 ///
-/// To read, pass the bytes that arrive to the buffers of [`read_targets`](Self::read_targets),
-/// which may be the memory of a tensor. Report them with [`filled`](Self::filled), and get the
-/// events with [`poll`](Self::poll). To write, call [`plan_writes`](Self::plan_writes), write the
-/// slices of [`write_slices`](Self::write_slices), and report them with [`written`](Self::written).
+/// To read, put the bytes that arrive into the buffers of [`read_targets`](Self::read_targets),
+/// which may be the memory of a tensor. Report their number with [`filled`](Self::filled), and take
+/// the events from [`poll`](Self::poll).
 ///
-/// After an error of [`filled`](Self::filled) nothing more can be read. The frames that are left to
-/// write tell the peer why.
+/// To write, call [`plan_writes`](Self::plan_writes), then write the slices that
+/// [`write_slices`](Self::write_slices) returns. Report the number of written bytes with
+/// [`written`](Self::written).
+///
+/// After [`filled`](Self::filled) has returned an error, nothing more can be read. Write the
+/// remaining frames, because they may contain the reason for the peer.
 ///
 /// ```
 /// use ts_remote::{Connection, ConnectionOptions, Event, Role};
@@ -71,46 +74,50 @@ use crate::{
 pub struct Connection<S> {
     role: Role,
     options: ConnectionOptions,
-    /// The peer's HELLO.
+    /// The peer's HELLO. `None` until the handshake is complete.
     peer: Option<Hello>,
     reader: Reader,
     incoming: BTreeMap<u32, Incoming<S>>,
-    /// Incoming streams that may have an event.
+    /// The numbers of incoming streams that may have an event.
     event_streams: VecDeque<u32>,
     connected_delivered: bool,
     hello_sent: bool,
-    /// The peer's cancellations of outgoing streams, and their reasons.
+    /// Outgoing streams that the peer cancelled, with its reasons, until their events are
+    /// delivered.
     cancelled: VecDeque<(u32, String)>,
     outgoing: BTreeMap<u32, Outgoing>,
-    /// Outgoing streams that have ended, and that the peer has not taken completely.
+    /// Outgoing streams that have ended, until the peer releases them.
     ending: BTreeSet<u32>,
     next_stream: u32,
     writer: Writer,
-    /// A counter of progress: frames that carry something, and writes of anything but PING and
-    /// PONG.
+    /// A counter that increases when META, DATA, END, MESSAGE or a frame with a body arrives, and
+    /// when bytes are written, unless these begin in a PING or PONG.
     progress: u64,
-    /// PINGs sent.
+    /// The number of PINGs that were sent, which is also the number of the last one.
     pings: u64,
-    /// The shared memory of each direction.
+    /// The shared memory for outgoing payloads.
     ring_writer: Option<RingWriter>,
+    /// The shared memory for incoming payloads.
     ring_reader: Option<RingReader>,
-    /// A descriptor whose SHARE has not arrived yet.
+    /// A received descriptor, until the SHARE that it belongs to is processed.
     descriptor: Option<OwnedFd>,
-    /// The peer's reason in CLOSE.
+    /// The reason in the peer's CLOSE. `None` until CLOSE arrives.
     closed: Option<String>,
     failed: bool,
-    /// An error in bytes that were held back, until a method can return it.
+    /// An error in postponed bytes that [`poll`](Self::poll) processed. [`settle`](Self::settle)
+    /// returns it.
     deferred_error: Option<Error>,
     stats: ConnectionStats,
 }
 
-/// Truncates a reason to the length of a frame.
+/// Truncates a reason to the maximum length of a control frame's body.
 fn truncated(reason: &str) -> &[u8] {
     &reason.as_bytes()[..reason.len().min(MAX_CONTROL_LEN)]
 }
 
 impl<S: Sink> Connection<S> {
-    /// Creates an end of a connection. A connector has its HELLO to write.
+    /// Creates one end of a connection. A connector can write its HELLO at once. An acceptor can
+    /// write its HELLO after it has read the connector's HELLO.
     pub fn new(role: Role, options: ConnectionOptions) -> Self {
         let mut this = Self {
             role,
@@ -136,15 +143,15 @@ impl<S: Sink> Connection<S> {
             stats: ConnectionStats::default(),
             options,
         };
-        // An acceptor sends nothing before it has read the connector's preface and HELLO.
+        // An acceptor sends HELLO only after it has read the connector's preface and HELLO.
         if role == Role::Connector {
             this.send_hello();
         }
         this
     }
 
-    /// Creates an end of a connection without preface and HELLO. Both ends must have the same
-    /// options.
+    /// Creates one end of a connection that exchanges no preface and no HELLO. Both ends must have
+    /// the same options.
     pub(crate) fn without_handshake(role: Role, options: ConnectionOptions) -> Self {
         let mut this = Self::new(role, options);
         this.peer = Some(Hello::new(&this.options, role));
@@ -154,7 +161,7 @@ impl<S: Sink> Connection<S> {
         this
     }
 
-    /// Queues the preface and HELLO before everything else, once.
+    /// Queues the preface and HELLO before all other frames. Later calls do nothing.
     fn send_hello(&mut self) {
         if !std::mem::replace(&mut self.hello_sent, true) {
             let body = Hello::new(&self.options, self.role).encode();
@@ -164,56 +171,66 @@ impl<S: Sink> Connection<S> {
         }
     }
 
-    /// Returns whether the handshake is complete.
+    /// Returns whether the handshake is complete: the peer's HELLO has arrived, and streams can be
+    /// opened.
     pub fn is_connected(&self) -> bool {
         self.peer.is_some()
     }
 
-    /// Returns the statistics of the connection.
+    /// Returns counters of the bytes and frames since the connection began.
     pub fn stats(&self) -> ConnectionStats {
         self.stats
     }
 
-    /// Returns the statistics of an open stream of either direction.
+    /// Returns the statistics of a stream of either direction. Returns `None` if the stream is not
+    /// open, or after [`plan_writes`](Self::plan_writes) has queued its last frame.
     pub fn stream_stats(&self, stream: u32) -> Option<StreamStats> {
         let outgoing = self.outgoing.get(&stream).map(Outgoing::stats);
         outgoing.or_else(|| self.incoming.get(&stream).map(Incoming::stats))
     }
 
-    /// Returns how many bytes of this end's memory wait for the user: at most a window and a
-    /// message per stream.
+    /// Returns how many bytes of memory this end uses for received data that the user has not
+    /// taken. Each stream uses at most a window and a few frames of 64 KiB.
     pub fn staged_bytes(&self) -> usize {
         self.incoming.values().map(Incoming::staged_bytes).sum()
     }
 
-    /// Opens a stream to send on, and returns its number.
+    /// Opens a stream to send on, and returns its number. The stream counts as open until the peer
+    /// has [taken](Self::is_taken) everything.
     ///
     /// # Errors
-    /// Returns [`Error::Misuse`] before the handshake is complete, or if the peer's limit of open
-    /// streams is reached. A stream counts until it is [taken](Self::is_taken).
+    /// Returns [`Error::Misuse`] before the handshake is complete, if as many streams are open as
+    /// the peer allows, or if all stream numbers are used.
     pub fn open_stream(&mut self) -> Result<u32, Error> {
         let misuse = |what: &str| Error::Misuse(what.into());
-        let early = || misuse("cannot open a stream: the handshake is not complete");
+        let early = || {
+            misuse(
+                "cannot open a stream: the handshake is not complete; wait for `Event::Connected`",
+            )
+        };
         let peer = self.peer.as_ref().ok_or_else(early)?;
         if self.outgoing.len() + self.ending.len() >= peer.max_streams as usize {
             return Err(Error::Misuse(format!(
-                "cannot open a stream: the peer allows at most {}",
+                "cannot open a stream: the peer allows at most {} open streams; finish one, and \
+                 wait until the peer has taken its data",
                 peer.max_streams
             )));
         }
         let stream = self.next_stream;
-        self.next_stream = stream
-            .checked_add(2)
-            .ok_or_else(|| misuse("all stream numbers of the connection are used"))?;
+        self.next_stream = stream.checked_add(2).ok_or_else(|| {
+            misuse("cannot open a stream: all stream numbers are used; open a new connection")
+        })?;
         self.outgoing.insert(stream, Outgoing::new(stream, peer.window));
         Ok(stream)
     }
 
-    /// Queues a tensor on a stream. `payload` has the bytes of its storage, which are not copied.
+    /// Queues a tensor on a stream. `payload` contains the bytes of the tensor's storage, which are
+    /// not copied.
     ///
     /// # Errors
-    /// Returns [`Error::Unsendable`] if the tensor is invalid, and [`Error::Misuse`] if the stream
-    /// is not open.
+    /// Returns [`Error::Unsendable`] if the tensor or the compression level is invalid, or if
+    /// `payload` has another length than the storage. Returns [`Error::Misuse`] if the stream is
+    /// not open.
     pub fn send(
         &mut self,
         stream: u32,
@@ -224,11 +241,13 @@ impl<S: Sink> Connection<S> {
         self.sending(stream)?.push_tensor(info, Some(payload), options)
     }
 
-    /// Queues a tensor whose storage was sent on this stream with [`keep`](SendOptions::keep). With
-    /// `keep`, later tensors can use the storage too.
+    /// Queues a tensor whose storage was sent earlier on this stream with [`SendOptions::keep`].
+    /// Only its description is sent. If `keep` is set, later tensors may use the storage too.
+    ///
+    /// The peer ends the connection if it does not have the storage.
     ///
     /// # Errors
-    /// As [`send`](Self::send).
+    /// Returns the same errors as [`send`](Self::send).
     pub fn send_view(&mut self, stream: u32, info: TensorInfo, keep: bool) -> Result<(), Error> {
         self.sending(stream)?.push_tensor(
             info,
@@ -237,20 +256,24 @@ impl<S: Sink> Connection<S> {
         )
     }
 
-    /// Queues a message of at most 64 KiB on a stream. It overtakes payloads of other streams.
+    /// Queues a message of at most 64 KiB on a stream. The message may overtake payloads of other
+    /// streams.
     ///
     /// # Errors
-    /// Returns [`Error::Misuse`] if the message is longer, or the stream is not open.
+    /// Returns [`Error::Misuse`] if the message is longer, or if the stream is not open.
     pub fn send_message(&mut self, stream: u32, message: Bytes) -> Result<(), Error> {
         if message.len() > MAX_CONTROL_LEN {
-            let what = format!("message of {} bytes (at most {MAX_CONTROL_LEN})", message.len());
+            let what = format!(
+                "cannot send a message of {} bytes: expected at most {MAX_CONTROL_LEN} bytes",
+                message.len()
+            );
             return Err(Error::Misuse(what));
         }
         self.sending(stream)?.push_message(message);
         Ok(())
     }
 
-    /// Ends a stream after everything that is queued on it.
+    /// Ends a stream once everything that is queued on it has been written.
     ///
     /// # Errors
     /// Returns [`Error::Misuse`] if the stream is not open.
@@ -259,32 +282,35 @@ impl<S: Sink> Connection<S> {
         Ok(())
     }
 
-    /// Returns whether everything that was queued on a stream has been written, or dropped.
+    /// Returns whether everything that was queued on a stream has been written to the transport, or
+    /// dropped because the stream was cancelled or the connection was closed. May return false
+    /// while frames of other streams wait to be written.
     pub fn is_sent(&self, stream: u32) -> bool {
         self.outgoing.get(&stream).is_none_or(Outgoing::is_empty) && self.writer.is_queue_empty()
     }
 
-    /// Returns whether the peer has released an outgoing stream: its application has taken all
-    /// data, or the stream was cancelled.
+    /// Returns whether the peer has released an outgoing stream. It does so when its application
+    /// has taken all data, or when the stream was cancelled. After [`close`](Self::close), returns
+    /// true for streams that were not finished.
     pub fn is_taken(&self, stream: u32) -> bool {
         stream < self.next_stream
             && !self.outgoing.contains_key(&stream)
             && !self.ending.contains(&stream)
     }
 
-    /// Returns how many bytes are queued and not yet written.
+    /// Returns how many bytes are queued on all streams. Partly written frames count in full.
     pub fn unsent_bytes(&self) -> usize {
         self.writer.queued_bytes()
             + self.outgoing.values().map(Outgoing::unsent_bytes).sum::<usize>()
     }
 
-    /// Returns the memory of incomplete tensors once the connection has ended. Nothing more can be
-    /// received.
+    /// Removes and returns the memory that no event has returned yet. Call this only after the
+    /// connection has ended, because nothing more can be received afterwards.
     pub fn take_sinks(&mut self) -> Vec<S> {
         std::mem::take(&mut self.incoming).into_values().flat_map(Incoming::into_sinks).collect()
     }
 
-    /// Returns whether anything is queued and not yet written, on any stream.
+    /// Returns whether any frame, including control frames, is queued and not yet written.
     pub fn has_unsent(&self) -> bool {
         !self.writer.is_empty() || self.outgoing.values().any(|o| !o.is_empty())
     }
@@ -294,8 +320,10 @@ impl<S: Sink> Connection<S> {
         self.outgoing.values().any(|outgoing| !outgoing.is_empty()) || self.writer.has_user_data()
     }
 
-    /// Cancels a stream of either direction with a reason. Drops what is queued on it or still
-    /// arrives. Does nothing if the stream has ended.
+    /// Cancels a stream of either direction, and sends the reason to the peer. Drops everything
+    /// that is queued on the stream, and everything that still arrives on it. If the peer has
+    /// already ended an incoming stream, only drops its remaining events. If an outgoing stream has
+    /// ended, does nothing.
     pub fn cancel(&mut self, stream: u32, reason: &str) {
         if self.outgoing.remove(&stream).is_some() {
             self.ending.insert(stream);
@@ -309,19 +337,20 @@ impl<S: Sink> Connection<S> {
         }
     }
 
-    /// Removes an incoming stream whose last event was delivered, so that the peer may open
+    /// Removes an incoming stream that has ended and has no more events, so that the peer may open
     /// another.
     fn release_stream(&mut self, stream: u32) {
         self.incoming.remove(&stream);
         self.writer.push_control(Kind::Finish, stream, 0, &[]);
     }
 
-    /// Provides the memory for a tensor after its [`Event::Metadata`]. It must have the length of
-    /// the storage.
+    /// Provides the memory for the payload of a tensor, after its [`Event::Metadata`]. `sink` must
+    /// have the length of the tensor's storage. The connection owns it until [`Event::End`] or
+    /// [`Event::Cancelled`] returns it.
     ///
     /// # Errors
-    /// Returns [`Error::Misuse`] if no tensor of the stream waits for memory or the length is
-    /// wrong, or an error of the sink.
+    /// Returns [`Error::Misuse`] if no tensor of the stream waits for memory, or if `sink` has the
+    /// wrong length. Returns errors of `sink`.
     pub fn accept(&mut self, stream: u32, sink: S) -> Result<(), Error> {
         let Some(incoming) = self.incoming.get_mut(&stream) else {
             return Err(no_tensor(stream));
@@ -332,20 +361,27 @@ impl<S: Sink> Connection<S> {
         Ok(())
     }
 
-    /// Returns the tensor of a stream whose [`Event::Metadata`] was delivered, and whose
-    /// [`Event::End`] was not.
+    /// Returns the current tensor of a stream: the one between its [`Event::Metadata`] and its
+    /// [`Event::End`]. Returns `None` between tensors.
     pub fn announced(&self, stream: u32) -> Option<&TensorInfo> {
         self.incoming.get(&stream)?.announced()
     }
 
-    /// Offers shared memory to a peer on the same host. If the peer maps it, large payloads go
-    /// through it. [`Link`](crate::Link) does this by itself over Unix sockets.
+    /// Offers shared memory to a peer on the same host. If the peer maps the memory, uncompressed
+    /// payloads of at least 64 KiB go through it. [`Link`](crate::Link) calls this itself over Unix
+    /// sockets.
     ///
     /// # Errors
-    /// Returns [`Error::Misuse`] before the handshake is complete, or if memory was offered before.
+    /// Returns [`Error::Misuse`] before the handshake is complete, or if this end has already
+    /// offered memory.
     pub fn share(&mut self, memory: SharedMemory) -> Result<(), Error> {
         if !self.is_connected() || self.ring_writer.is_some() {
-            let what = "shared memory can be offered once, after the handshake";
+            let what = if self.is_connected() {
+                "cannot offer shared memory: this end has already offered memory"
+            } else {
+                "cannot offer shared memory: the handshake is not complete; wait for \
+                 `Event::Connected`"
+            };
             return Err(Error::Misuse(what.into()));
         }
         let frame = OutFrame::control(Kind::Share, 0, memory.len() as u64, &[]);
@@ -354,7 +390,8 @@ impl<S: Sink> Connection<S> {
         Ok(())
     }
 
-    /// Returns whether a payload could go through shared memory, and none was offered yet.
+    /// Returns whether a queued payload could go through shared memory that has not been offered
+    /// yet.
     pub(crate) fn could_share(&self) -> bool {
         let shareable = || self.outgoing.values().any(Outgoing::has_shareable);
         self.options.shared_bytes > 0
@@ -363,25 +400,27 @@ impl<S: Sink> Connection<S> {
             && shareable()
     }
 
-    /// Returns the descriptor that must be attached to the first byte of
-    /// [`write_slices`](Self::write_slices).
+    /// Returns the descriptor to attach to the first byte of [`write_slices`](Self::write_slices),
+    /// or `None` if that byte needs no descriptor.
     pub fn descriptor_to_send(&self) -> Option<BorrowedFd<'_>> {
         let ring = self.ring_writer.as_ref().filter(|_| self.writer.has_descriptor_first());
         ring.map(|ring| ring.memory().descriptor())
     }
 
-    /// Provides a descriptor that arrived with the bytes of the next [`filled`](Self::filled).
+    /// Stores a descriptor that arrived with the bytes of the next call of
+    /// [`filled`](Self::filled).
     pub fn descriptor_received(&mut self, descriptor: OwnedFd) {
         self.descriptor = Some(descriptor);
     }
 
-    /// Queues a PING.
+    /// Queues a PING, which the peer answers with PONG.
     pub fn ping(&mut self) {
         self.pings += 1;
         self.writer.push_control(Kind::Ping, 0, self.pings, &[]);
     }
 
-    /// Ends the connection with a reason. Drops everything that is queued.
+    /// Queues CLOSE with a reason as the last frame. Drops all other queued frames, except HELLO
+    /// and a partly written frame.
     pub fn close(&mut self, reason: &str) {
         self.writer.drop_unwritten();
         self.outgoing.clear();
@@ -392,30 +431,36 @@ impl<S: Sink> Connection<S> {
         self.writer.push(close);
     }
 
-    /// Checks whether the peer's byte stream may end here.
+    /// Checks whether the peer's byte stream may end here. Call this when the transport reports the
+    /// end of the byte stream.
     ///
     /// # Errors
-    /// Returns [`Error::Closed`] if the peer sent CLOSE, and [`Error::Lost`] if something is
-    /// incomplete.
+    /// Returns [`Error::Closed`] if the peer sent CLOSE. Returns [`Error::Lost`] if the handshake,
+    /// a frame or a tensor is incomplete, or if data is unsent.
     pub fn end_of_input(&self) -> Result<(), Error> {
         if let Some(reason) = &self.closed {
             return Err(Error::Closed { reason: reason.clone() });
         }
         let incomplete = self.incoming.values().find(|incoming| incoming.is_within_tensor());
         let what = match incomplete.map(Incoming::current) {
-            _ if self.peer.is_none() => "before the handshake was complete".into(),
-            Some((name, received)) => format!("after {received} bytes of tensor {name:?}"),
-            None if self.reader.is_between_frames()
-                && self.outgoing.values().all(Outgoing::is_empty) =>
-            {
-                return Ok(());
+            _ if self.peer.is_none() => {
+                "the byte stream ended before the handshake was complete".into()
             }
-            None => "inside a frame, or with unsent data".into(),
+            Some((name, received, total)) => {
+                format!(
+                    "the byte stream ended after {received} of {total} bytes of tensor {name:?}"
+                )
+            }
+            None if !self.reader.is_between_frames() => {
+                "the byte stream ended inside a frame".into()
+            }
+            None if self.outgoing.values().all(Outgoing::is_empty) => return Ok(()),
+            None => "the byte stream ended while this end still had data to send".into(),
         };
         Err(Error::Lost { what })
     }
 
-    /// Returns whether credit would split a piece of a payload.
+    /// Returns whether a lack of credit would split the next piece of a payload.
     pub(crate) fn is_short_of_credit(&self) -> bool {
         let piece = self.options.frame_bytes;
         self.outgoing.values().any(|outgoing| outgoing.is_split_by_credit(piece))
@@ -426,9 +471,10 @@ impl<S: Sink> Connection<S> {
         self.progress
     }
 
-    /// Returns whether a transfer is in progress in which the peer must do something.
+    /// Returns whether a transfer is in progress that cannot continue without the peer.
     pub(crate) fn awaits_peer(&self) -> bool {
-        // An incomplete body may have swallowed PONGs, so they do not count as progress.
+        // If the length of a body is wrong, the peer's PONGs become part of the body, and the peer
+        // never seems silent. The last condition lets the stall timeout end such a wait.
         self.has_unsent()
             || self.incoming.values().any(Incoming::awaits_data)
             || self.reader.is_within_body()
@@ -444,8 +490,8 @@ impl<S: Sink> Connection<S> {
 
     /// Returns the next event, or `None` if more must be read. Events of one stream are in order.
     ///
-    /// After [`Event::Metadata`], provide the memory before the next call: then payload bytes that
-    /// arrived with META are copied straight into it.
+    /// After [`Event::Metadata`], provide the memory before the next call. Payload bytes that
+    /// arrived with META are then copied directly into it.
     pub fn poll(&mut self) -> Option<Event<S>> {
         loop {
             let event = self.next_event();
@@ -489,14 +535,14 @@ impl<S: Sink> Connection<S> {
         }
     }
 
-    /// Grants credit again, if it is worth a frame.
+    /// Sends the peer a higher credit limit for a stream, if the increase is worth a frame.
     fn renew_credit(&mut self, stream: u32) {
         if let Some(limit) = self.incoming.get_mut(&stream).and_then(Incoming::renew_credit) {
             self.writer.push_control(Kind::Credit, stream, limit, &[]);
         }
     }
 
-    /// Returns an open outgoing stream.
+    /// Returns an outgoing stream, or [`Error::Misuse`] if it is not open.
     fn sending(&mut self, stream: u32) -> Result<&mut Outgoing, Error> {
         let is_opened = stream < self.next_stream && stream % 2 == self.next_stream % 2;
         let unknown = || {

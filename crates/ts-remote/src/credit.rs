@@ -39,7 +39,8 @@ struct CreditState {
 }
 
 impl Default for TensorCreditTracker {
-    /// Creates a tracker of 256 KiB, with marks at 192 KiB and 128 KiB in flight.
+    /// Creates a tracker that allows 256 KiB in flight, with a high-water mark of 192 KiB and a
+    /// low-water mark of 128 KiB.
     fn default() -> Self {
         Self::new(DEFAULT_CREDIT, DEFAULT_CREDIT / 4 * 3, DEFAULT_CREDIT / 2)
     }
@@ -49,8 +50,8 @@ impl TensorCreditTracker {
     /// Creates a tracker that allows `initial` bytes in flight. A sender should pause once
     /// `high_water` bytes are in flight, until at most `low_water` are.
     ///
-    /// Marks that could never be reached are lowered: `high_water` to at most `initial`, and
-    /// `low_water` to less than `high_water`.
+    /// `high_water` is limited to between 1 and `initial`, so that a pause can begin and end.
+    /// `low_water` is limited to less than `high_water`.
     pub fn new(initial: u64, high_water: u64, low_water: u64) -> Self {
         let high_water = high_water.clamp(1, initial.max(1));
         let low_water = low_water.min(high_water - 1);
@@ -80,16 +81,16 @@ impl TensorCreditTracker {
         taken
     }
 
-    /// Returns credit for `bytes` bytes that are no longer in flight, or for all that are in flight
-    /// if there are fewer.
+    /// Makes the credit for `bytes` bytes available again, because they are no longer in flight.
+    /// Restores at most as much credit as is in flight.
     pub fn grant(&self, bytes: u64) {
         let mut state = self.state();
         state.available = state.available.saturating_add(bytes).min(self.initial);
         self.update(&mut state);
     }
 
-    /// Returns whether a sender should pause: since the high-water mark was reached, until at most
-    /// the low-water mark is in flight.
+    /// Returns whether a sender should pause. Becomes true when the bytes in flight reach the
+    /// high-water mark, and false when they fall to the low-water mark.
     pub fn should_pause(&self) -> bool {
         self.state().paused
     }
@@ -114,16 +115,16 @@ impl TensorCreditTracker {
     }
 }
 
-/// The credit that the receiver of a stream has granted. All counts are in bytes since the stream
-/// began.
+/// The credit that the receiver of a stream has granted to the sender. All counts are in bytes
+/// since the stream began.
 #[derive(Debug)]
 pub(crate) struct GrantedCredit {
     window: u64,
-    /// How many bytes may be sent.
+    /// The credit limit: the number of bytes that the sender may send in total.
     limit: u64,
-    /// How many bytes have arrived.
+    /// The number of bytes that have arrived.
     received: u64,
-    /// How many bytes take no memory of the connection any more.
+    /// The number of bytes that no longer use memory of the connection.
     consumed: u64,
 }
 
@@ -133,8 +134,8 @@ impl GrantedCredit {
         Self { window, limit: window, received: 0, consumed: 0 }
     }
 
-    /// Counts bytes that arrive. With `whole` they are a frame that is not split, which needs
-    /// credit for its first byte only. Returns whether there was credit for them.
+    /// Counts bytes that arrive. If `whole` is set, the bytes are one frame that is not split, and
+    /// need credit only for the first byte. Returns whether there was credit for the bytes.
     pub(crate) fn receive(&mut self, bytes: u64, whole: bool) -> bool {
         let needed = if whole { bytes.min(1) } else { bytes };
         let granted = self.received.checked_add(needed).is_some_and(|end| end <= self.limit);
@@ -142,14 +143,14 @@ impl GrantedCredit {
         granted
     }
 
-    /// Counts bytes that take no memory of the connection any more.
+    /// Counts bytes that no longer use memory of the connection.
     pub(crate) fn consume(&mut self, bytes: u64) {
         self.consumed = self.consumed.saturating_add(bytes);
         debug_assert!(self.consumed <= self.received);
     }
 
-    /// Returns a new limit for the sender, if it is worth a frame. `ahead` is the number of bytes
-    /// that are still to come and already have memory.
+    /// Returns a new limit for the sender, if the increase is worth a frame. `ahead` is the number
+    /// of bytes that have not arrived but already have memory.
     pub(crate) fn renew(&mut self, ahead: u64) -> Option<u64> {
         let limit = self.consumed.saturating_add(ahead).saturating_add(self.window);
         let more = limit.saturating_sub(self.limit);

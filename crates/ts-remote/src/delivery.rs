@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whether written bytes have reached the peer's system.
+//! Counts written bytes that the peer's system has not acknowledged.
 
 use std::net::TcpStream;
 
-/// Returns how many written bytes the peer's system has not acknowledged. `None` if the system
-/// cannot tell; only Linux can.
+/// Returns how many written bytes the peer's system has not acknowledged. Returns `None` if this
+/// system does not report it; only Linux does.
 pub(crate) fn undelivered(stream: &TcpStream) -> Option<u64> {
     #[cfg(target_os = "linux")]
     return ts_pool::send_queue_bytes(std::os::fd::AsFd::as_fd(stream)).ok();

@@ -5,21 +5,22 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The kind of an [`Error`].
+/// The kind of an [`Error`], which tells what caused it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// The peer violated the protocol, sent damaged bytes, or could not be authenticated.
     Peer,
-    /// The peer refused or cancelled something, or closed the connection.
+    /// The peer cancelled a stream, or the connection was closed, for example because the peer
+    /// refused it.
     Refused,
     /// The network or the operating system failed.
     Network,
     /// The peer did not answer or made no progress in time.
     TimedOut,
-    /// There is no memory for a tensor.
+    /// Memory for a tensor could not be allocated or filled.
     Memory,
-    /// The caller used the API wrongly.
+    /// The caller made an invalid call, or passed an invalid argument.
     Misuse,
 }
 
@@ -32,7 +33,7 @@ pub enum Error {
     Protocol {
         /// The number of the stream; 0 for the connection itself.
         stream: u32,
-        /// What the peer sent.
+        /// A description of the violation.
         what: String,
     },
     /// Bytes of a payload differ from those that were sent.
@@ -40,11 +41,11 @@ pub enum Error {
     Damaged {
         /// The name of the tensor.
         tensor: String,
-        /// The offset of the first byte in the payload.
+        /// The offset in the payload at which the damaged piece begins, in bytes.
         offset: u64,
-        /// The offset after the last byte.
+        /// The offset in the payload at which the damaged piece ends, in bytes.
         end: u64,
-        /// How the damage was detected.
+        /// A description of the damage, such as a wrong checksum.
         what: String,
     },
     /// The peer cancelled a stream.
@@ -55,32 +56,41 @@ pub enum Error {
         /// The peer's reason.
         reason: String,
     },
-    /// The peer closed the connection.
-    #[error("the peer closed the connection: {reason}")]
+    /// The connection is closed: the peer closed it, or this end closed it because it was idle.
+    /// Also returned if the process that passes connections to a [`Listener`](crate::Listener) has
+    /// ended.
+    #[error("the connection was closed: {reason}")]
     Closed {
-        /// The peer's reason.
+        /// The reason of the end that closed the connection.
         reason: String,
     },
-    /// The connection broke while it was in use.
+    /// The connection broke, or ended while data was incomplete.
     #[error("connection lost{}", after_colon(what))]
     Lost {
-        /// What was being done.
+        /// The operation that failed, or the place where the byte stream ended.
         what: String,
     },
-    /// The peer did not answer.
-    #[error("{peer} did not answer for {after:?}: it is unreachable or slower than `idle_timeout`")]
+    /// The peer did not answer in time, or did not complete the handshake in time.
+    #[error(
+        "{peer} did not answer for {after:?}: check that it is running and reachable, or raise \
+         `idle_timeout`"
+    )]
     TimedOut {
         /// The address of the peer.
         peer: String,
-        /// The timeout.
+        /// The timeout that expired.
         after: Duration,
     },
-    /// The peer answers, but does not do its part of a transfer.
-    #[error("{peer} answers, but has made no progress for {after:?}")]
+    /// The peer makes no progress in a transfer: it neither takes data nor sends the rest of a
+    /// tensor. It may still answer PINGs.
+    #[error(
+        "{peer} has made no progress in a transfer for {after:?}: check that it still sends and \
+         receives"
+    )]
     Stalled {
         /// The address of the peer.
         peer: String,
-        /// The timeout.
+        /// The timeout that expired.
         after: Duration,
     },
     /// The network or the operating system failed.
@@ -90,10 +100,10 @@ pub enum Error {
         peer: String,
         /// The operation, such as `connecting`.
         what: &'static str,
-        /// The error of the system.
+        /// The error of the operating system.
         source: Arc<io::Error>,
     },
-    /// TLS failed: a certificate is not trusted, or bytes were changed in transit.
+    /// TLS failed, for example because a certificate is not trusted.
     #[error("{peer}: TLS failed: {source}")]
     Tls {
         /// The address of the peer.
@@ -101,22 +111,23 @@ pub enum Error {
         /// The error of the TLS library.
         source: Arc<io::Error>,
     },
-    /// There is no memory for a tensor.
-    #[error("no memory for tensor {tensor:?} of {bytes} bytes: {source}")]
+    /// Memory for a tensor could not be allocated or filled.
+    #[error("cannot allocate or fill memory for tensor {tensor:?} of {bytes} bytes: {source}")]
     Memory {
         /// The name of the tensor.
         tensor: String,
-        /// The length of its payload.
+        /// The length of the tensor's storage, in bytes.
         bytes: u64,
-        /// The error of the allocator.
+        /// The error of the allocation or of the copy.
         source: Arc<ts_pool::Error>,
     },
-    /// A tensor is invalid, so it cannot be sent.
+    /// A tensor cannot be sent, for example because it is invalid or its payload has the wrong
+    /// length.
     #[error("cannot send tensor {tensor:?}: {reason}")]
     Unsendable {
         /// The name of the tensor.
         tensor: String,
-        /// What is invalid.
+        /// The reason why the tensor cannot be sent.
         reason: String,
     },
     /// A call is not allowed in the current state, or has an invalid argument.
@@ -125,7 +136,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns the kind of the error.
+    /// Returns the kind of the error, for callers that do not need to match each variant.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Protocol { .. } | Self::Damaged { .. } | Self::Tls { .. } => ErrorKind::Peer,
@@ -141,12 +152,13 @@ impl Error {
         Self::Io { peer: peer.into(), what, source: source.into() }
     }
 
-    /// Returns the error for a failed call on a connected transport.
+    /// Returns the error for a failed call on a connected transport: [`Error::Lost`] if the
+    /// connection is broken, otherwise [`Error::Io`].
     pub(crate) fn transport(peer: &str, what: &'static str, error: io::Error) -> Self {
         use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
         match error.kind() {
             ConnectionReset | BrokenPipe | UnexpectedEof => {
-                Self::Lost { what: format!("{peer}: {what} failed") }
+                Self::Lost { what: format!("{peer}: {what} failed: {error}") }
             }
             _ => Self::io(peer, what, error),
         }
@@ -154,7 +166,7 @@ impl Error {
 
     /// Returns the error for a byte stream that ended between frames, without CLOSE.
     pub(crate) fn closed_without_reason() -> Self {
-        Self::Closed { reason: "no reason given".into() }
+        Self::Closed { reason: "the peer gave no reason".into() }
     }
 }
 

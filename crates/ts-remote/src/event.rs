@@ -13,7 +13,7 @@ pub enum Event<S> {
     Connected {
         /// The name and version of the peer's software.
         software: String,
-        /// The service that the peer requests.
+        /// The service in the peer's HELLO. A connector's HELLO requests this service.
         service: String,
     },
     /// A tensor begins. Its payload needs [memory](crate::Connection::accept), unless its storage
@@ -23,16 +23,17 @@ pub enum Event<S> {
         stream: u32,
         /// The tensor without its elements.
         info: TensorInfo,
-        /// The storage came with an earlier tensor, and is not sent again.
+        /// Whether an earlier tensor of this stream had the same storage, so that no payload
+        /// follows.
         known: bool,
-        /// Later tensors of this stream may use the same storage.
+        /// Whether later tensors of this stream may use the same storage.
         kept: bool,
     },
     /// Bytes of a payload have been written to its memory.
     Data {
         /// The number of the stream.
         stream: u32,
-        /// The offset of the first byte in the payload.
+        /// The offset of these bytes in the payload.
         offset: u64,
         /// The number of bytes.
         bytes: u64,
@@ -43,7 +44,8 @@ pub enum Event<S> {
         stream: u32,
         /// The tensor without its elements.
         info: Box<TensorInfo>,
-        /// The memory of the payload. `None` if the tensor needed none and got none.
+        /// The memory of the payload. `None` if the storage is empty or known, and the user
+        /// provided no memory.
         sink: Option<S>,
     },
     /// A message has arrived.
@@ -59,10 +61,10 @@ pub enum Event<S> {
         stream: u32,
         /// The peer's reason.
         reason: String,
-        /// The memory of the incomplete tensor, if it had got any.
+        /// The memory of the incomplete tensor, if the user provided any.
         sink: Option<S>,
     },
-    /// The peer finished a stream. All of it has been received.
+    /// The peer finished a stream, and everything on it has been received.
     Finished {
         /// The number of the stream.
         stream: u32,

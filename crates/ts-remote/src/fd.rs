@@ -12,8 +12,8 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recv, recvmsg, sendmsg,
 };
 
-/// Waits until a descriptor is ready, at most `timeout`. Returns how many are ready: 0 after the
-/// timeout, or if a signal interrupted the wait.
+/// Waits until a descriptor is ready, at most `timeout`. Returns the number of ready descriptors,
+/// which is 0 after the timeout, or if a signal interrupted the wait.
 pub(crate) fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> io::Result<usize> {
     let tv_sec = timeout.as_secs().try_into().unwrap_or(i64::MAX);
     let timeout = Timespec { tv_sec, tv_nsec: timeout.subsec_nanos().into() };
@@ -24,8 +24,8 @@ pub(crate) fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> io::Result<usiz
     }
 }
 
-/// Reads from a socket. If it is empty, returns [`io::ErrorKind::WouldBlock`]: at once, or with
-/// `wait` after the read timeout of the socket.
+/// Reads from a socket. If the socket is empty, returns [`io::ErrorKind::WouldBlock`] at once. If
+/// `wait` is set, waits for bytes first, for at most the read timeout of the socket.
 pub(crate) fn receive(
     socket: impl AsFd,
     into: &mut [IoSliceMut<'_>],
@@ -38,8 +38,8 @@ pub(crate) fn receive(
     }
 }
 
-/// Reads from a socket like [`receive`], and stores a descriptor that comes with the bytes. The
-/// system closes any further descriptors.
+/// Reads from a socket like [`receive`], and stores one descriptor that arrives with the bytes.
+/// Other descriptors are closed.
 pub(crate) fn receive_with_descriptor(
     socket: impl AsFd,
     into: &mut [IoSliceMut<'_>],
@@ -69,7 +69,7 @@ pub(crate) fn peek(socket: impl AsFd, into: &mut [u8]) -> io::Result<usize> {
     Ok(recv(socket, into, RecvFlags::PEEK | RecvFlags::DONTWAIT)?.0)
 }
 
-/// Writes as much as the socket takes without blocking.
+/// Writes as much as the socket takes without blocking. Returns the number of written bytes.
 pub(crate) fn send(socket: impl AsFd, from: &[IoSlice<'_>]) -> io::Result<usize> {
     match from {
         [one] => Ok(rustix::net::send(socket, one, SEND_FLAGS)?),
@@ -90,8 +90,8 @@ pub(crate) fn send_with_descriptor(
     Ok(sendmsg(socket, from, &mut ancillary, SEND_FLAGS)?)
 }
 
-/// Apple systems have no `MSG_NOSIGNAL`. There the standard library sets `SO_NOSIGPIPE` on its
-/// sockets.
+/// The flags of all writes. Apple systems have no `MSG_NOSIGNAL`, but the standard library sets
+/// `SO_NOSIGPIPE` on its sockets there.
 #[cfg(target_vendor = "apple")]
 const SEND_FLAGS: SendFlags = SendFlags::DONTWAIT;
 #[cfg(not(target_vendor = "apple"))]

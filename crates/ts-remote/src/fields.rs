@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bodies of fields, each with a tag and a length, so that unknown fields can be skipped.
+//! Bodies of fields. Each field has a tag and a length, so that readers can skip unknown fields.
 
 use crate::Error;
 
-/// The bit of a tag that marks a mandatory field, which a reader must know.
+/// The bit of a tag that marks a mandatory field. A reader that does not support the field must
+/// reject the body.
 const MANDATORY: u8 = 0x80;
 
 /// Writes a body of fields.
@@ -16,9 +17,9 @@ impl FieldWriter {
     /// Appends a field.
     ///
     /// # Panics
-    /// Panics if the value has 4 GiB or more.
+    /// Panics if `value` has 4 GiB or more.
     pub(crate) fn field(&mut self, tag: u8, value: &[u8]) -> &mut Self {
-        let len = u32::try_from(value.len()).expect("a field is shorter than 4 GiB");
+        let len = u32::try_from(value.len()).expect("callers pass values shorter than 4 GiB");
         self.bytes.push(tag);
         self.bytes.extend_from_slice(&len.to_le_bytes());
         self.bytes.extend_from_slice(value);
@@ -46,7 +47,7 @@ pub(crate) struct FieldReader<'a> {
     stream: u32,
 }
 
-/// One field.
+/// A field of a body.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Field<'a> {
     pub(crate) tag: u8,
@@ -64,7 +65,8 @@ impl<'a> FieldReader<'a> {
         if self.rest.is_empty() {
             return Ok(None);
         }
-        let cut = || Error::Protocol { stream: self.stream, what: "truncated field".into() };
+        let cut =
+            || Error::Protocol { stream: self.stream, what: "received a truncated field".into() };
         let ([tag, len @ ..], rest) = self.rest.split_first_chunk::<5>().ok_or_else(cut)?;
         let (value, rest) =
             rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or_else(cut)?;
@@ -79,16 +81,19 @@ impl<'a> Field<'a> {
     }
 
     pub(crate) fn number(&self) -> Result<u64, Error> {
-        let bytes = self.value.try_into().map_err(|_| self.bad("is not a number of 8 bytes"))?;
+        let len = self.value.len();
+        let bytes = self
+            .value
+            .try_into()
+            .map_err(|_| self.bad(&format!("has {len} bytes (expected 8)")))?;
         Ok(u64::from_le_bytes(bytes))
     }
 
     pub(crate) fn numbers(&self) -> Result<impl Iterator<Item = u64> + use<'a>, Error> {
         let (numbers, rest) = self.value.as_chunks::<8>();
-        let whole = rest
-            .is_empty()
-            .then_some(numbers)
-            .ok_or_else(|| self.bad("is not a list of numbers of 8 bytes"))?;
+        let whole = rest.is_empty().then_some(numbers).ok_or_else(|| {
+            self.bad(&format!("has {} bytes (expected a multiple of 8)", self.value.len()))
+        })?;
         Ok(whole.iter().map(|bytes| u64::from_le_bytes(*bytes)))
     }
 
@@ -96,9 +101,9 @@ impl<'a> Field<'a> {
         std::str::from_utf8(self.value).map_err(|_| self.bad("is not UTF-8"))
     }
 
-    /// Returns the key and the value that [`key_value`] encodes.
+    /// Returns the key and the value that [`key_value`] encoded.
     pub(crate) fn key_value(&self) -> Result<(&'a str, &'a str), Error> {
-        let cut = || self.bad("is not a key and a value");
+        let cut = || self.bad("is not a key followed by a value");
         let (len, rest) = self.value.split_first_chunk::<4>().ok_or_else(cut)?;
         let (key, value) =
             rest.split_at_checked(u32::from_le_bytes(*len) as usize).ok_or_else(cut)?;
@@ -106,24 +111,29 @@ impl<'a> Field<'a> {
         Ok((text(key)?, text(value)?))
     }
 
-    /// Skips a field that this version does not know.
+    /// Skips a field that this version does not support.
     ///
     /// # Errors
     /// Returns [`Error::Protocol`] if the field is mandatory.
     pub(crate) fn skip(&self) -> Result<(), Error> {
         match self.tag & MANDATORY {
             0 => Ok(()),
-            _ => Err(self.bad("is mandatory and unknown")),
+            _ => Err(self.bad(concat!(
+                "is mandatory, but tensorstream ",
+                env!("CARGO_PKG_VERSION"),
+                " does not support it"
+            ))),
         }
     }
 
     fn bad(&self, what: &str) -> Error {
-        Error::Protocol { stream: self.stream, what: format!("field {:#04x} {what}", self.tag) }
+        let what = format!("received field {:#04x}, which {what}", self.tag);
+        Error::Protocol { stream: self.stream, what }
     }
 }
 
 /// Encodes a key-value pair as the value of one field.
 pub(crate) fn key_value(key: &str, value: &str) -> Vec<u8> {
-    let len = u32::try_from(key.len()).expect("a field is shorter than 4 GiB").to_le_bytes();
+    let len = u32::try_from(key.len()).expect("callers pass keys shorter than 4 GiB").to_le_bytes();
     [&len, key.as_bytes(), value.as_bytes()].concat()
 }

@@ -21,7 +21,8 @@ pub(crate) const MAX_DATA_LEN: usize = MAX_PIECE_LEN + ENCODED_PREFIX_LEN + 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// Identifies the peer: the first frame of each end.
+    /// Identifies the sender. This is the first frame of each end, except for a CLOSE that refuses
+    /// the connection.
     Hello = 1,
     /// Begins a tensor.
     Meta = 2,
@@ -31,7 +32,7 @@ pub(crate) enum Kind {
     End = 4,
     /// Aborts the stream, with a reason.
     Cancel = 5,
-    /// Grants the peer more bytes.
+    /// Grants the peer credit for more bytes.
     Credit = 6,
     /// Carries a message of the user.
     Message = 7,
@@ -39,9 +40,9 @@ pub(crate) enum Kind {
     Pong = 9,
     /// Ends the connection, with a reason.
     Close = 10,
-    /// Ends the stream, or confirms that all of the peer's stream has been taken.
+    /// Ends a stream of the sender, or releases a stream of the peer.
     Finish = 11,
-    /// Offers shared memory for payloads, whose descriptor comes with this frame.
+    /// Offers shared memory for payloads. The descriptor of the memory comes with this frame.
     Share = 12,
 }
 
@@ -66,12 +67,13 @@ impl Kind {
     }
 }
 
-/// The last 8 bytes of the body are the XXH3 of the bytes before.
+/// A flag of DATA. The body ends with the XXH3 hash of all bytes before it, or of the piece in
+/// shared memory.
 pub(crate) const CHECKED: u8 = 1;
-/// The body is encoded with the codec of the tensor's META, after a prefix of
+/// A flag of DATA. The body is encoded with the codec of the tensor's META, after a prefix of
 /// [`ENCODED_PREFIX_LEN`] bytes.
 pub(crate) const ENCODED: u8 = 2;
-/// The piece is in shared memory, and the body has its length.
+/// A flag of DATA. The piece is in shared memory, and the body begins with its length.
 pub(crate) const SHARED: u8 = 4;
 const KNOWN_FLAGS: u8 = CHECKED | ENCODED | SHARED;
 
@@ -82,8 +84,8 @@ pub(crate) struct Header {
     pub(crate) flags: u8,
     /// The number of the stream; 0 for the connection itself.
     pub(crate) stream: u32,
-    /// A number whose meaning depends on the kind. For DATA, the offset of its bytes in the
-    /// payload.
+    /// A number whose meaning depends on the kind. For DATA, it is the offset of the piece in the
+    /// payload, in bytes.
     pub(crate) seq: u64,
     /// The length of the body, in bytes.
     pub(crate) len: u64,
@@ -102,28 +104,35 @@ impl Header {
 
     pub(crate) fn decode(bytes: &[u8; HEADER_LEN]) -> Result<Self, Error> {
         let [kind, flags, reserved @ ..] = *bytes;
-        let number = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"));
+        let number = |at: usize| {
+            u64::from_le_bytes(bytes[at..at + 8].try_into().expect("the slice has 8 bytes"))
+        };
         let bad = |what: String| Error::Protocol { stream: 0, what };
-        let kind =
-            Kind::from_code(kind).ok_or_else(|| bad(format!("unknown frame kind {kind}")))?;
+        let kind = Kind::from_code(kind)
+            .ok_or_else(|| bad(format!("received unknown frame kind {kind}")))?;
         if flags & !KNOWN_FLAGS != 0 || reserved[..2] != [0, 0] {
             return Err(bad(format!(
-                "unknown flags {flags:#04x} or nonzero reserved bytes in a {kind:?} frame"
+                "received a {kind:?} frame with flags {flags:#04x} and reserved bytes {:02x?} \
+                 (expected no flags other than {KNOWN_FLAGS:#04x}, and reserved bytes [00, 00])",
+                &reserved[..2]
             )));
         }
-        let stream = u32::from_le_bytes(bytes[4..8].try_into().expect("4 bytes"));
+        let stream = u32::from_le_bytes(bytes[4..8].try_into().expect("the slice has 4 bytes"));
         let header = Self { kind, flags, stream, seq: number(8), len: number(16) };
         let most = if kind == Kind::Data { MAX_DATA_LEN } else { MAX_CONTROL_LEN };
         if header.len > most as u64 {
             return Err(Error::Protocol {
                 stream,
-                what: format!("{kind:?} frame of {} bytes (at most {most})", header.len),
+                what: format!(
+                    "received a {kind:?} frame of {} bytes (expected at most {most})",
+                    header.len
+                ),
             });
         }
         Ok(header)
     }
 
-    /// Returns the length of the body, in bytes.
+    /// Returns the length of the body in bytes, as a `usize`.
     pub(crate) fn body_len(&self) -> usize {
         self.len as usize
     }

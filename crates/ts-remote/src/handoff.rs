@@ -21,23 +21,24 @@ use crate::socket::POLL_INTERVAL;
 use crate::tls::TlsServer;
 use crate::{Backoff, ConnectionOptions, Error, Link, Listener, Role, Socket};
 
-/// The first delay before looking at an incomplete HELLO again, whose socket stays readable.
+/// The first delay before an incomplete HELLO is checked again. The socket stays readable, so poll
+/// would not wait.
 const FIRST_RETRY: Duration = Duration::from_millis(2);
-/// The most bytes of the preface and a HELLO.
+/// The maximum length of the preface and HELLO together, in bytes.
 const MAX_LEN: usize = 4096;
-/// The most TLS connections at a time, each of which takes a thread.
+/// The maximum number of open TLS connections. Each of them takes a thread.
 #[cfg(feature = "tls")]
 const MAX_RELAYED: usize = 4096;
 
 /// Accepts and authenticates connections for other processes.
 ///
-/// The dispatcher checks the token and the service in each client's HELLO, then yields a
-/// [`Handoff`] that passes the socket to the process that serves it. The HELLO stays in the socket,
-/// so that process completes the handshake without knowing the token. Clients with a wrong token or
-/// service are refused here, with a reason.
+/// The dispatcher checks the token and the service in each client's HELLO. It then returns a
+/// [`Handoff`], which passes the socket to the process that serves the client. The HELLO stays in
+/// the socket, and the other process completes the handshake. That process does not need the token.
+/// If the token or the service is wrong, the dispatcher refuses the client and sends the reason.
 ///
-/// Under TLS a thread of this process decrypts each connection, and relays it for as long as it is
-/// open.
+/// Under TLS, a thread of this process decrypts each connection and relays its bytes until the
+/// connection ends.
 ///
 /// ```no_run
 /// use std::os::unix::net::UnixStream;
@@ -80,7 +81,8 @@ pub struct Dispatcher {
 struct PendingHello {
     socket: Socket,
     since: Instant,
-    /// When to look at an incomplete HELLO again.
+    /// The time of the next check of an incomplete HELLO, and the delays after it. `None` until a
+    /// byte has arrived.
     retry: Option<(Instant, Backoff)>,
     relayed: bool,
 }
@@ -94,8 +96,8 @@ pub struct Handoff {
 }
 
 impl Handoff {
-    /// Returns the service that the client requests: the dispatcher's, or one that starts with it
-    /// and a `/`.
+    /// Returns the service that the client requests. It is the dispatcher's service, optionally
+    /// followed by `/` and more text.
     pub fn service(&self) -> &str {
         &self.service
     }
@@ -106,29 +108,30 @@ impl Handoff {
     }
 
     /// Passes the socket to the process at the other end of `channel`, a Unix socket of type
-    /// `SOCK_SEQPACKET`, which receives it from [`Listener::from_handoffs`]. Does not block.
+    /// `SOCK_SEQPACKET`. That process receives it with [`Listener::from_handoffs`]. Does not block.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if that process has ended or its queue is full. The connection is
+    /// Returns [`Error::Io`] if that process has ended or its queue is full. The connection is then
     /// closed.
     pub fn send_to(self, channel: impl AsFd) -> Result<(), Error> {
         let peer: String = self.peer().chars().take(MAX_PEER_CHARS).collect();
         let relayed = [u8::from(self.relayed)];
         let parts = [IoSlice::new(&relayed), IoSlice::new(peer.as_bytes())];
         let sent = fd::send_with_descriptor(channel, &parts, self.socket.as_fd());
-        sent.map(drop).map_err(|error| Error::io(&peer, "passing the connection on", error))
+        sent.map(drop)
+            .map_err(|error| Error::io(&peer, "passing the connection to another process", error))
     }
 
-    /// Closes the connection, and tells the client why.
+    /// Closes the connection, and sends the client the reason. Does not block.
     pub fn refuse(self, reason: &str) {
         refuse(self.socket, ConnectionOptions::default(), reason);
     }
 }
 
 impl Dispatcher {
-    /// Creates a dispatcher that accepts clients of `options.service`, and of services that start
-    /// with it and a `/`. Clients that send no complete HELLO within `options.idle_timeout` are
-    /// disconnected.
+    /// Creates a dispatcher for clients that request `options.service`, optionally followed by `/`
+    /// and more text. It disconnects clients that do not send a complete HELLO within
+    /// `options.idle_timeout`.
     pub fn new(options: ConnectionOptions) -> Self {
         Self {
             handshakes: Handshakes::new(options),
@@ -139,7 +142,7 @@ impl Dispatcher {
         }
     }
 
-    /// Requires TLS of connections over TCP.
+    /// Requires TLS on all TCP connections.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_tls(mut self, tls: TlsServer) -> Self {
@@ -151,7 +154,9 @@ impl Dispatcher {
     /// and the reason for each connection that fails. Blocks.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if the listener fails. Errors of single connections only go to `log`.
+    /// Returns [`Error::Io`] if the listener fails, and [`Error::Closed`] if a
+    /// [handoff channel](Listener::from_handoffs) has closed. Errors of single connections are only
+    /// passed to `log`.
     pub fn accept_within(
         &mut self,
         listener: &Listener,
@@ -165,7 +170,8 @@ impl Dispatcher {
             if let Some(tls) = tls.filter(|_| socket.is_plain_tcp()) {
                 if relayed.load(Ordering::Relaxed) >= MAX_RELAYED {
                     return Err(Error::Misuse(format!(
-                        "cannot accept a TLS connection: {MAX_RELAYED} are open, the maximum"
+                        "cannot accept a TLS connection: the maximum of {MAX_RELAYED} connections \
+                         is already open"
                     )));
                 }
                 let socket = crate::relay::relayed(socket.into_tls_server(tls)?, relayed)?;
@@ -189,7 +195,7 @@ impl PendingHello {
 }
 
 impl Handshake for PendingHello {
-    /// The requested service.
+    /// The service that the client requests.
     type Output = String;
 
     fn peer(&self) -> &str {
@@ -205,7 +211,7 @@ impl Handshake for PendingHello {
         self.retry.as_ref().map(|(when, _)| when.saturating_duration_since(Instant::now()))
     }
 
-    /// Looks at what the client has sent so far, and leaves it in the socket.
+    /// Parses the bytes that the client has sent so far, and leaves them in the socket.
     fn advance(&mut self, options: &ConnectionOptions) -> Result<Progress<String>, Error> {
         if self.retry.as_ref().is_some_and(|(when, _)| *when > Instant::now()) {
             return Ok(Progress::Pending);
@@ -213,7 +219,8 @@ impl Handshake for PendingHello {
         let mut bytes = [0; MAX_LEN];
         let len = match fd::peek(&self.socket, &mut bytes) {
             Ok(0) => {
-                let what = format!("{}: closed before its HELLO", self.socket.peer());
+                let what =
+                    format!("{} disconnected before its HELLO was complete", self.socket.peer());
                 return Err(Error::Lost { what });
             }
             Ok(len) => len,
@@ -249,7 +256,10 @@ impl Handshake for PendingHello {
                     ))
                 }
             }
-            _ => Progress::Refused(format!("invalid HELLO: expected at most {MAX_LEN} bytes")),
+            // If HELLO is invalid or has a wrong token, `refuse` sends that error instead.
+            _ => Progress::Refused(format!(
+                "HELLO is too long: expected at most {MAX_LEN} bytes, including the preface"
+            )),
         })
     }
 
@@ -258,12 +268,13 @@ impl Handshake for PendingHello {
     }
 }
 
-/// Lets the connection itself answer an invalid HELLO. Closes it with `reason` if the HELLO is
-/// valid.
+/// Closes a connection with `reason`. If the peer's HELLO is invalid or has a wrong token, sends
+/// the peer that error instead. Returns the error to log.
 fn refuse(socket: Socket, options: ConnectionOptions, reason: &str) -> Error {
     let options = ConnectionOptions { window_bytes: 1, ..options };
     let mut link: Link<Vec<u8>> = Link::start(socket, Role::Acceptor, options.clone());
-    // The HELLO takes a few rounds. The client may go on to send for ever.
+    // Processing the HELLO takes a few rounds. They are limited, because the client may send for
+    // ever.
     for _ in 0..8 {
         match link.drive() {
             Ok(true) => {}
@@ -279,15 +290,15 @@ fn parse_hello(bytes: &[u8]) -> Option<Result<Hello, Error>> {
     let bad = |what: &str| Error::Protocol { stream: 0, what: what.into() };
     let known = bytes.len().min(PREFACE.len());
     if bytes[..known] != PREFACE[..known] {
-        return Some(Err(bad("no preface")));
+        return Some(Err(bad("received an invalid preface")));
     }
     let (head, body) = bytes[known..].split_first_chunk::<HEADER_LEN>()?;
     match Header::decode(head) {
         Ok(Header { len, .. }) if len > (MAX_LEN - known - HEADER_LEN) as u64 => {
-            Some(Err(bad("a HELLO that is too long")))
+            Some(Err(bad("received HELLO that is too long")))
         }
         Ok(Header { kind: Kind::Hello, len, .. }) => body.get(..len as usize).map(Hello::decode),
-        Ok(_) => Some(Err(bad("a frame before HELLO"))),
+        Ok(_) => Some(Err(bad("received a frame before HELLO"))),
         Err(error) => Some(Err(error)),
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Accepting connections while other handshakes are pending.
+//! Accepts connections while other handshakes are pending.
 
 use std::time::{Duration, Instant};
 
@@ -13,24 +13,25 @@ const MAX_PENDING: usize = 128;
 
 /// A connection whose handshake is pending.
 pub(crate) trait Handshake: Sized {
-    /// What is known once the handshake is complete.
+    /// The result of a complete handshake.
     type Output;
 
     /// Returns the address of the peer.
     fn peer(&self) -> &str;
 
-    /// Returns the descriptor and the events that let the handshake go on. `None` if it has to be
-    /// [advanced](Self::advance) at a certain time instead.
+    /// Returns the descriptor and the events after which the handshake can continue. Returns `None`
+    /// if the handshake must be [advanced](Self::advance) at a certain time instead.
     fn poll_fd(&mut self) -> Option<PollFd<'_>>;
 
-    /// Returns how long to wait at most before the handshake is advanced.
+    /// Returns the longest time to wait before the handshake is advanced, or `None` if only the
+    /// events of [`poll_fd`](Self::poll_fd) matter.
     fn time_to_advance(&self) -> Option<Duration>;
 
-    /// Goes on with the handshake. Does not block.
+    /// Continues the handshake. Does not block.
     fn advance(&mut self, options: &ConnectionOptions) -> Result<Progress<Self::Output>, Error>;
 
-    /// Tells the peer why it is refused, if it reads that, and closes the connection. Returns the
-    /// error to log.
+    /// Sends the peer the reason of the refusal, without waiting until the peer reads it, and
+    /// closes the connection. Returns the error to log.
     fn refuse(self, options: &ConnectionOptions, reason: &str) -> Error;
 }
 
@@ -38,12 +39,12 @@ pub(crate) trait Handshake: Sized {
 pub(crate) enum Progress<T> {
     Pending,
     Complete(T),
-    /// The peer must be refused, for this reason.
+    /// The connection must be refused with this reason.
     Refused(String),
 }
 
-/// Accepts connections and completes their handshakes. A peer that sends nothing, or something
-/// else, delays no other.
+/// Accepts connections and completes their handshakes. A peer that sends nothing, or no valid
+/// handshake, does not delay other peers.
 #[derive(Debug)]
 pub(crate) struct Handshakes<H> {
     options: ConnectionOptions,
@@ -60,7 +61,8 @@ impl<H: Handshake> Handshakes<H> {
     /// each connection that fails. Blocks.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if the listener fails.
+    /// Returns [`Error::Io`] if the listener fails, and [`Error::Closed`] if a handoff channel has
+    /// closed.
     pub(crate) fn accept_within(
         &mut self,
         listener: &Listener,
@@ -114,7 +116,8 @@ impl<H: Handshake> Handshakes<H> {
             }
             if self.pending.len() > MAX_PENDING {
                 let oldest = self.pending.remove(0);
-                let reason = format!("handshake dropped: more than {MAX_PENDING} are pending");
+                let reason =
+                    format!("handshake dropped: more than {MAX_PENDING} handshakes are pending");
                 log(oldest.peer(), &Error::Misuse(reason));
             }
         }

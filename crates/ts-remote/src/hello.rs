@@ -4,7 +4,7 @@
 use crate::fields::{FieldReader, FieldWriter};
 use crate::{ConnectionOptions, Error, Role};
 
-/// The version of the protocol. Both ends must have the same.
+/// The version of the wire protocol. Both ends must use the same version.
 pub const VERSION: u64 = 1;
 
 const PROTOCOL_VERSION: u8 = 0x81;
@@ -73,21 +73,22 @@ impl Hello {
         }
         match version {
             Some(VERSION) if this.window > 0 => Ok(this),
-            Some(VERSION) => Err(bad("HELLO with a window of 0 bytes".into())),
-            Some(other) => {
-                Err(bad(format!("HELLO of protocol version {other} (expected {VERSION})")))
-            }
-            None => Err(bad("HELLO without a protocol version".into())),
+            Some(VERSION) => Err(bad("received HELLO without a window of at least 1 byte".into())),
+            Some(other) => Err(bad(format!(
+                "received HELLO of protocol version {other} (expected {VERSION}); update the older \
+                 end"
+            ))),
+            None => Err(bad("received HELLO without a protocol version".into())),
         }
     }
 
-    /// Removes the token once it has been checked.
+    /// Removes the token after it was checked, because it is a secret.
     pub(crate) fn clear_token(&mut self) {
         self.token = None;
     }
 
-    /// Returns whether this HELLO has the required token, if one is required. The time that it
-    /// takes does not depend on where two tokens differ.
+    /// Returns whether this HELLO contains the required token, or no token is required. The
+    /// duration does not depend on the position at which tokens differ.
     pub(crate) fn has_token(&self, required: Option<&str>) -> bool {
         let Some(token) = required.map(str::as_bytes) else { return true };
         let received = self.token.as_deref().unwrap_or_default().as_bytes();

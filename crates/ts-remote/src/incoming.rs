@@ -14,9 +14,9 @@ use crate::info::{Meta, TensorInfo};
 use crate::ring::RingReader;
 use crate::{Error, Event, Sink, StreamStats};
 
-/// The most kept storages of a stream.
+/// The maximum number of kept storages per stream.
 const MAX_KEPT: usize = 1 << 16;
-/// The length from which a tensor does not fit the cache of a core, in bytes.
+/// The length from which a tensor probably does not fit into the cache of a core, in bytes.
 const UNCACHED_LEN: u64 = 4 << 20;
 
 /// The receiving end of a stream.
@@ -24,13 +24,14 @@ const UNCACHED_LEN: u64 = 4 << 20;
 pub(crate) struct Incoming<S> {
     id: u32,
     credit: GrantedCredit,
-    /// What has arrived, in order. Only events of the first item have been delivered.
+    /// The items whose last event has not been delivered, in order. Only the first one may have
+    /// delivered other events.
     items: VecDeque<Item<S>>,
-    /// Storages that later tensors may use, and their lengths.
+    /// The numbers of the storages that later tensors may use, with their lengths in bytes.
     kept: HashMap<u64, u64>,
-    /// This end cancelled the stream. What still arrives is dropped.
+    /// Whether this end cancelled the stream. If so, it drops everything that still arrives.
     refused: bool,
-    /// The peer finished or cancelled the stream.
+    /// Whether the peer finished or cancelled the stream.
     ended: bool,
     /// The memory of a tensor that the peer cancelled.
     cancelled_sink: Option<S>,
@@ -48,13 +49,14 @@ enum Item<S> {
 #[derive(Debug)]
 struct IncomingTensor<S> {
     meta: Meta,
-    /// The credit that META took.
+    /// The credit that META used, in bytes.
     meta_cost: u64,
     sink: Option<S>,
-    /// Bytes that arrived before there was a sink.
+    /// The bytes that arrived before the user provided a sink.
     staged: Vec<u8>,
     received: u64,
-    /// How many bytes have been delivered as events. `None` until the `Metadata` event.
+    /// The number of bytes that `Data` events have reported. `None` until the `Metadata` event is
+    /// delivered.
     delivered: Option<u64>,
     complete: bool,
 }
@@ -82,19 +84,28 @@ impl<S: Sink> Incoming<S> {
         if let Some(Item::Tensor(last)) = self.items.back()
             && !last.complete
         {
-            return Err(self.bad(format!("META inside tensor {:?}", last.meta.info.name)));
+            return Err(self.bad(format!("received META inside tensor {:?}", last.meta.info.name)));
         }
         let meta = Meta::decode(body, self.id)?;
         let Meta { info, kept, known, .. } = &meta;
         let (id, len) = (info.storage_id, info.storage_len);
         if *known && self.kept.get(&id) != Some(&len) {
-            let what = format!("tensor {:?} uses storage {id}, which was not sent", info.name);
+            let name = &info.name;
+            let what = match self.kept.get(&id) {
+                None => format!(
+                    "received tensor {name:?} with storage {id}, which was not sent or not kept"
+                ),
+                Some(sent) => format!(
+                    "received tensor {name:?} with storage {id} of {len} bytes, but the storage \
+                     was sent with {sent} bytes"
+                ),
+            };
             return Err(self.bad(what));
         }
         if *kept {
             self.kept.insert(id, len);
             if self.kept.len() > MAX_KEPT {
-                return Err(self.bad(format!("more than {MAX_KEPT} kept storages")));
+                return Err(self.bad(format!("received more than {MAX_KEPT} kept storages")));
             }
         } else {
             self.kept.remove(&id);
@@ -114,8 +125,8 @@ impl<S: Sink> Incoming<S> {
         Ok(())
     }
 
-    /// Begins a DATA frame at offset `at` of the payload. `len` is the length of its piece, unless
-    /// that is encoded.
+    /// Begins a DATA frame at offset `at` of the payload. `len` is the length of its piece in
+    /// bytes, or `None` if the piece is encoded.
     pub(crate) fn begin_data(&mut self, at: u64, len: Option<u64>) -> Result<(), Error> {
         if self.refused {
             return len.map_or(Ok(()), |len| self.receive(len, false));
@@ -126,14 +137,15 @@ impl<S: Sink> Incoming<S> {
                 if at != received || len.is_some_and(|len| len == 0 || len > total - received) {
                     let name = &tensor.meta.info.name;
                     let len = len.map_or_else(String::new, |len| format!(" of {len} bytes"));
+                    let left = total - received;
                     let what = format!(
-                        "DATA{len} at offset {at} of tensor {name:?}, of which {received} of \
-                         {total} bytes have arrived"
+                        "received DATA{len} at offset {at} of tensor {name:?} (expected at most \
+                         {left} bytes at offset {received})"
                     );
                     return Err(self.bad(what));
                 }
             }
-            _ => return Err(self.bad("DATA outside of a tensor".into())),
+            _ => return Err(self.bad("received DATA, but no tensor expects a payload".into())),
         }
         len.map_or(Ok(()), |len| self.receive(len, false))
     }
@@ -151,21 +163,21 @@ impl<S: Sink> Incoming<S> {
         matches!(self.items.back(), Some(Item::Tensor(last)) if ends(last))
     }
 
-    /// Returns memory for the next bytes of the payload, at most `len`. `None` if they are to be
-    /// dropped.
+    /// Returns memory for at most the next `len` bytes of the payload, or `None` if the bytes must
+    /// be dropped.
     pub(crate) fn space(&mut self, len: usize) -> Result<Option<&mut [u8]>, Error> {
         if self.refused {
             return Ok(None);
         }
         let Some(Item::Tensor(tensor)) = self.items.back_mut() else {
-            unreachable!("`begin_data` was called")
+            unreachable!("`begin_data` has checked that a tensor has begun")
         };
         let IncomingTensor { sink, staged, received, .. } = &mut **tensor;
         match sink {
             Some(sink) => sink.space(*received, len).map(Some),
             None => {
                 let at = *received as usize;
-                // Credit bounds this by the window, however long the tensor is.
+                // The credit limits this length to the window, however long the tensor is.
                 staged.reserve_exact((at + len).saturating_sub(staged.len()));
                 staged.resize(at + len, 0);
                 Ok(Some(&mut staged[at..]))
@@ -173,14 +185,15 @@ impl<S: Sink> Incoming<S> {
         }
     }
 
-    /// Counts bytes that were written to the memory of the last [`space`](Self::space).
+    /// Records that `len` bytes were written to the memory that [`space`](Self::space) last
+    /// returned, or were dropped.
     pub(crate) fn filled(&mut self, len: usize) -> Result<(), Error> {
         if self.refused {
             self.credit.consume(len as u64);
             return Ok(());
         }
         let Some(Item::Tensor(tensor)) = self.items.back_mut() else {
-            unreachable!("`begin_data` was called")
+            unreachable!("`begin_data` has checked that a tensor has begun")
         };
         self.stats.payload_bytes += len as u64;
         let at = tensor.received;
@@ -192,7 +205,8 @@ impl<S: Sink> Incoming<S> {
         Ok(())
     }
 
-    /// Copies a piece of a payload from shared memory. Returns its checksum, if `sum`.
+    /// Copies a piece of a payload from shared memory. If `sum` is set, returns the checksum of the
+    /// piece, unless the stream is refused.
     pub(crate) fn read_shared(
         &mut self,
         len: usize,
@@ -200,7 +214,7 @@ impl<S: Sink> Incoming<S> {
         sum: bool,
     ) -> Result<Option<u64>, Error> {
         let mut hasher = (sum && !self.refused).then(|| XxHash3_64::with_seed(0));
-        // A checksum reads the piece again, from the cache.
+        // A checksum reads the piece again, so the piece should stay in the cache.
         let non_temporal = !sum
             && matches!(
                 self.items.back(),
@@ -227,14 +241,21 @@ impl<S: Sink> Incoming<S> {
         Ok(hasher.map(|hasher| hasher.finish()))
     }
 
-    /// Decodes the body of an ENCODED DATA frame.
+    /// Decodes the body of an ENCODED DATA frame into the memory of the tensor.
     pub(crate) fn decode(&mut self, body: &[u8], scratch: &mut Scratch) -> Result<(), Error> {
-        let cut = || self.bad("truncated prefix of an encoded piece".into());
+        let cut = || {
+            let len = body.len();
+            self.bad(format!(
+                "received an encoded piece of {len} bytes (expected at least {ENCODED_PREFIX_LEN})"
+            ))
+        };
         let (prefix, encoded) = body.split_first_chunk::<ENCODED_PREFIX_LEN>().ok_or_else(cut)?;
         let [a, b, c, d, width, ..] = *prefix;
         let len = u32::from_le_bytes([a, b, c, d]) as usize;
         if len == 0 || len > MAX_PIECE_LEN {
-            let what = format!("encoded piece of {len} bytes (expected 1 to {MAX_PIECE_LEN})");
+            let what = format!(
+                "received an encoded piece of {len} decoded bytes (expected 1 to {MAX_PIECE_LEN})"
+            );
             return Err(self.bad(what));
         }
         self.receive(len as u64, false)?;
@@ -243,12 +264,16 @@ impl<S: Sink> Incoming<S> {
             return Ok(());
         }
         let Some(Item::Tensor(tensor)) = self.items.back() else {
-            unreachable!("`begin_data` was called")
+            unreachable!("`begin_data` has checked that a tensor has begun")
         };
         let (codec, info) = (tensor.meta.codec, &tensor.meta.info);
         let (at, total) = (tensor.received, info.storage_len);
         if len as u64 > total - at {
-            let what = format!("{len} bytes at offset {at} of a payload of {total} bytes");
+            let (name, left) = (&info.name, total - at);
+            let what = format!(
+                "received an encoded piece of {len} decoded bytes at offset {at} of tensor \
+                 {name:?} (expected at most {left})"
+            );
             return Err(self.bad(what));
         }
         let damaged = |what: String| Error::Damaged {
@@ -262,7 +287,9 @@ impl<S: Sink> Incoming<S> {
             .map_err(|error| damaged(error.to_string()))?;
         let mut rest = &decoded[..];
         while !rest.is_empty() {
-            let space = self.space(rest.len())?.expect("a refused stream has returned before");
+            let space = self
+                .space(rest.len())?
+                .expect("`space` returns `None` only if the stream is refused");
             let part = space.len();
             space.copy_from_slice(&rest[..part]);
             self.filled(part)?;
@@ -271,11 +298,16 @@ impl<S: Sink> Incoming<S> {
         Ok(())
     }
 
-    /// Returns the name of the current tensor, and how many bytes of its payload have arrived.
-    pub(crate) fn current(&self) -> (String, u64) {
+    /// Returns the name of the last tensor, how many bytes of its payload have arrived, and the
+    /// length of that payload in bytes. Returns an empty name if the last item is not a tensor.
+    pub(crate) fn current(&self) -> (String, u64, u64) {
         match self.items.back() {
-            Some(Item::Tensor(tensor)) => (tensor.meta.info.name.clone(), tensor.received),
-            _ => (String::new(), 0),
+            Some(Item::Tensor(tensor)) => {
+                let Meta { info, known, .. } = &tensor.meta;
+                let total = if *known { 0 } else { info.storage_len };
+                (info.name.clone(), tensor.received, total)
+            }
+            _ => (String::new(), 0, 0),
         }
     }
 
@@ -293,15 +325,17 @@ impl<S: Sink> Incoming<S> {
                     Ok(())
                 } else {
                     let name = &meta.info.name;
-                    let what = format!("END of tensor {name:?} after {received} of {total} bytes");
+                    let what = format!(
+                        "received END of tensor {name:?} after {received} of {total} bytes"
+                    );
                     Err(self.bad(what))
                 }
             }
-            _ => Err(self.bad("END outside of a tensor".into())),
+            _ => Err(self.bad("received END outside a tensor".into())),
         }
     }
 
-    /// Adds a message.
+    /// Adds a received message.
     pub(crate) fn message(&mut self, body: Vec<u8>) -> Result<(), Error> {
         let cost = self.receive_whole(body.len() as u64)?;
         if self.refused {
@@ -309,19 +343,20 @@ impl<S: Sink> Incoming<S> {
             return Ok(());
         }
         if self.is_within_tensor() {
-            return Err(self.bad("MESSAGE inside a tensor".into()));
+            return Err(self.bad(format!("received MESSAGE inside tensor {:?}", self.current().0)));
         }
         self.stats.messages += 1;
         self.items.push_back(Item::Message(body.into()));
         Ok(())
     }
 
-    /// Returns whether a tensor is incomplete.
+    /// Returns whether the last item is an incomplete tensor.
     pub(crate) fn is_within_tensor(&self) -> bool {
         matches!(self.items.back(), Some(Item::Tensor(last)) if !last.complete)
     }
 
-    /// Returns whether an incomplete tensor has memory, so that only the peer can go on.
+    /// Returns whether the next tensor is incomplete and has memory, so that only the peer can
+    /// continue.
     pub(crate) fn awaits_data(&self) -> bool {
         let awaits = |tensor: &IncomingTensor<S>| !tensor.complete && tensor.sink.is_some();
         matches!(self.items.front(), Some(Item::Tensor(first)) if awaits(first))
@@ -330,7 +365,7 @@ impl<S: Sink> Incoming<S> {
     /// Ends the stream after FINISH.
     pub(crate) fn finish(&mut self) -> Result<(), Error> {
         if self.is_within_tensor() {
-            return Err(self.bad("FINISH inside a tensor".into()));
+            return Err(self.bad(format!("received FINISH inside tensor {:?}", self.current().0)));
         }
         self.ended = true;
         self.items.push_back(Item::Finished);
@@ -362,8 +397,8 @@ impl<S: Sink> Incoming<S> {
         self.refused
     }
 
-    /// Cancels the stream at this end. Returns whether the peer has ended it already, so that it
-    /// can be removed.
+    /// Cancels the stream at this end. Returns whether the peer has already ended the stream, so
+    /// that the stream can be removed.
     pub(crate) fn refuse(&mut self) -> bool {
         self.refused = true;
         self.items.clear();
@@ -371,7 +406,7 @@ impl<S: Sink> Incoming<S> {
     }
 
     /// Provides the memory of the tensor whose `Metadata` event was delivered. Returns how many
-    /// bytes were copied to it.
+    /// bytes were copied to the memory.
     pub(crate) fn accept(&mut self, mut sink: S) -> Result<u64, Error> {
         let Some(Item::Tensor(tensor)) = self.items.front_mut() else {
             return Err(no_tensor(self.id));
@@ -448,12 +483,12 @@ impl<S: Sink> Incoming<S> {
         Some((event, last))
     }
 
-    /// Returns a new credit limit for the peer, if it is worth a frame.
+    /// Returns a new credit limit for the peer, if the increase is worth a frame.
     pub(crate) fn renew_credit(&mut self) -> Option<u64> {
         if self.ended {
             return None;
         }
-        // A payload that has memory does not need the window: all of it may be sent.
+        // A payload that has memory does not use the window, so all of it may be sent.
         let ahead = match self.items.front() {
             Some(Item::Tensor(tensor)) if tensor.sink.is_some() && self.items.len() == 1 => {
                 tensor.meta.info.storage_len - tensor.received
@@ -463,7 +498,7 @@ impl<S: Sink> Incoming<S> {
         self.credit.renew(ahead)
     }
 
-    /// Returns how many bytes of this end's memory wait for the user.
+    /// Returns how many bytes of memory are used for received data that the user has not taken.
     pub(crate) fn staged_bytes(&self) -> usize {
         let of = |item: &Item<S>| match item {
             Item::Tensor(tensor) => tensor.staged.capacity() + tensor.meta_cost as usize,
@@ -474,7 +509,7 @@ impl<S: Sink> Incoming<S> {
         self.items.iter().map(of).sum()
     }
 
-    /// Returns the memory of incomplete tensors.
+    /// Returns the memory that no event has returned yet.
     pub(crate) fn into_sinks(self) -> impl Iterator<Item = S> {
         let of = |item| match item {
             Item::Tensor(tensor) => tensor.sink,
@@ -483,7 +518,7 @@ impl<S: Sink> Incoming<S> {
         self.items.into_iter().filter_map(of).chain(self.cancelled_sink)
     }
 
-    /// Returns the tensor whose `Metadata` event was delivered, and whose `End` event was not.
+    /// Returns the current tensor: the one between its `Metadata` event and its `End` event.
     pub(crate) fn announced(&self) -> Option<&TensorInfo> {
         match self.items.front() {
             Some(Item::Tensor(tensor)) if tensor.delivered.is_some() => Some(&tensor.meta.info),
@@ -491,8 +526,8 @@ impl<S: Sink> Incoming<S> {
         }
     }
 
-    /// Counts a frame that is not split. Its header counts too, because frames take memory besides
-    /// their bytes.
+    /// Subtracts the cost of a META or MESSAGE from the credit, and returns the cost in bytes. The
+    /// header counts too, because even an empty message takes memory.
     fn receive_whole(&mut self, bytes: u64) -> Result<u64, Error> {
         let cost = bytes + HEADER_LEN as u64;
         self.receive(cost, true).map(|()| cost)
@@ -502,7 +537,7 @@ impl<S: Sink> Incoming<S> {
         if self.credit.receive(bytes, whole) {
             Ok(())
         } else {
-            Err(self.bad(format!("{bytes} bytes without credit")))
+            Err(self.bad(format!("received {bytes} bytes, which exceed the granted credit")))
         }
     }
 
@@ -511,7 +546,9 @@ impl<S: Sink> Incoming<S> {
     }
 }
 
-/// Returns the error for memory that no tensor waits for.
+/// Returns the error for memory that was provided although no tensor waits for it.
 pub(crate) fn no_tensor(stream: u32) -> Error {
-    Error::Misuse(format!("stream {stream} has no tensor that waits for memory"))
+    Error::Misuse(format!(
+        "cannot provide memory on stream {stream}: no tensor of the stream waits for memory"
+    ))
 }

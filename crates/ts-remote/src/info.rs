@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! META: the description of a tensor.
+//! META, the frame that describes a tensor.
 
 use std::collections::BTreeMap;
 
@@ -22,13 +22,15 @@ const CODEC: u8 = 0x8a;
 const KEPT: u8 = 0x8b;
 const KNOWN: u8 = 0x8c;
 
-/// The most metadata entries of a tensor.
+/// The maximum number of metadata entries of a tensor.
 const MAX_METADATA: usize = 256;
 
-/// The description of a tensor: its type, and which bytes of a storage are its elements.
+/// The description of a tensor: its dtype, its shape, and the position of its elements in a
+/// storage.
 ///
 /// Tensors that share a storage, such as views and tied weights, have the same
-/// [`storage_id`](Self::storage_id), so that its bytes are sent once.
+/// [`storage_id`](Self::storage_id). With [`Connection::send_view`](crate::Connection::send_view),
+/// the bytes of the storage are sent only once.
 ///
 /// ```
 /// use ts_format::Dtype;
@@ -56,7 +58,7 @@ pub struct TensorInfo {
     pub storage_offset: u64,
     /// The length of the storage and of the payload, in bytes.
     pub storage_len: u64,
-    /// Metadata of the user: at most 256 entries.
+    /// Metadata of the user, with at most 256 entries.
     pub metadata: BTreeMap<String, String>,
 }
 
@@ -64,7 +66,8 @@ impl TensorInfo {
     /// Describes a contiguous tensor on the CPU that fills its storage.
     ///
     /// # Errors
-    /// Returns [`Error::Unsendable`] if its length in bytes overflows or is not a whole number.
+    /// Returns [`Error::Unsendable`] if the tensor has more than 64 dimensions, or if its length is
+    /// not a whole number of bytes below 2^61.
     pub fn new(
         name: impl Into<String>,
         dtype: Dtype,
@@ -73,7 +76,10 @@ impl TensorInfo {
         let (name, meta) = (name.into(), TensorMeta { dtype, shape: shape.into() });
         let Some(storage_len) = meta.byte_len() else {
             let (dtype, shape) = (meta.dtype, &meta.shape);
-            let reason = format!("invalid length of {dtype} elements of shape {shape:?}");
+            let reason = format!(
+                "the size of shape {shape:?} with {dtype} elements is not a whole number of bytes \
+                 below 2^61"
+            );
             return Err(Error::Unsendable { tensor: name, reason });
         };
         let this = Self {
@@ -90,11 +96,14 @@ impl TensorInfo {
         Ok(this)
     }
 
-    /// Makes the tensor a view of storage `id`, which has `len` bytes. `offset` is the offset of
-    /// the first element in bytes, `strides` are in elements.
+    /// Makes the tensor a view of the storage with the number `id` and a length of `len` bytes.
+    /// `offset` is the position of the first element, in bytes. `strides` are in elements; `None`
+    /// means row-major and contiguous.
     ///
     /// # Errors
-    /// Returns [`Error::Unsendable`] if elements would be outside the storage.
+    /// Returns [`Error::Unsendable`] if elements would be outside the storage, if the number of
+    /// strides is wrong, or if `len` exceeds the largest `isize`. Elements of less than a byte must
+    /// be contiguous.
     pub fn in_storage(
         mut self,
         id: u64,
@@ -122,20 +131,33 @@ impl TensorInfo {
     /// Checks that the tensor is valid.
     ///
     /// # Errors
-    /// Returns what is invalid.
+    /// Returns the reason why the tensor is invalid.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.meta.shape.len() > MAX_RANK {
-            return Err(format!("{} dimensions (at most {MAX_RANK})", self.meta.shape.len()));
+            return Err(format!(
+                "it has {} dimensions (expected at most {MAX_RANK})",
+                self.meta.shape.len()
+            ));
         }
-        let bytes = self.meta.byte_len().ok_or("invalid length of its elements")?;
+        let bytes = self.meta.byte_len().ok_or_else(|| {
+            let TensorMeta { dtype, shape } = &self.meta;
+            format!(
+                "the size of shape {shape:?} with {dtype} elements is not a whole number of bytes \
+                 below 2^61"
+            )
+        })?;
         if self.metadata.len() > MAX_METADATA {
             return Err(format!(
-                "{} metadata entries (at most {MAX_METADATA})",
+                "it has {} metadata entries (expected at most {MAX_METADATA})",
                 self.metadata.len()
             ));
         }
         if self.storage_len > isize::MAX as u64 {
-            return Err(format!("storage of {} bytes (at most {})", self.storage_len, isize::MAX));
+            return Err(format!(
+                "its storage has {} bytes (expected at most {})",
+                self.storage_len,
+                isize::MAX
+            ));
         }
         let (begin, end) = match &self.strides {
             None => (0, i128::from(bytes)),
@@ -144,7 +166,7 @@ impl TensorInfo {
         let offset = i128::from(self.storage_offset);
         if begin + offset < 0 || end + offset > i128::from(self.storage_len) {
             return Err(format!(
-                "elements at bytes {}..{} are outside the storage of {} bytes",
+                "its elements occupy bytes {}..{} of the storage, which has {} bytes",
                 begin + offset,
                 end + offset,
                 self.storage_len
@@ -153,31 +175,32 @@ impl TensorInfo {
         Ok(())
     }
 
-    /// Returns the range of bytes that elements with these strides take, relative to the first
-    /// element.
+    /// Returns the range of bytes that elements with these strides occupy, relative to the start of
+    /// the first element.
     fn extent(&self, strides: &[i64]) -> Result<(i128, i128), String> {
         let shape = &self.meta.shape;
         if strides.len() != shape.len() {
-            return Err(format!("expected {} strides, got {}", shape.len(), strides.len()));
+            return Err(format!("it has {} strides (expected {})", strides.len(), shape.len()));
         }
         let bits = i128::from(self.meta.dtype.bits());
         if bits % 8 != 0 && !self.is_contiguous() {
-            return Err(format!("elements of {bits} bits must be contiguous"));
+            return Err(format!(
+                "elements of {bits} bits must be contiguous (got strides {strides:?})"
+            ));
         }
         if shape.contains(&0) {
             return Ok((0, 0));
         }
-        // The product of two numbers of 64 bits fits. Sums are checked.
+        // The product of two 64-bit numbers fits in an `i128`. Sums may overflow and are checked.
         let reach = |&(&n, &stride): &(&u64, &i64)| i128::from(n - 1) * i128::from(stride);
+        let too_large = || format!("its strides {strides:?} are too large for shape {shape:?}");
         let (mut begin, mut end) = (0i128, 0i128);
         for step in shape.iter().zip(strides).map(|pair| reach(&pair)) {
             let side = if step < 0 { &mut begin } else { &mut end };
-            *side = side.checked_add(step).ok_or("strides overflow")?;
+            *side = side.checked_add(step).ok_or_else(too_large)?;
         }
         let bytes = |elements: i128| elements.checked_mul(bits).map(|bits| bits / 8);
-        bytes(begin)
-            .zip(end.checked_add(1).and_then(bytes))
-            .ok_or_else(|| "strides overflow".into())
+        bytes(begin).zip(end.checked_add(1).and_then(bytes)).ok_or_else(too_large)
     }
 
     fn unsendable(&self, reason: String) -> Error {
@@ -191,9 +214,9 @@ pub(crate) struct Meta {
     pub(crate) info: TensorInfo,
     /// The codec of ENCODED DATA.
     pub(crate) codec: Codec,
-    /// Later tensors of this stream use the same storage.
+    /// Whether later tensors of this stream may use the same storage.
     pub(crate) kept: bool,
-    /// The storage came with an earlier tensor of this stream.
+    /// Whether the storage came with an earlier tensor of this stream.
     pub(crate) known: bool,
 }
 
@@ -224,7 +247,11 @@ impl Meta {
         }
         let body = fields.finish();
         if body.len() > MAX_CONTROL_LEN {
-            let reason = format!("its META has {} bytes (at most {MAX_CONTROL_LEN})", body.len());
+            let reason = format!(
+                "its name, shape, strides, device and metadata take {} bytes (expected at most \
+                 {MAX_CONTROL_LEN})",
+                body.len()
+            );
             return Err(info.unsendable(reason));
         }
         Ok(body)
@@ -250,10 +277,9 @@ impl Meta {
                 NAME => info.name = field.text()?.into(),
                 DTYPE => {
                     let name = field.text()?;
-                    dtype = Some(
-                        Dtype::from_name(name)
-                            .ok_or_else(|| bad(format!("unknown dtype {name:?}")))?,
-                    );
+                    dtype = Some(Dtype::from_name(name).ok_or_else(|| {
+                        bad(format!("received META with unknown dtype {name:?}"))
+                    })?);
                 }
                 SHAPE => shape = Some(field.numbers()?.collect()),
                 STRIDES => {
@@ -266,28 +292,29 @@ impl Meta {
                 METADATA => {
                     let (key, value) = field.key_value()?;
                     info.metadata.insert(key.into(), value.into());
-                    // Small entries take far more memory than bytes of META.
+                    // A small entry takes far more memory than its bytes in META.
                     if info.metadata.len() > MAX_METADATA {
                         return Err(bad(format!(
-                            "META with more than {MAX_METADATA} metadata entries"
+                            "received META with more than {MAX_METADATA} metadata entries"
                         )));
                     }
                 }
                 CODEC => {
                     let name = field.text()?;
                     codec = Codec::from_name(name)
-                        .ok_or_else(|| bad(format!("unknown codec {name:?}")))?;
+                        .ok_or_else(|| bad(format!("received META with unknown codec {name:?}")))?;
                 }
                 KEPT => kept = true,
                 KNOWN => known = true,
                 _ => field.skip()?,
             }
         }
-        let absent = |what: &str| bad(format!("META without {what}"));
+        let absent = |what: &str| bad(format!("received META without {what}"));
         info.meta.dtype = dtype.ok_or_else(|| absent("dtype"))?;
         info.meta.shape = shape.ok_or_else(|| absent("shape"))?;
         info.storage_len = len.ok_or_else(|| absent("storage length"))?;
-        info.check().map_err(|reason| bad(format!("invalid tensor {:?}: {reason}", info.name)))?;
+        info.check()
+            .map_err(|reason| bad(format!("received invalid tensor {:?}: {reason}", info.name)))?;
         Ok(Self { info, codec, kept, known })
     }
 }
@@ -306,8 +333,11 @@ mod tests {
         };
         assert!(view(&[2, 3], 24, 0, &[3, 1]).unwrap().is_contiguous());
         assert!(!view(&[3, 2], 24, 0, &[1, 3]).unwrap().is_contiguous());
-        assert!(view(&[3], 24, 20, &[-2]).is_ok(), "a negative stride, from the last element");
-        assert!(view(&[5], 4, 0, &[0]).is_ok(), "one element, repeated five times");
+        assert!(
+            view(&[3], 24, 20, &[-2]).is_ok(),
+            "a negative stride may begin at the last element"
+        );
+        assert!(view(&[5], 4, 0, &[0]).is_ok(), "a stride of 0 may repeat an element");
         assert!(view(&[0, 9], 0, 0, &[900, 1]).is_ok());
         for bad in [
             view(&[2, 3], 20, 0, &[3, 1]),

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The wire: sends tensors and messages between processes.
+//! Sends tensors and messages between processes, over TCP, TLS and Unix sockets.
 //!
-//! - [`Connection`] is one end of a connection without I/O: streams of tensors and messages with
-//!   flow control by byte credits.
-//! - [`Link`] is a connection over a socket, for callers that may block: TCP, Unix sockets, and TLS
-//!   with the feature `tls`.
+//! - [`Connection`] is one end of a connection, without I/O. It carries streams of tensors and
+//!   messages, with flow control by byte credits.
+//! - [`Link`] is a connection over a TCP or Unix socket, or over TLS with the feature `tls`. Its
+//!   methods may block.
 //! - `AsyncLink` is a connection over a byte stream of tokio, with the feature `tokio`.
 //! - [`Acceptor`] accepts connections one by one. [`serve()`] serves many connections on one
 //!   thread, with a [`Handler`] for each. [`Dispatcher`] passes authenticated connections to other
@@ -12,9 +12,8 @@
 //! - [`RangeClient`] reads ranges of remote files from a [`RangeHandler`].
 //! - [`Backoff`] computes the delays between retries.
 //!
-//! PROTOCOL.md in the repository specifies the bytes on the wire. This crate knows nothing about
-//! files, models, or what tensors are for. It starts threads only where the documentation says so,
-//! and needs no async runtime.
+//! PROTOCOL.md in the repository specifies the bytes on the wire. This crate needs no async
+//! runtime, except for `AsyncLink`. It starts threads only where the documentation says so.
 //!
 //! ```
 //! use std::thread;
@@ -35,7 +34,7 @@
 //! let mut link = Link::<Vec<u8>>::new(listener.accept()?, Role::Acceptor, options)?;
 //! loop {
 //!     match link.next_event()? {
-//!         // The socket is read straight into this memory.
+//!         // The payload is read straight into this memory.
 //!         Event::Metadata { stream, info, .. } => {
 //!             link.connection().accept(stream, vec![0; info.storage_len as usize])?;
 //!         }
@@ -54,8 +53,8 @@
 //! `examples/send_tensor.rs` measures the throughput of such a connection.
 //!
 //! # For embedders
-//! The Python package, the command line and `ts://` do not use these parts. They are public, tested
-//! and documented for programs that embed this crate:
+//! The following types are for programs that embed this crate. They are public, tested and
+//! documented, but the Python package, the command line and `ts://` do not use them:
 //!
 //! - [`TensorSender`] and [`TensorReceiver`], one stream of tensors over any transport.
 //! - [`GpuTensorReceiver`], [`PooledGpuReceiver`] and their [`Memory`]: [`GpuMemory`],
@@ -65,19 +64,22 @@
 //! - [`Tensor`].
 //!
 //! # Invariants
-//! - What is sent arrives through any window, however the byte stream is split, or one of the ends
-//!   gets an error with the reason.
-//! - A payload is written from the sender's memory and read into the receiver's. User space makes
-//!   no other copy, unless the payload is encoded, under TLS, or arrives before its memory is
-//!   provided. Because headers are read ahead, a few bytes of a payload may be copied.
-//! - A peer uses no more memory of a connection than it was granted.
-//! - Only methods that are documented to block do so. They end if the peer is silent for
-//!   `idle_timeout`, or makes no progress in a transfer for `stall_timeout`. A wait for the next
-//!   transfer to begin lasts as long as the peer is alive.
+//! - Everything that is sent arrives, for any window size and any split of the byte stream.
+//!   Otherwise, at least one end gets an error with the reason.
+//! - A payload is written directly from the sender's memory and read directly into the receiver's
+//!   memory. User space copies only payloads that are encoded, under TLS, or in shared memory, and
+//!   bytes that arrive before their memory is provided. Because headers are read ahead, up to 4 KiB
+//!   of each frame may be copied too.
+//! - The window and the maximum number of streams limit how much memory a peer can make a
+//!   connection allocate.
+//! - Only methods that are documented to block may block. They fail if the peer sends nothing for
+//!   `idle_timeout`, or makes no progress in a transfer for `stall_timeout`. Waiting for the next
+//!   transfer to begin has no time limit while the peer answers PINGs.
 //!
 //! # Platforms
-//! Linux and other Unix systems. Shared memory, and waiting in [`Link::close`] for the peer's
-//! acknowledgement only, need Linux.
+//! The crate supports Linux and other Unix systems. Shared memory needs Linux. On other systems,
+//! [`Link::close`] over TCP waits until the peer has closed its end, instead of until the peer's
+//! system has acknowledged everything.
 //!
 //! # Features
 //! - `tls` (off by default): TLS with rustls.

@@ -18,11 +18,12 @@ use crate::{
 
 /// One end of a connection over a [`Socket`].
 ///
-/// It does I/O only while one of its methods runs. Each method that waits reads and writes whatever
-/// it can.
+/// It does I/O only while one of its methods runs. A method that waits both reads and writes
+/// meanwhile.
 ///
-/// Two ends that [`send`](Self::send) more than a window to each other at the same time fail with
-/// [`Error::Stalled`], because neither sees the event that asks for memory. Queue such tensors with
+/// If two ends [`send`](Self::send) more than a window to each other at the same time, both calls
+/// fail, at least one of them with [`Error::Stalled`]. The reason is that neither end takes the
+/// [`Event::Metadata`] that requests memory. Queue such tensors with
 /// [`connection`](Self::connection) instead, and call [`next_event`](Self::next_event), which sends
 /// and receives.
 ///
@@ -32,30 +33,35 @@ pub struct Link<S> {
     connection: Connection<S>,
     socket: Socket,
     liveness: Liveness,
-    /// The length of the shared memory to offer, in bytes; 0 once it has been offered.
+    /// The length of the shared memory to offer, in bytes. 0 if shared memory is disabled, or after
+    /// the first attempt to offer it.
     shared_bytes: usize,
-    /// What the socket is ready for, as far as is known.
+    /// The readiness of the socket at the last check.
     ready: Ready,
-    /// Why the connection has ended, while earlier events wait to be polled.
+    /// The error that ended the connection. Methods return it after all earlier events.
     end_error: Option<Error>,
-    /// Why the connection is half-closed: writing failed, and the peer's last frames are read.
+    /// The error that ended writing. The peer's last frames are still read.
     write_error: Option<Error>,
 }
 
-/// The most bytes to write before reading, and before other connections get their turn.
+/// Once this many bytes have been written, writing stops, so that this end reads and other
+/// connections are served.
 const MAX_WRITE: usize = 4 << 20;
 /// The length of the buffer for bytes that are read and dropped.
 const DISCARD_LEN: usize = 64 << 10;
-/// The most slices per system call.
+/// The maximum number of slices per system call.
 const MAX_SLICES: usize = 16;
 
 impl<S: Sink> Link<S> {
     /// Connects to an address and completes the handshake. Blocks.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if the connection fails, [`Error::TimedOut`] if the peer does not
-    /// complete the handshake within the idle timeout, and [`Error::Closed`] with the peer's reason
-    /// if it refuses.
+    /// Returns:
+    /// - [`Error::Io`] if the connection cannot be established.
+    /// - [`Error::TimedOut`] if the handshake takes longer than the idle timeout.
+    /// - [`Error::Closed`] with the reason if the peer refuses the connection.
+    /// - [`Error::Protocol`] if the peer uses another protocol.
+    /// - [`Error::Lost`] if the peer disconnects before the handshake is complete.
     pub fn connect(address: &Address, options: ConnectionOptions) -> Result<Self, Error> {
         let socket = Socket::connect(address, options.idle_timeout)?;
         Self::new(socket, Role::Connector, options)
@@ -64,17 +70,19 @@ impl<S: Sink> Link<S> {
     /// Completes the handshake on a socket. Blocks.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect).
+    /// Returns the same errors as [`connect`](Self::connect), except for errors of connecting.
+    /// Returns [`Error::Tls`] if TLS fails. An acceptor returns [`Error::Protocol`] if the peer
+    /// sends no token or a wrong one.
     pub fn new(socket: Socket, role: Role, options: ConnectionOptions) -> Result<Self, Error> {
         let mut this = Self::start(socket, role, options);
         while !this.handshake_within(POLL_INTERVAL)? {}
         Ok(this)
     }
 
-    /// Goes on with the handshake for at most `time`. Returns whether it is complete. Blocks.
+    /// Continues the handshake for about `time`. Returns whether the handshake is complete. Blocks.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect).
+    /// Returns the same errors as [`new`](Self::new).
     pub fn handshake_within(&mut self, time: Duration) -> Result<bool, Error> {
         let end = Instant::now() + time;
         self.liveness.begin_wait(&self.connection);
@@ -93,8 +101,8 @@ impl<S: Sink> Link<S> {
         self.end_error.clone().map_or(Ok(true), Err)
     }
 
-    /// Starts the handshake on a socket. Does not block:
-    /// [`handshake_within`](Self::handshake_within) completes it.
+    /// Starts the handshake on a socket, which [`handshake_within`](Self::handshake_within) then
+    /// completes. Does not block.
     pub fn start(mut socket: Socket, role: Role, mut options: ConnectionOptions) -> Self {
         if !socket.takes_descriptors() {
             options.shared_bytes = 0;
@@ -125,12 +133,12 @@ impl<S: Sink> Link<S> {
         self.liveness.stall_timeout()
     }
 
-    /// Returns the address of the peer.
+    /// Returns the address of the peer, as text.
     pub fn peer(&self) -> &str {
         self.socket.peer()
     }
 
-    /// Returns the statistics of the connection.
+    /// Returns counters of the bytes and frames since the connection began.
     pub fn stats(&self) -> ConnectionStats {
         self.connection.stats()
     }
@@ -138,8 +146,9 @@ impl<S: Sink> Link<S> {
     /// Returns the next event. Blocks until there is one.
     ///
     /// # Errors
-    /// Returns the error that ended the connection, [`Error::TimedOut`] if the peer does not even
-    /// answer pings, or [`Error::Stalled`] if it does but a transfer makes no progress.
+    /// Returns the error that ended the connection. Returns [`Error::TimedOut`] if the peer does
+    /// not answer PINGs, and [`Error::Stalled`] if the peer answers but a transfer makes no
+    /// progress.
     pub fn next_event(&mut self) -> Result<Event<S>, Error> {
         self.liveness.begin_wait(&self.connection);
         loop {
@@ -150,10 +159,10 @@ impl<S: Sink> Link<S> {
         }
     }
 
-    /// Returns the next event, or `None` after `time`. Blocks.
+    /// Returns the next event, or `None` if there is none within `time`. Blocks.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event).
+    /// Returns the same errors as [`next_event`](Self::next_event).
     pub fn next_event_within(&mut self, time: Duration) -> Result<Option<Event<S>>, Error> {
         let end = Instant::now() + time;
         self.liveness.begin_wait(&self.connection);
@@ -170,7 +179,7 @@ impl<S: Sink> Link<S> {
     /// Returns the next event, if one is available. Does not block.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event).
+    /// Returns the error that ended the connection. Does not check the timeouts.
     pub fn poll_event(&mut self) -> Result<Option<Event<S>>, Error> {
         let event = self.connection.poll();
         if event.is_none() {
@@ -183,7 +192,7 @@ impl<S: Sink> Link<S> {
     /// arrive meanwhile are queued. Blocks while the peer grants no credit.
     ///
     /// # Errors
-    /// As [`Connection::send`] and [`next_event`](Self::next_event).
+    /// Returns the same errors as [`Connection::send`] and [`next_event`](Self::next_event).
     pub fn send(
         &mut self,
         stream: u32,
@@ -199,7 +208,8 @@ impl<S: Sink> Link<S> {
     /// grants no credit.
     ///
     /// # Errors
-    /// As [`Connection::send_message`] and [`next_event`](Self::next_event).
+    /// Returns the same errors as [`Connection::send_message`] and
+    /// [`next_event`](Self::next_event).
     pub fn send_message(&mut self, stream: u32, message: Bytes) -> Result<(), Error> {
         self.connection.send_message(stream, message)?;
         self.flush(stream)
@@ -209,7 +219,7 @@ impl<S: Sink> Link<S> {
     /// peer grants no credit.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event).
+    /// Returns the same errors as [`next_event`](Self::next_event).
     pub fn flush(&mut self, stream: u32) -> Result<(), Error> {
         self.liveness.begin_wait(&self.connection);
         while !self.connection.is_sent(stream) || self.socket.wants_write() {
@@ -218,11 +228,11 @@ impl<S: Sink> Link<S> {
         Ok(())
     }
 
-    /// Waits like [`flush`](Self::flush), at most `time`. Returns whether the socket has taken
-    /// everything.
+    /// Waits like [`flush`](Self::flush), but only for about `time`. Returns whether the socket has
+    /// taken everything.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event).
+    /// Returns the same errors as [`next_event`](Self::next_event).
     pub fn flush_within(&mut self, stream: u32, time: Duration) -> Result<bool, Error> {
         let end = Instant::now() + time;
         self.liveness.begin_wait(&self.connection);
@@ -235,16 +245,17 @@ impl<S: Sink> Link<S> {
         Ok(true)
     }
 
-    /// Waits until the socket has taken everything that is queued on all streams, and all control
-    /// frames. Blocks while the peer grants no credit.
+    /// Waits until the socket has taken all control frames, and everything that is queued on all
+    /// streams. Blocks while the peer grants no credit.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event).
+    /// Returns the same errors as [`next_event`](Self::next_event). Succeeds if the peer closes the
+    /// connection after the socket has taken all data of the user.
     pub fn flush_all(&mut self) -> Result<(), Error> {
         self.liveness.begin_wait(&self.connection);
         while self.connection.has_unsent() || self.socket.wants_write() {
             match self.step(POLL_INTERVAL) {
-                // The peer has all user data, and needs no control frames.
+                // The socket has taken all user data, and the peer needs no more control frames.
                 Err(Error::Closed { .. }) if !self.connection.has_unsent_user_data() => break,
                 done => done?,
             }
@@ -252,23 +263,24 @@ impl<S: Sink> Link<S> {
         Ok(())
     }
 
-    /// Reads and writes what is possible without blocking. Writes at most a few MiB, so that other
-    /// connections get their turn. Returns whether anything was read or written.
+    /// Reads and writes without blocking. Writes at most a few MiB, so that other connections can
+    /// be served. Returns whether anything was read or written.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event).
+    /// Returns the error that ended the connection. Does not check the timeouts.
     pub fn drive(&mut self) -> Result<bool, Error> {
         self.ready = Ready { read: true, write: true };
         self.liveness.update();
         self.write_and_read()
     }
 
-    /// Returns whether there is something to write once the socket is writable.
+    /// Returns whether data waits to be written. If so, call [`drive`](Self::drive) once the socket
+    /// is writable.
     pub fn wants_write(&mut self) -> bool {
         self.connection.plan_writes() || self.socket.wants_write()
     }
 
-    /// Returns whether there may be more to read although the socket is not readable.
+    /// Returns whether there may be more to read even if the socket does not become readable.
     pub(crate) fn may_read(&self) -> bool {
         self.ready.read
     }
@@ -284,21 +296,23 @@ impl<S: Sink> Link<S> {
         PollFd::from_borrowed_fd(self.socket.as_fd(), flags)
     }
 
-    /// Closes the connection with a reason, after everything that is queued on all streams. Drops
-    /// what arrives meanwhile. Blocks until the peer's system has acknowledged everything, which
-    /// may be before the peer reads it, and while the peer grants no credit. On systems other than
-    /// Linux, blocks until the peer has read everything.
+    /// Sends everything that is queued on all streams, then closes the connection with a reason.
+    /// Drops everything that arrives meanwhile.
+    ///
+    /// Blocks while the peer grants no credit, and then until the peer's system has acknowledged
+    /// everything. The peer may read it later. On systems other than Linux, a TCP connection blocks
+    /// until the peer has closed its end.
     ///
     /// # Errors
-    /// As [`next_event`](Self::next_event); then some of what was sent may be lost. It is no error
-    /// if the peer closes first, once the socket has taken everything.
+    /// Returns the same errors as [`next_event`](Self::next_event). Sent data may then be lost.
+    /// Succeeds if the peer closes the connection after the socket has taken all data of the user.
     pub fn close(mut self, reason: &str) -> Result<(), Error> {
         self.flush_all()?;
         if matches!(self.connection.end_of_input(), Err(Error::Closed { .. })) {
             return Ok(());
         }
         match self.send_close(reason) {
-            // The peer has everything but this end's CLOSE.
+            // The peer closed first, so only this end's CLOSE is missing.
             Err(Error::Closed { .. }) => Ok(()),
             done => done,
         }
@@ -314,8 +328,9 @@ impl<S: Sink> Link<S> {
         self.drain()
     }
 
-    /// Reads until the peer's system has acknowledged everything. A socket that is closed earlier,
-    /// and then receives something, resets the connection, which drops what is in transit.
+    /// Reads and drops bytes until the peer's system has acknowledged everything. If the socket
+    /// were closed earlier and then received something, the system would reset the connection and
+    /// drop bytes in transit.
     fn drain(&mut self) -> Result<(), Error> {
         let (mut discarded, mut empty) = (vec![0; DISCARD_LEN], []);
         let (mut left, mut since) = (u64::MAX, Instant::now());
@@ -332,7 +347,7 @@ impl<S: Sink> Link<S> {
                 Ok(_) => {}
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => {}
-                    // The peer closed the connection after it got this end's CLOSE.
+                    // The peer has closed the connection, usually because of this end's CLOSE.
                     io::ErrorKind::ConnectionReset | io::ErrorKind::UnexpectedEof => return Ok(()),
                     _ => return Err(self.socket.failed("closing", error)),
                 },
@@ -342,7 +357,7 @@ impl<S: Sink> Link<S> {
         Err(Error::Stalled { peer: self.socket.peer().into(), after })
     }
 
-    /// Returns how long the connection has made no progress.
+    /// Returns for how long the connection has made no progress.
     pub(crate) fn idle_time(&mut self) -> Duration {
         self.liveness.update();
         self.liveness.idle_time(&self.connection)
@@ -351,18 +366,18 @@ impl<S: Sink> Link<S> {
     /// Checks that transfers make progress.
     ///
     /// # Errors
-    /// Returns [`Error::Stalled`] if one is in progress and the peer has not done its part for the
+    /// Returns [`Error::Stalled`] if a transfer is in progress but has made no progress for the
     /// stall timeout.
     pub(crate) fn check_progress(&mut self) -> Result<(), Error> {
         self.liveness.check_progress(&self.connection, self.socket.peer())
     }
 
-    /// Writes or reads something. If neither is possible, waits for at most about `timeout` or
-    /// [`POLL_INTERVAL`].
+    /// Writes or reads something. If neither is possible, waits for about `timeout`, but not longer
+    /// than [`POLL_INTERVAL`].
     fn step(&mut self, timeout: Duration) -> Result<(), Error> {
         let wait = !timeout.is_zero();
         self.liveness.begin_step();
-        // Must come before payloads are put into frames for the socket.
+        // Shared memory must be offered before payloads are put into frames for the socket.
         self.share()?;
         if timeout > POLL_INTERVAL / 2
             && self.end_error.is_none()
@@ -371,7 +386,7 @@ impl<S: Sink> Link<S> {
         {
             self.check_progress()?;
             self.liveness.check_peer(&mut self.connection, self.socket.peer())?;
-            // Blocking in the read saves a poll.
+            // A read that blocks saves a call of poll.
             return self.read(true).map(drop);
         }
         if self.write_and_read()? {
@@ -391,7 +406,7 @@ impl<S: Sink> Link<S> {
         let wanted = Ready { read: true, write: writing };
         let ready = self.socket.wait(wanted, left.min(timeout).min(POLL_INTERVAL))?;
         self.liveness.update();
-        // Not waiting for writability leaves it as it was.
+        // If nothing waits to be written, the socket was not checked and counts as writable.
         self.ready = Ready { read: ready.read, write: ready.write || !writing };
         if !wait {
             self.write_and_read()?;
@@ -399,14 +414,15 @@ impl<S: Sink> Link<S> {
         Ok(())
     }
 
-    /// Writes and reads as far as the socket is known to be ready. Returns whether anything was
-    /// written or read.
+    /// Writes and reads if the socket is known to be ready. Returns whether anything was written or
+    /// read.
     fn write_and_read(&mut self) -> Result<bool, Error> {
         if let Some(error) = &self.end_error {
             return Err(error.clone());
         }
         if self.connection.is_short_of_credit() {
-            // More credit may have arrived, so that a payload need not be cut where it ends.
+            // More credit may have arrived. The payload is then not split where the old credit
+            // ends.
             self.read(false)?;
         }
         let wrote = self.write_error.is_none() && self.ready.write && self.write()?;
@@ -446,8 +462,8 @@ impl<S: Sink> Link<S> {
                     self.ready.write = self.socket.may_take_more(len, wanted);
                     let before = self.connection.progress();
                     self.connection.written(len);
-                    // A full socket takes more only after the peer's system has taken some. Pings
-                    // make no progress, and do not show that the peer is active.
+                    // A full socket takes more only after the peer's system has received some
+                    // bytes, so a write is a sign of activity. A written PING is not.
                     if self.connection.progress() != before {
                         self.liveness.note_activity();
                     }
@@ -456,7 +472,7 @@ impl<S: Sink> Link<S> {
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.ready.write = false,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // The peer's CLOSE, if it can still be read, says more than this error.
+                // If the peer's CLOSE can still be read, its reason explains more than this error.
                 Err(error) => {
                     self.write_error = Some(self.socket.failed("writing", error));
                     self.ready = Ready { read: true, write: false };
@@ -466,8 +482,8 @@ impl<S: Sink> Link<S> {
         Ok(wrote)
     }
 
-    /// Reads once. With `wait`, waits for bytes up to the socket's read timeout. Returns whether
-    /// there were any.
+    /// Reads once. If `wait` is set, waits for bytes up to the socket's read timeout. Returns
+    /// whether any bytes were read.
     fn read(&mut self, wait: bool) -> Result<bool, Error> {
         if let Err(error) = self.connection.settle() {
             return self.end(error).map(|()| true);
@@ -488,7 +504,7 @@ impl<S: Sink> Link<S> {
                 self.liveness.note_activity();
                 if let Some(descriptor) = self.socket.take_descriptor() {
                     self.connection.descriptor_received(descriptor);
-                    // A connection uses at most one.
+                    // A connection uses at most one descriptor.
                     self.socket.disable_descriptors();
                 }
                 self.connection.filled(len).or_else(|error| self.end(error))?;
@@ -503,20 +519,20 @@ impl<S: Sink> Link<S> {
         }
     }
 
-    /// Ends the connection because of what was received. Returns the error, unless earlier events
-    /// wait to be polled.
+    /// Ends the connection after an error in received bytes. Returns the error, unless earlier
+    /// events can still be polled.
     fn end(&mut self, error: Error) -> Result<(), Error> {
         if matches!(error, Error::Closed { .. }) {
-            // The peer waits for the end of the stream.
+            // The peer waits for the end of the byte stream.
             let _ = self.socket.shutdown();
         }
-        // Tells the peer why, as far as the socket takes it.
+        // Sends the peer the reason, as far as the socket takes it without blocking.
         while self.connection.plan_writes()
             && let Ok(len) = self.socket.write(&self.connection.write_slices(MAX_SLICES), None)
         {
             self.connection.written(len);
         }
-        // Later calls that can no longer write also return this error.
+        // Later calls return this error too.
         self.end_error = Some(error.clone());
         if self.connection.may_have_events() { Ok(()) } else { Err(error) }
     }

@@ -14,17 +14,17 @@ use rustix::net::AddressFamily;
 use crate::fd;
 use crate::{Address, Error, Socket};
 
-/// The most characters of a peer's address that are passed with a handoff.
+/// The maximum number of characters of a peer's address that are passed with a handoff.
 pub(crate) const MAX_PEER_CHARS: usize = 100;
 
-/// How long to wait before accepting again if the process or the system has run out of descriptors
-/// or memory.
+/// The delay before accepting again after the process or the system has run out of descriptors or
+/// memory.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(5);
 
 /// A TCP or Unix socket that accepts connections, or a channel that receives accepted connections
 /// from another process.
 ///
-/// Dropping it removes the file of a Unix socket.
+/// Dropping the listener removes the file of a Unix socket.
 #[derive(Debug)]
 pub struct Listener {
     source: ConnectionSource,
@@ -41,10 +41,13 @@ enum ConnectionSource {
 
 impl Listener {
     /// Listens on an address. Port 0 selects a free port, which [`address`](Self::address) returns.
-    /// Accepted TCP connections fail if the peer's machine does not acknowledge data for `timeout`.
+    ///
+    /// On Linux, accepted TCP connections break if the peer's machine does not acknowledge data for
+    /// `timeout`.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if the address is in use or does not belong to this machine.
+    /// Returns [`Error::Io`] if the system cannot listen on the address, for example because the
+    /// address is in use.
     pub fn bind(address: &Address, timeout: Duration) -> Result<Self, Error> {
         let failed = |error| Error::io(&address.to_string(), "listening", error);
         let (source, address) = match address {
@@ -61,12 +64,15 @@ impl Listener {
         Ok(Self { source, address, timeout })
     }
 
-    /// Receives connections that another process has accepted and [passes
-    /// on](crate::Handoff::send_to) over `channel`, a Unix socket of type `SOCK_SEQPACKET`. TCP
-    /// connections fail if the peer's machine does not acknowledge data for `timeout`.
-    /// [`accept`](Self::accept) returns [`Error::Closed`] once that process has ended.
+    /// Creates a listener that receives connections from another process, which accepts them and
+    /// [passes them on](crate::Handoff::send_to). `channel` is a Unix socket of type
+    /// `SOCK_SEQPACKET`. [`accept`](Self::accept) returns [`Error::Closed`] once that process has
+    /// ended.
+    ///
+    /// On Linux, TCP connections break if the peer's machine does not acknowledge data for
+    /// `timeout`.
     pub fn from_handoffs(channel: OwnedFd, timeout: Duration) -> Self {
-        let address = Address::Unix("(another process's)".into());
+        let address = Address::Unix("(handoff channel)".into());
         Self { source: ConnectionSource::Handoffs(channel), address, timeout }
     }
 
@@ -82,7 +88,8 @@ impl Listener {
         done.map_err(|error| self.failed("listening", error))
     }
 
-    /// Returns the address that it listens on.
+    /// Returns the address that the listener listens on. For a handoff channel, returns a
+    /// placeholder.
     pub fn address(&self) -> &Address {
         &self.address
     }
@@ -90,8 +97,8 @@ impl Listener {
     /// Accepts the next connection. Blocks.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if the system fails to accept it, and [`Error::Closed`] if a [handoff
-    /// channel](Self::from_handoffs) has closed.
+    /// Returns [`Error::Io`] if the system cannot accept a connection, and [`Error::Closed`] if a
+    /// [handoff channel](Self::from_handoffs) has closed.
     pub fn accept(&self) -> Result<Socket, Error> {
         let failed = |error| self.failed("accepting", error);
         match &self.source {
@@ -130,10 +137,10 @@ impl Listener {
         Ok(Ok(socket))
     }
 
-    /// Accepts the next connection, or returns `None` after `timeout`. Blocks.
+    /// Accepts the next connection, or returns `None` if there is none within `timeout`. Blocks.
     ///
     /// # Errors
-    /// As [`accept`](Self::accept).
+    /// Returns the same errors as [`accept`](Self::accept).
     pub fn accept_within(&self, timeout: Duration) -> Result<Option<Socket>, Error> {
         let end = Instant::now() + timeout;
         loop {
@@ -143,16 +150,17 @@ impl Listener {
                 Ok(0) if left.is_zero() => return Ok(None),
                 Ok(0) => {}
                 Ok(_) => return self.accept().map(Some),
-                Err(error) => return Err(self.failed("waiting", error)),
+                Err(error) => return Err(self.failed("waiting for a connection", error)),
             }
         }
     }
 
     /// Accepts a connection that is waiting on a nonblocking listener. Returns `None` if there is
-    /// none, and after errors that concern only one connection or are temporary.
+    /// none, and after errors that are temporary or concern only one connection.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if the listener fails.
+    /// Returns [`Error::Io`] if the listener fails, and [`Error::Closed`] if a handoff channel has
+    /// closed.
     pub(crate) fn accept_waiting(&self) -> Result<Option<Socket>, Error> {
         match self.accept() {
             Ok(socket) => Ok(Some(socket)),
@@ -171,9 +179,9 @@ impl Listener {
         }
     }
 
-    /// Waits until a connection is waiting or one of `sockets` is ready, at most `timeout`. Returns
-    /// whether the listener is ready, which is polled only if `listening`, and then whether each
-    /// socket is, in order.
+    /// Waits at most `timeout` until a connection can be accepted or one of `sockets` is ready. The
+    /// first element of the result tells whether the listener is ready, and the others whether each
+    /// socket is ready. The listener is polled only if `listening` is set.
     pub(crate) fn wait_with<'a>(
         &'a self,
         listening: bool,
@@ -183,7 +191,8 @@ impl Listener {
         let flags = if listening { PollFlags::IN } else { PollFlags::empty() };
         let mut polled = vec![PollFd::from_borrowed_fd(self.as_fd(), flags)];
         polled.extend(sockets);
-        fd::poll(&mut polled, timeout).map_err(|error| self.failed("waiting", error))?;
+        fd::poll(&mut polled, timeout)
+            .map_err(|error| self.failed("waiting for sockets", error))?;
         Ok(polled.iter().map(|fd| !fd.revents().is_empty()).collect())
     }
 
@@ -221,7 +230,7 @@ impl AsFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         if let (ConnectionSource::Unix(_), Address::Unix(path)) = (&self.source, &self.address) {
-            // The file may have been removed before.
+            // The file may already have been removed.
             let _ = std::fs::remove_file(path);
         }
     }

@@ -5,26 +5,28 @@ use std::time::{Duration, Instant};
 
 use crate::{Connection, ConnectionOptions, Error, Sink};
 
-/// A caller that has not waited for this long, or for half of the idle timeout, did not listen to
-/// the peer meanwhile.
+/// The longest pause between waits that counts as silence of the peer. If half of the idle timeout
+/// is shorter, that is the limit instead.
 const MAX_GAP: Duration = Duration::from_secs(1);
 
-/// Watches whether a peer is alive and makes progress.
+/// Tracks whether a peer is alive and makes progress.
 ///
-/// Reads the clock at most once per operation that may block, because for small messages reading it
+/// Reads the clock at most once per operation that may block. For small messages, reading the clock
 /// is the largest cost after the system calls.
 #[derive(Debug)]
 pub(crate) struct Liveness {
     idle_timeout: Duration,
     stall_timeout: Duration,
     connected_at: Instant,
-    /// The last time that the clock was read, and whether nothing that may block was done since.
+    /// The time when the clock was last read.
     now: Instant,
+    /// Whether `now` is current. It is not after an operation that may block has begun.
     is_current: bool,
-    /// When the peer was last active, and whether it was pinged since.
+    /// The time when the peer was last active.
     active_at: Instant,
+    /// Whether the peer was pinged since it was last active.
     pinged: bool,
-    /// When the connection last made progress, and its progress counter then.
+    /// The time when the connection last made progress, and the value of its progress counter then.
     progress: (Instant, u64),
 }
 
@@ -51,7 +53,8 @@ impl Liveness {
         self.stall_timeout
     }
 
-    /// Begins a wait. If the caller was away before, the timeouts start now.
+    /// Begins a wait. If the pause since the last wait was longer than [`MAX_GAP`] allows, the
+    /// timeouts start now.
     pub(crate) fn begin_wait<S: Sink>(&mut self, connection: &Connection<S>) {
         let before = self.now;
         self.update();
@@ -74,12 +77,12 @@ impl Liveness {
         (self.now, self.is_current) = (Instant::now(), true);
     }
 
-    /// Notes that the peer is active.
+    /// Records that the peer is active now.
     pub(crate) fn note_activity(&mut self) {
         (self.active_at, self.pinged) = (self.now, false);
     }
 
-    /// Returns how long the connection has made no progress.
+    /// Returns for how long the connection has made no progress.
     pub(crate) fn idle_time<S: Sink>(&mut self, connection: &Connection<S>) -> Duration {
         let progress = connection.progress();
         if progress != self.progress.1 {
@@ -88,10 +91,10 @@ impl Liveness {
         self.now.saturating_duration_since(self.progress.0)
     }
 
-    /// Checks that the handshake does not take too long, whatever else the peer sends.
+    /// Checks that the handshake does not take too long, even if the peer sends other bytes.
     ///
     /// # Errors
-    /// Returns [`Error::TimedOut`] if it takes longer than the idle timeout.
+    /// Returns [`Error::TimedOut`] if the handshake takes longer than the idle timeout.
     pub(crate) fn check_handshake<S: Sink>(
         &self,
         connection: &Connection<S>,
@@ -106,7 +109,7 @@ impl Liveness {
     /// Checks that transfers make progress.
     ///
     /// # Errors
-    /// Returns [`Error::Stalled`] if one is in progress and the peer has not done its part for the
+    /// Returns [`Error::Stalled`] if a transfer is in progress but has made no progress for the
     /// stall timeout.
     pub(crate) fn check_progress<S: Sink>(
         &mut self,
@@ -119,11 +122,11 @@ impl Liveness {
         Err(Error::Stalled { peer: peer.into(), after: self.stall_timeout })
     }
 
-    /// Returns how much longer the peer may be silent. Pings it when half of the idle timeout is
-    /// over.
+    /// Returns how much longer the peer may be silent. Queues a PING once half of the idle timeout
+    /// is over.
     ///
     /// # Errors
-    /// Returns [`Error::TimedOut`] if it has been silent for the idle timeout.
+    /// Returns [`Error::TimedOut`] if the peer has been silent for the idle timeout.
     pub(crate) fn check_peer<S: Sink>(
         &mut self,
         connection: &mut Connection<S>,

@@ -14,13 +14,13 @@ use crate::{Error, Sink, TensorInfo};
 ///
 /// Closures `FnMut(&TensorInfo) -> Result<impl Sink, Error>` implement it.
 pub trait Memory {
-    /// The memory of a tensor.
+    /// The type of the memory that [`allocate`](Self::allocate) returns.
     type Sink: Sink;
 
-    /// Allocates memory of the length of the tensor's storage.
+    /// Allocates memory that has the length of the tensor's storage.
     ///
     /// # Errors
-    /// Returns [`Error::Memory`] if there is none.
+    /// Returns [`Error::Memory`] if there is not enough memory.
     fn allocate(&mut self, info: &TensorInfo) -> Result<Self::Sink, Error>;
 }
 
@@ -36,7 +36,8 @@ fn no_memory(info: &TensorInfo, source: ts_pool::Error) -> Error {
     Error::Memory { tensor: info.name.clone(), bytes: info.storage_len, source: Arc::new(source) }
 }
 
-/// Returns the length of the storage, or a length that no allocation has.
+/// Returns the length of the storage in bytes. If it does not fit a `usize`, returns `usize::MAX`,
+/// which no allocation can have.
 fn len_of(info: &TensorInfo) -> usize {
     usize::try_from(info.storage_len).unwrap_or(usize::MAX)
 }
@@ -60,7 +61,7 @@ pub struct HostMemory {
 }
 
 impl HostMemory {
-    /// Creates a source with this limit per tensor, in bytes.
+    /// Creates a source that allocates at most `limit_bytes` bytes per tensor.
     pub fn new(limit_bytes: u64) -> Self {
         Self { limit_bytes }
     }
@@ -93,11 +94,12 @@ impl Memory for HostPool {
     }
 }
 
-/// The memory of a GPU, or host memory if there is no GPU.
+/// The memory of a GPU. If an allocation there fails, for example because there is no GPU,
+/// allocates host memory instead.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct GpuMemory {
-    /// The number of the GPU.
+    /// The number of the GPU, from 0.
     pub ordinal: usize,
     /// The longest storage that is allocated, in bytes.
     pub limit_bytes: u64,
@@ -107,12 +109,12 @@ impl GpuMemory {
     /// The default of [`limit_bytes`](Self::limit_bytes): 64 GiB.
     pub const USUAL_LIMIT: u64 = 64 << 30;
 
-    /// Creates a source of the memory of a GPU, with the default limit.
+    /// Creates a source of memory on GPU `ordinal`, with the default limit.
     pub fn new(ordinal: usize) -> Self {
         Self { ordinal, limit_bytes: Self::USUAL_LIMIT }
     }
 
-    /// Sets [`limit_bytes`](Self::limit_bytes).
+    /// Sets [`limit_bytes`](Self::limit_bytes), the longest storage that is allocated.
     #[must_use]
     pub fn with_limit_bytes(mut self, limit_bytes: u64) -> Self {
         self.limit_bytes = limit_bytes;
@@ -128,7 +130,7 @@ pub struct BufferSink {
     staging: Vec<u8>,
 }
 
-/// The length of the staging memory for a device, in bytes.
+/// The maximum length of the staging memory for a device, in bytes.
 const STAGING_LEN: usize = 4 << 20;
 
 impl Memory for GpuMemory {
@@ -183,8 +185,8 @@ fn copy_failed(tensor: &str, bytes: usize, error: ts_pool::Error) -> Error {
     Error::Memory { tensor: tensor.into(), bytes: bytes as u64, source: Arc::new(error) }
 }
 
-/// Blocks of pools: blocks of device memory, which are filled through pinned memory, or blocks of
-/// pinned memory.
+/// A source of blocks from memory pools. With a pool of device memory, tensors get device blocks,
+/// which are filled through pinned memory. Without one, they get blocks of pinned memory.
 #[derive(Debug, Clone)]
 pub struct PooledMemory<D: Device> {
     pinned: PinnedMemoryPool<D>,
@@ -192,24 +194,24 @@ pub struct PooledMemory<D: Device> {
 }
 
 impl<D: Device> PooledMemory<D> {
-    /// Creates a source of blocks of `gpu`, which are filled on a stream through `pinned`. Without
-    /// `gpu`, a source of blocks of `pinned`.
+    /// Creates a source of blocks. With `gpu`, the blocks come from its pool, and are filled
+    /// through `pinned` on its stream. Without `gpu`, the blocks come from `pinned`.
     pub fn new(pinned: PinnedMemoryPool<D>, gpu: Option<(GpuMemoryPool<D>, D::Stream)>) -> Self {
         Self { pinned, gpu }
     }
 
-    /// Returns the statistics of the pinned memory.
+    /// Returns the statistics of the pool of pinned memory.
     pub fn pinned_pool_stats(&self) -> BlockStats {
         self.pinned.stats()
     }
 
-    /// Returns the statistics of the device memory, if there is any.
+    /// Returns the statistics of the pool of device memory, or `None` if there is no such pool.
     pub fn gpu_pool_stats(&self) -> Option<BlockStats> {
         self.gpu.as_ref().map(|(pool, _)| pool.stats())
     }
 }
 
-/// A block of a pool that is being filled.
+/// A block from a memory pool that is being filled.
 #[derive(Debug)]
 pub struct PooledSink<D: Device> {
     tensor: String,

@@ -21,27 +21,34 @@ use ts_format::Compression;
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ConnectionOptions {
-    /// How many bytes of each stream the peer may send before this end grants more: at least 1.
+    /// The initial credit of each incoming stream: how many bytes the peer may send before this end
+    /// grants more. 0 counts as 1.
     pub window_bytes: u64,
-    /// How many streams the peer may have open at a time.
+    /// The maximum number of streams that the peer may have open at a time.
     pub max_streams: u32,
-    /// The secret that connectors must know. A connector sends it to whatever accepts the
-    /// connection, and without TLS anyone on the path can read it.
+    /// The secret that an acceptor requires, and that a connector sends to any acceptor. Without
+    /// TLS, anyone on the network path can read it. An acceptor without a token accepts every
+    /// connector.
     pub token: Option<String>,
-    /// The service that a connector requests. A [`Dispatcher`](crate::Dispatcher) compares it with
-    /// the service that it offers.
+    /// The service that a connector requests, or that a [`Dispatcher`](crate::Dispatcher) offers.
+    /// A [`Link`](crate::Link) does not check the service that its peer requests.
+    /// [`Event::Connected`](crate::Event::Connected) contains the requested service.
     pub service: String,
-    /// The most bytes of a payload per frame, from 1 byte to 1 MiB. Smaller frames delay other
-    /// streams less.
+    /// The maximum number of bytes of a payload per frame, from 1 to 2^20. Smaller frames delay
+    /// other streams less.
     pub frame_bytes: usize,
-    /// The length of the shared memory through which large payloads are sent to a peer on the same
-    /// host, in bytes. 0 disables it in both directions. Used only over Unix sockets; each
-    /// connection that sends such payloads allocates this much.
+    /// The length of the shared memory for large payloads to a peer on the same host, in bytes. The
+    /// maximum is 64 MiB. 0 disables shared memory in both directions.
+    ///
+    /// Each connection over a Unix socket allocates this memory when it first sends such a payload.
     pub shared_bytes: usize,
-    /// How long the peer may be silent while this end waits for it. It is pinged before.
+    /// The longest silence of the peer while this end waits for it. After half of this time, this
+    /// end sends a PING. After all of it, waiting fails with
+    /// [`Error::TimedOut`](crate::Error::TimedOut).
     pub idle_timeout: Duration,
-    /// How long a responsive peer may make no progress: grant no credit, or send no more of a
-    /// tensor.
+    /// The longest time that a transfer may make no progress, even if the peer answers PINGs. A
+    /// transfer makes no progress if the peer grants no credit, or sends no more of a tensor. After
+    /// this time, waiting fails with [`Error::Stalled`](crate::Error::Stalled).
     pub stall_timeout: Duration,
 }
 
@@ -71,8 +78,12 @@ impl fmt::Debug for ConnectionOptions {
 }
 
 impl Default for ConnectionOptions {
-    /// 16 streams with windows of 16 MiB, frames of 1 MiB, 4 MiB of shared memory, an idle timeout
-    /// of 30 seconds, a stall timeout of 5 minutes, and no token.
+    /// Returns these options:
+    ///
+    /// - 16 streams with windows of 16 MiB, and frames of 1 MiB
+    /// - 4 MiB of shared memory
+    /// - an idle timeout of 30 seconds, and a stall timeout of 5 minutes
+    /// - no token, and an empty service
     fn default() -> Self {
         Self {
             window_bytes: 16 << 20,
@@ -88,56 +99,56 @@ impl Default for ConnectionOptions {
 }
 
 impl ConnectionOptions {
-    /// Sets [`window_bytes`](Self::window_bytes).
+    /// Sets [`window_bytes`](Self::window_bytes), the initial credit of each incoming stream.
     #[must_use]
     pub fn with_window_bytes(mut self, window_bytes: u64) -> Self {
         self.window_bytes = window_bytes;
         self
     }
 
-    /// Sets [`max_streams`](Self::max_streams).
+    /// Sets [`max_streams`](Self::max_streams), the limit of the peer's open streams.
     #[must_use]
     pub fn with_max_streams(mut self, max_streams: u32) -> Self {
         self.max_streams = max_streams;
         self
     }
 
-    /// Sets or removes the [`token`](Self::token).
+    /// Sets the [`token`](Self::token), or removes it if `token` is `None`.
     #[must_use]
     pub fn with_token(mut self, token: impl Into<Option<String>>) -> Self {
         self.token = token.into();
         self
     }
 
-    /// Sets the [`service`](Self::service).
+    /// Sets the [`service`](Self::service) to request or to offer.
     #[must_use]
     pub fn with_service(mut self, service: impl Into<String>) -> Self {
         self.service = service.into();
         self
     }
 
-    /// Sets [`frame_bytes`](Self::frame_bytes).
+    /// Sets [`frame_bytes`](Self::frame_bytes), the longest part of a payload in one frame.
     #[must_use]
     pub fn with_frame_bytes(mut self, frame_bytes: usize) -> Self {
         self.frame_bytes = frame_bytes;
         self
     }
 
-    /// Sets [`shared_bytes`](Self::shared_bytes).
+    /// Sets [`shared_bytes`](Self::shared_bytes), the length of the shared memory. 0 disables it.
     #[must_use]
     pub fn with_shared_bytes(mut self, shared_bytes: usize) -> Self {
         self.shared_bytes = shared_bytes;
         self
     }
 
-    /// Sets [`idle_timeout`](Self::idle_timeout).
+    /// Sets [`idle_timeout`](Self::idle_timeout), the longest silence of the peer.
     #[must_use]
     pub fn with_idle_timeout(mut self, idle_timeout: Duration) -> Self {
         self.idle_timeout = idle_timeout;
         self
     }
 
-    /// Sets [`stall_timeout`](Self::stall_timeout).
+    /// Sets [`stall_timeout`](Self::stall_timeout), the longest time without progress.
     #[must_use]
     pub fn with_stall_timeout(mut self, stall_timeout: Duration) -> Self {
         self.stall_timeout = stall_timeout;
@@ -145,36 +156,36 @@ impl ConnectionOptions {
     }
 }
 
-/// How a tensor is sent.
+/// Options for sending one tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct SendOptions {
-    /// How the payload is compressed, piece by piece.
+    /// The compression of the payload. Each frame is compressed separately.
     pub compression: Compression,
-    /// Adds a 64-bit checksum (XXH3) to each frame of the payload, which the receiver verifies. The
-    /// checksums of TCP have 16 bits.
+    /// Whether each frame of the payload contains a 64-bit checksum (XXH3), which the receiver
+    /// verifies. The checksums of TCP have only 16 bits.
     pub checksums: bool,
-    /// Lets later tensors of the same stream use this tensor's storage: see
+    /// Whether later tensors of the same stream may use this tensor's storage, with
     /// [`Connection::send_view`](crate::Connection::send_view).
     pub keep: bool,
 }
 
 impl SendOptions {
-    /// Sets the [`compression`](Self::compression).
+    /// Sets the [`compression`](Self::compression) of the payload.
     #[must_use]
     pub fn with_compression(mut self, compression: Compression) -> Self {
         self.compression = compression;
         self
     }
 
-    /// Sets [`checksums`](Self::checksums).
+    /// Sets whether frames of the payload contain [`checksums`](Self::checksums).
     #[must_use]
     pub fn with_checksums(mut self, checksums: bool) -> Self {
         self.checksums = checksums;
         self
     }
 
-    /// Sets [`keep`](Self::keep).
+    /// Sets [`keep`](Self::keep), which lets later tensors use the storage.
     #[must_use]
     pub fn with_keep(mut self, keep: bool) -> Self {
         self.keep = keep;

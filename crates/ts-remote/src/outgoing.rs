@@ -31,7 +31,8 @@ enum Item {
 }
 
 impl Item {
-    /// Returns how many bytes of a payload are left, if it may go through shared memory.
+    /// Returns how many bytes of the payload are left to send, or `None` if this is not a payload
+    /// that may go through shared memory.
     fn shareable_len(&self) -> Option<usize> {
         match self {
             Self::Payload { payload, at, encoder: None, .. } if payload.len() >= MIN_PAYLOAD => {
@@ -47,7 +48,7 @@ impl Item {
 pub(crate) struct Outgoing {
     id: u32,
     items: VecDeque<Item>,
-    /// How many bytes may have been sent since the stream began.
+    /// The credit limit: how many bytes may have been sent since the stream began.
     limit: u64,
     sent: u64,
     stats: StreamStats,
@@ -59,9 +60,9 @@ pub(crate) struct OutFrame {
     pub(crate) head: Vec<u8>,
     pub(crate) payload: Bytes,
     pub(crate) tail: Vec<u8>,
-    /// A descriptor is attached to its first byte.
+    /// Whether a descriptor must be attached to the first byte of the frame.
     pub(crate) has_descriptor: bool,
-    /// The length of its piece in shared memory, in bytes.
+    /// The length of the frame's piece in shared memory, in bytes. 0 if the frame has none.
     pub(crate) shared: usize,
 }
 
@@ -82,14 +83,14 @@ impl OutFrame {
         Self { head, payload, tail, has_descriptor: false, shared: 0 }
     }
 
-    /// Returns whether it carries data of the user.
+    /// Returns whether the frame carries data of the user.
     pub(crate) fn is_user_data(&self) -> bool {
         [Kind::Meta, Kind::Data, Kind::End, Kind::Message]
             .iter()
             .any(|&kind| kind as u8 == self.head[0])
     }
 
-    /// Returns whether it is PING or PONG.
+    /// Returns whether the frame is PING or PONG.
     pub(crate) fn is_ping_or_pong(&self) -> bool {
         [Kind::Ping as u8, Kind::Pong as u8].contains(&self.head[0])
     }
@@ -99,7 +100,8 @@ impl OutFrame {
     }
 }
 
-/// The longest message that is copied after its header, in bytes.
+/// The longest message that is copied into one buffer with its header, in bytes. Longer messages
+/// are not copied.
 const SHORT_MESSAGE: usize = 4 << 10;
 
 impl Outgoing {
@@ -114,7 +116,7 @@ impl Outgoing {
         }
     }
 
-    /// Queues a tensor. Without `payload` its storage is known to the peer.
+    /// Queues a tensor. If `payload` is `None`, the peer already has its storage.
     pub(crate) fn push_tensor(
         &mut self,
         info: TensorInfo,
@@ -125,7 +127,7 @@ impl Outgoing {
         if payload.as_ref().is_some_and(|payload| payload.len() as u64 != info.storage_len) {
             let len = payload.map_or(0, |payload| payload.len());
             return Err(unsendable(format!(
-                "expected a payload of {} bytes, the length of its storage, got {len}",
+                "its storage has {} bytes, but the payload has {len} bytes",
                 info.storage_len
             )));
         }
@@ -162,13 +164,13 @@ impl Outgoing {
         self.items.push_back(Item::Finish);
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.items.is_empty()
     /// Returns whether the stream ends after the items that are queued.
     pub(crate) fn is_finishing(&self) -> bool {
         matches!(self.items.back(), Some(Item::Finish))
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.items.is_empty()
     }
 
     pub(crate) fn unsent_bytes(&self) -> usize {
@@ -181,7 +183,7 @@ impl Outgoing {
         self.items.iter().map(of).sum()
     }
 
-    /// Returns whether the next item is a message.
+    /// Returns whether the next item is a message, which may overtake payloads.
     pub(crate) fn is_urgent(&self) -> bool {
         matches!(self.items.front(), Some(Item::Message(_)))
     }
@@ -190,8 +192,8 @@ impl Outgoing {
         self.stats
     }
 
-    /// Counts a pause if the stream has something to send but no credit. Called when the connection
-    /// has nothing to write.
+    /// Counts a pause if the stream has something to send but no credit. The connection calls this
+    /// when no frame is ready to be queued.
     pub(crate) fn note_pause(&mut self) {
         let paused = self.sent >= self.limit
             && !matches!(self.items.front(), None | Some(Item::End | Item::Finish));
@@ -199,23 +201,24 @@ impl Outgoing {
         self.paused = paused;
     }
 
-    /// Raises the credit limit.
+    /// Raises the credit limit to `limit`. Ignores a lower limit.
     pub(crate) fn set_limit(&mut self, limit: u64) {
         self.limit = self.limit.max(limit);
     }
 
-    /// Returns whether a payload may go through shared memory.
+    /// Returns whether a queued payload may go through shared memory.
     pub(crate) fn has_shareable(&self) -> bool {
         self.items.iter().any(|item| item.shareable_len().is_some())
     }
 
-    /// Returns how many bytes of the next item are left, if it may go through shared memory.
+    /// Returns how many bytes of the next item are left to send, or `None` if the item may not go
+    /// through shared memory.
     fn shareable_len(&self) -> Option<usize> {
         self.items.front().and_then(Item::shareable_len)
     }
 
-    /// Returns whether credit would split the next piece of a payload, of at most `max_piece`
-    /// bytes.
+    /// Returns whether the available credit would split the next piece of a payload, which has at
+    /// most `max_piece` bytes.
     pub(crate) fn is_split_by_credit(&self, max_piece: usize) -> bool {
         let credit = self.limit.saturating_sub(self.sent);
         let mut needed = 0;
@@ -233,7 +236,7 @@ impl Outgoing {
         false
     }
 
-    /// Returns whether something may be sent now.
+    /// Returns whether the next item may be sent now. It may need credit, and space in `ring`.
     pub(crate) fn is_ready(&self, ring: Option<&RingWriter>) -> bool {
         match self.items.front() {
             None => false,
@@ -248,8 +251,8 @@ impl Outgoing {
         }
     }
 
-    /// Returns the next frame, with a piece of at most `max_piece` bytes, and whether it is the
-    /// last of the stream. Pieces of large payloads are written to `ring`, if there is one.
+    /// Returns the next frame, with a piece of at most `max_piece` bytes, and whether the frame is
+    /// the last of the stream. Writes pieces of large payloads to `ring`, if there is one.
     pub(crate) fn next_frame(
         &mut self,
         max_piece: usize,
@@ -311,7 +314,7 @@ fn message_frame(id: u32, message: &Bytes) -> OutFrame {
     OutFrame::new(header.encode().to_vec(), message.clone(), Vec::new())
 }
 
-/// Writes a piece of a payload to shared memory. Returns the frame for it.
+/// Writes a piece of a payload to shared memory. Returns the frame that announces the piece.
 fn shared_frame(
     id: u32,
     at: usize,
@@ -355,7 +358,8 @@ fn data_frame(
     OutFrame::new(head, payload, tail)
 }
 
-/// Encodes a piece. Returns its encoded bytes and prefix, or `None` if that would not be shorter.
+/// Encodes a piece. Returns the encoded bytes and their prefix. Returns `None` if these would not
+/// be shorter than the piece, or if the piece does not consist of whole elements.
 fn encode(
     encoder: &mut Encoder,
     dtype: Dtype,
@@ -376,7 +380,7 @@ fn encode(
     Some((bytes, prefix))
 }
 
-/// Returns the XXH3 of the prefix and the payload.
+/// Returns the XXH3 hash of the prefix followed by the payload.
 fn sum(prefix: &[u8], payload: &[u8]) -> u64 {
     if prefix.is_empty() {
         return XxHash3_64::oneshot(payload);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The service `ranges`: reading ranges of remote files, such as checkpoints.
+//! The service `ranges`, which reads ranges of remote files such as checkpoints.
 
 use bytes::Bytes;
 use ts_format::Dtype;
@@ -10,12 +10,12 @@ use crate::{
     TensorInfo,
 };
 
-/// The name of the service.
+/// The name of the service that a [`RangeHandler`] offers.
 pub const RANGES: &str = "ranges";
 /// The longest range of one request, in bytes.
 pub const MAX_RANGE: u64 = 16 << 20;
 
-/// The most files of a listing.
+/// The maximum number of files that a client accepts in a listing.
 const MAX_LISTED: usize = 1 << 16;
 
 const OPEN: u64 = 1;
@@ -36,21 +36,22 @@ const ADDRESS: u8 = 0x8a;
 /// For list: the last name of the previous answer. For join: the address of a lost peer.
 const AFTER_OR_LOST: u8 = 0x8b;
 
-/// The most bytes of entries in one answer of list. The client requests the rest.
+/// The maximum length of the entries in one answer to list, in bytes. The client requests the
+/// remaining entries.
 const PAGE_LEN: usize = 32 << 10;
 
-/// A file of a server, as it was when it was opened.
+/// A file of a server, in the state in which the server opened it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemoteFile {
     /// The server's number for the file on this connection.
     pub id: u64,
     /// The length in bytes.
     pub len: u64,
-    /// Bytes that differ between states of the file.
+    /// Bytes that identify the state of the file. They differ after the file has changed.
     pub version: Vec<u8>,
 }
 
-/// A refusal of a request.
+/// A server's refusal of a request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub struct Refusal {
@@ -76,7 +77,7 @@ impl RefusalKind {
     const ALL: [Self; 3] = [Self::NotFound, Self::Changed, Self::Failed];
 }
 
-/// A file in a listing.
+/// A file in the answer to [`RangeClient::list`].
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ListedFile {
     /// The name to open the file with.
@@ -85,53 +86,59 @@ pub struct ListedFile {
     pub len: u64,
 }
 
-/// The files of a [`RangeHandler`].
+/// The source of the files that a [`RangeHandler`] serves.
 pub trait Files {
-    /// Opens a file. The name comes from the client and can be any text.
+    /// Opens the file with this name. The name comes from the client and can be any text.
     ///
     /// # Errors
     /// Returns the refusal to send to the client.
     fn open(&mut self, name: &str) -> Result<RemoteFile, Refusal>;
 
-    /// Reads a range of an open file. The result is shorter only at the end of the file, and `None`
-    /// if there is no memory for it now: then the handler tries again.
+    /// Reads `len` bytes at `offset` of an open file, whose [`RemoteFile::id`] is `file`. The
+    /// result is shorter only at the end of the file. If there is no memory for the result now,
+    /// returns `None`, and the handler tries again later.
     ///
     /// # Errors
     /// Returns the refusal to send to the client.
     fn read(&mut self, file: u64, offset: u64, len: usize) -> Result<Option<Bytes>, Refusal>;
 
-    /// Lists the file of this name, or all files below the directory of this name, sorted by name.
+    /// Lists the file with this name, or all files below the directory with this name. The files
+    /// are sorted by name.
     ///
     /// # Errors
     /// Returns the refusal to send to the client. The default implementation refuses with
     /// [`RefusalKind::NotFound`].
     fn list(&mut self, name: &str) -> Result<Vec<ListedFile>, Refusal> {
-        Err(Refusal { kind: RefusalKind::NotFound, reason: format!("{name:?} cannot be listed") })
+        Err(Refusal {
+            kind: RefusalKind::NotFound,
+            reason: format!("cannot list {name:?}: this server lists no files"),
+        })
     }
 
-    /// Notes that the client will serve `name` at `address` while it receives it. Returns the
-    /// address of another client to read it from, or `None` if it should read from this server.
-    /// `lost` is the address of a client that was returned before and is unreachable.
+    /// Records that the client will serve the file `name` at `address` while it receives the file.
+    /// Returns the address of another client to read from, or `None` if the client should read from
+    /// this server. `lost` is the address of a client that was returned before and is unreachable.
+    /// The default implementation returns `None`.
     fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
         let _ = (name, address, lost);
         None
     }
 }
 
-/// Serves ranges of files on one connection.
+/// Serves ranges of files on one connection of [`serve`](crate::serve()).
 #[derive(Debug)]
 pub struct RangeHandler<F> {
     files: F,
     stream: Option<u32>,
-    /// A read for which there was no memory: file, offset and length.
+    /// The file, offset and length of a read for which there was no memory.
     waiting: Option<(u64, u64, usize)>,
 }
 
-/// How many bytes are queued for the socket before requests have to wait.
+/// Requests wait while at least this many bytes of answers are queued.
 const MAX_QUEUED: usize = 8 << 20;
 
 impl<F: Files> RangeHandler<F> {
-    /// Creates a handler for one connection.
+    /// Creates a handler that serves `files` on one connection.
     pub fn new(files: F) -> Self {
         Self { files, stream: None, waiting: None }
     }
@@ -328,14 +335,23 @@ impl Request {
                 Ok(Self::Read { file, offset, len: len as usize })
             }
             _ => {
-                let what = format!("invalid request (operation {operation})");
+                let what = match operation {
+                    OPEN | LIST => "invalid request: open and list need a name".into(),
+                    JOIN => "invalid request: join needs a name and an address".into(),
+                    READ => format!(
+                        "invalid request: read needs a file, an offset, and a length of 1 to \
+                         {MAX_RANGE} bytes"
+                    ),
+                    _ => format!("invalid request: unknown operation {operation}"),
+                };
                 Err(Error::Protocol { stream: 0, what })
             }
         }
     }
 }
 
-/// Reads ranges of a server's files, one after the other. Its methods block.
+/// Reads ranges of a server's files, one after the other. All methods except
+/// [`take_sink`](Self::take_sink) block.
 ///
 /// ```
 /// use std::thread;
@@ -390,20 +406,21 @@ pub struct RangeClient<S> {
 }
 
 impl<S: Sink> RangeClient<S> {
-    /// Completes the handshake with a server.
+    /// Completes the handshake with a server of the service [`RANGES`].
     ///
     /// # Errors
-    /// As [`Link::new`].
+    /// Returns the same errors as [`Link::new`].
     pub fn new(socket: Socket, options: ConnectionOptions) -> Result<Self, Error> {
         let mut link = Link::new(socket, Role::Connector, options.with_service(RANGES))?;
         let stream = link.connection().open_stream()?;
         Ok(Self { link, stream })
     }
 
-    /// Opens a file.
+    /// Opens the server's file with this name. Its ranges can then be [read](Self::read).
     ///
     /// # Errors
-    /// Returns the error that ended the connection. The inner result has the server's refusal.
+    /// Returns an error if the connection fails or the answer is invalid. The inner result contains
+    /// the server's refusal.
     pub fn open(&mut self, name: &str) -> Result<Result<RemoteFile, Refusal>, Error> {
         let message = self.request(&Request::Open { name: name.into() })?;
         let (mut id, mut len, mut version) = (None, None, None);
@@ -421,16 +438,25 @@ impl<S: Sink> RangeClient<S> {
         }
         match (id, len, version) {
             (Some(id), Some(len), Some(version)) => Ok(Ok(RemoteFile { id, len, version })),
-            _ => Err(Error::Protocol { stream: 0, what: "incomplete answer to open".into() }),
+            _ => Err(Error::Protocol {
+                stream: 0,
+                what: format!(
+                    "received an incomplete answer to open {name:?} (expected a file, a length and \
+                     a version)"
+                ),
+            }),
         }
     }
 
-    /// Reads the range from `offset` that fills `memory`: at most [`MAX_RANGE`] bytes, all inside
-    /// the file. Afterwards `memory` is `Some` again. If the connection ends during the read,
+    /// Reads bytes of the file whose [`RemoteFile::id`] is `file`, from `offset`, into `memory`.
+    /// The length of `memory` is the length of the range: at least 1 byte, and at most
+    /// [`MAX_RANGE`]. The range must be inside the file. Unless this returns an outer error,
+    /// `memory` is `Some` afterwards. If the connection ends during the read,
     /// [`take_sink`](Self::take_sink) returns the memory.
     ///
     /// # Errors
-    /// Returns the error that ended the connection. The inner result has the server's refusal.
+    /// Returns an error if the connection fails or the answer is invalid. The inner result contains
+    /// the server's refusal.
     ///
     /// # Panics
     /// Panics if `memory` is `None`.
@@ -440,7 +466,7 @@ impl<S: Sink> RangeClient<S> {
         offset: u64,
         memory: &mut Option<S>,
     ) -> Result<Result<(), Refusal>, Error> {
-        let len = memory.as_ref().expect("the caller provides memory").byte_len();
+        let len = memory.as_ref().expect("`memory` is `Some` when `read` is called").byte_len();
         let request = Request::Read { file, offset, len: len as usize };
         self.link.send_message(self.stream, request.encode())?;
         loop {
@@ -460,7 +486,7 @@ impl<S: Sink> RangeClient<S> {
                 Event::Message { bytes, .. } => match refusal_of(&bytes)? {
                     Some(refusal) => return Ok(Err(refusal)),
                     None => {
-                        let what = "message instead of the tensor that answers read";
+                        let what = "received a message instead of the tensor that answers read";
                         return Err(Error::Protocol { stream: 0, what: what.into() });
                     }
                 },
@@ -468,15 +494,23 @@ impl<S: Sink> RangeClient<S> {
                     *memory = sink.or(memory.take());
                     return Err(cancelled(&reason));
                 }
+                Event::Metadata { info, .. } => {
+                    let what = format!(
+                        "received an unexpected tensor of {} bytes (expected one of {len} bytes)",
+                        info.storage_len
+                    );
+                    return Err(Error::Protocol { stream: 0, what });
+                }
                 other => return Err(unexpected(&other)),
             }
         }
     }
 
-    /// Lists the file of this name, or all files below the directory of this name, sorted by name.
+    /// Lists the file with this name, or all files below the directory with this name. The files
+    /// are sorted by name.
     ///
     /// # Errors
-    /// As [`open`](Self::open).
+    /// Returns the same errors as [`open`](Self::open).
     pub fn list(&mut self, name: &str) -> Result<Result<Vec<ListedFile>, Refusal>, Error> {
         let mut files: Vec<ListedFile> = Vec::new();
         loop {
@@ -492,12 +526,18 @@ impl<S: Sink> RangeClient<S> {
                     field.skip()?;
                     continue;
                 }
-                let bad = || Error::Protocol { stream: 0, what: "invalid entry of a list".into() };
-                let (len, name) = field.bytes().split_first_chunk::<8>().ok_or_else(bad)?;
-                let name = std::str::from_utf8(name).map_err(|_| bad())?.to_string();
-                // Unsorted names could go on for ever.
-                if files.last().is_some_and(|last| last.name >= name) || files.len() >= MAX_LISTED {
-                    return Err(bad());
+                let bad = |what: String| Error::Protocol { stream: 0, what };
+                let cut = || bad("received a list with a truncated entry".into());
+                let (len, name) = field.bytes().split_first_chunk::<8>().ok_or_else(cut)?;
+                let not_text = |_| bad("received a list with a name that is not UTF-8".into());
+                let name = std::str::from_utf8(name).map_err(not_text)?.to_string();
+                // Without these checks, a server could send names for ever.
+                if let Some(last) = files.last().filter(|last| last.name >= name) {
+                    let last = &last.name;
+                    return Err(bad(format!("received an unsorted list: {name:?} after {last:?}")));
+                }
+                if files.len() >= MAX_LISTED {
+                    return Err(bad(format!("received a list of more than {MAX_LISTED} files")));
                 }
                 files.push(ListedFile { name, len: u64::from_le_bytes(*len) });
             }
@@ -507,12 +547,13 @@ impl<S: Sink> RangeClient<S> {
         }
     }
 
-    /// Announces that this client will serve `name` at `address` while it receives it. Returns the
-    /// address of another client to read it from, or `None` if it should read from the server.
-    /// `lost` is the address of a client that was returned before and is unreachable.
+    /// Announces that this client will serve the file `name` at `address` while it receives the
+    /// file. Returns the address of another client to read from, or `None` if this client should
+    /// read from the server. `lost` is the address of a client that was returned before and is
+    /// unreachable.
     ///
     /// # Errors
-    /// Returns the error that ended the connection.
+    /// Returns an error if the connection fails or the answer is invalid.
     pub fn join(
         &mut self,
         name: &str,
@@ -544,15 +585,16 @@ impl<S: Sink> RangeClient<S> {
         }
     }
 
-    /// Waits for the next event of an answer. The server may have to wait for memory, but no longer
-    /// than the stall timeout.
+    /// Waits for the next event of an answer. The server may wait for memory before it answers, so
+    /// an answer may take as long as the stall timeout.
     fn answer(&mut self) -> Result<Event<S>, Error> {
         let stall_timeout = self.link.stall_timeout();
         let stalled = Error::Stalled { peer: self.link.peer().into(), after: stall_timeout };
         self.link.next_event_within(stall_timeout)?.ok_or(stalled)
     }
 
-    /// Returns the memory of an incomplete read once the connection has ended.
+    /// Takes the memory of an incomplete read, after the connection has ended. Returns `None` if no
+    /// read was incomplete.
     pub fn take_sink(&mut self) -> Option<S> {
         self.link.connection().take_sinks().pop()
     }
@@ -577,14 +619,14 @@ fn refusal_of(message: &[u8]) -> Result<Option<Refusal>, Error> {
 fn unexpected<S>(event: &Event<S>) -> Error {
     let what = match event {
         Event::Metadata { info, .. } => {
-            format!("unexpected tensor of {} bytes", info.storage_len)
+            format!("received an unexpected tensor of {} bytes", info.storage_len)
         }
         Event::Cancelled { reason, .. } => return cancelled(reason),
-        _ => "the stream of answers has ended".into(),
+        _ => "the server ended the stream of answers".into(),
     };
     Error::Protocol { stream: 0, what }
 }
 
 fn cancelled(reason: &str) -> Error {
-    Error::Protocol { stream: 0, what: format!("the answer was cancelled: {reason}") }
+    Error::Protocol { stream: 0, what: format!("the server cancelled the answer: {reason}") }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One stream of tensors over any transport, for embedders.
+//! Senders and receivers of one stream of tensors over any transport, for embedders.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -16,18 +16,18 @@ use crate::{
 /// An event of a [`TensorReceiver`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ReceiverEvent {
-    /// A tensor begins, and has got its memory.
+    /// A tensor begins. Its memory is allocated, unless its storage is empty or known.
     Metadata(Box<TensorInfo>),
     /// Bytes of the payload have been written to its memory.
     Data {
-        /// The offset of the first byte in the payload.
+        /// The offset of these bytes in the payload.
         offset: u64,
         /// The number of bytes.
         bytes: u64,
     },
     /// The tensor is complete and can be [taken](TensorReceiver::take).
     End,
-    /// There is no event until more bytes are fed.
+    /// No event is available until more bytes are fed.
     NeedMoreData,
     /// The sender cancelled the stream, for this reason.
     Cancelled(String),
@@ -36,10 +36,11 @@ pub enum ReceiverEvent {
 /// An event of a [`GpuTensorReceiver`].
 pub type GpuReceiverEvent = ReceiverEvent;
 
-/// Receives tensors into the memory of a GPU, or into host memory if there is no GPU.
+/// Receives tensors into the memory of a GPU, or into host memory if the allocation on the GPU
+/// fails.
 pub type GpuTensorReceiver = TensorReceiver<GpuMemory>;
 
-/// Receives tensors into blocks of pools.
+/// Receives tensors into blocks of memory pools.
 pub type PooledGpuReceiver<D> = TensorReceiver<PooledMemory<D>>;
 
 /// Receives the tensors of a [`TensorSender`] in order, over any transport. Its methods do no I/O.
@@ -70,20 +71,21 @@ pub struct TensorReceiver<M: Memory> {
     memory: M,
     connection: Connection<M::Sink>,
     events: VecDeque<ReceiverEvent>,
-    /// The length of the current payload, and how much of it has arrived.
+    /// The length of the current payload, in bytes.
     expected: u64,
+    /// The number of bytes of the current payload that have arrived.
     received: u64,
     complete: VecDeque<(TensorInfo, Option<M::Sink>)>,
 }
 
-/// How many bytes a sender may send before the first reply.
+/// The number of bytes that a sender may send before the first reply.
 const WINDOW: u64 = 4 << 20;
 
 fn options() -> ConnectionOptions {
     ConnectionOptions::default().with_window_bytes(WINDOW)
 }
 
-/// Copies received bytes to where a connection reads them. Returns how many.
+/// Copies received bytes into the read targets of a connection. Returns how many bytes were copied.
 fn copy_to_targets<S: Sink>(connection: &mut Connection<S>, bytes: &[u8]) -> Result<usize, Error> {
     let mut len = 0;
     for target in connection.read_targets()? {
@@ -122,20 +124,20 @@ impl<M: Memory> TensorReceiver<M> {
         Ok(())
     }
 
-    /// Returns where to read the sender's next bytes: first into one buffer, then into the other.
-    /// The first may be the memory of a tensor.
+    /// Returns two buffers for the sender's next bytes. Fill the first one, then the second. The
+    /// first one may be the memory of a tensor.
     ///
     /// # Errors
-    /// As [`Connection::read_targets`].
+    /// Returns the same errors as [`Connection::read_targets`].
     pub fn next_read_target(&mut self) -> Result<[&mut [u8]; 2], Error> {
         self.connection.read_targets()
     }
 
-    /// Reports that `len` bytes were read into the last
-    /// [`next_read_target`](Self::next_read_target).
+    /// Reports that `len` bytes were read into the buffers that
+    /// [`next_read_target`](Self::next_read_target) last returned.
     ///
     /// # Errors
-    /// As [`feed`](Self::feed).
+    /// Returns the same errors as [`feed`](Self::feed).
     pub fn filled(&mut self, len: usize) -> Result<(), Error> {
         let filled = self.connection.filled(len);
         while let Some(event) = self.connection.poll() {
@@ -170,22 +172,23 @@ impl<M: Memory> TensorReceiver<M> {
         Ok(())
     }
 
-    /// Returns the next event. Does not block.
+    /// Returns the next event, or [`ReceiverEvent::NeedMoreData`] if there is none. Does not block.
     pub fn poll(&mut self) -> ReceiverEvent {
         self.events.pop_front().unwrap_or(ReceiverEvent::NeedMoreData)
     }
 
-    /// Returns the length of the current or last payload, in bytes.
+    /// Returns the length of the most recent tensor's payload, in bytes. Returns 0 before the first
+    /// tensor, and for a view of a known storage.
     pub fn expected_bytes(&self) -> u64 {
         self.expected
     }
 
-    /// Returns how many bytes of that payload have arrived.
+    /// Returns how many bytes of the most recent tensor's payload have arrived.
     pub fn received_bytes(&self) -> u64 {
         self.received
     }
 
-    /// Returns whether a tensor can be taken.
+    /// Returns whether a tensor is complete and can be [taken](Self::take).
     pub fn is_complete(&self) -> bool {
         !self.complete.is_empty()
     }
@@ -193,17 +196,20 @@ impl<M: Memory> TensorReceiver<M> {
     /// Takes the next complete tensor. May block until its elements are on the device.
     ///
     /// # Errors
-    /// Returns [`Error::Misuse`] if no tensor is complete, or if it is a view of an earlier
-    /// tensor's storage, or an error of the memory.
+    /// Returns [`Error::Misuse`] if no tensor is complete, or if the next one is a view of an
+    /// earlier tensor's storage. Returns errors of the memory.
     pub fn take(&mut self) -> Result<Tensor<<M::Sink as Sink>::Full>, Error> {
-        let none = || Error::Misuse("no tensor is complete".into());
+        let none = || Error::Misuse("cannot take a tensor: no tensor is complete".into());
         let (info, sink) = self.complete.pop_front().ok_or_else(none)?;
         let sink = match sink {
             Some(sink) => sink,
             None if info.storage_len == 0 => self.memory.allocate(&info)?,
             None => {
                 let (name, id) = (&info.name, info.storage_id);
-                let what = format!("tensor {name:?} is a view of storage {id}, which was taken");
+                let what = format!(
+                    "cannot take tensor {name:?}: it is a view of storage {id}; use the buffer of \
+                     the earlier tensor with this storage"
+                );
                 return Err(Error::Misuse(what));
             }
         };
@@ -215,7 +221,7 @@ impl<M: Memory> TensorReceiver<M> {
         self.memory
     }
 
-    /// Returns the bytes to send back to the sender, which grant credit. Call it after each
+    /// Returns the bytes to send back to the sender, which grant credit. Call this after each
     /// [`feed`](Self::feed), because the sender pauses without credit.
     pub fn replies(&mut self) -> Vec<u8> {
         encoded(&mut self.connection)
@@ -226,7 +232,7 @@ impl GpuTensorReceiver {
     /// Takes the next complete tensor, and copies it to host memory.
     ///
     /// # Errors
-    /// As [`take`](Self::take), and [`Error::Memory`] if the copy fails.
+    /// Returns the same errors as [`take`](Self::take), and [`Error::Memory`] if the copy fails.
     pub fn take_tensor(&mut self) -> Result<Tensor<Vec<u8>>, Error> {
         let Tensor { info, buffer } = self.take()?;
         let bytes = TensorBuffer::to_host(&buffer).map_err(|error| Error::Memory {
@@ -239,12 +245,12 @@ impl GpuTensorReceiver {
 }
 
 impl<D: Device> PooledGpuReceiver<D> {
-    /// Returns the statistics of the pinned memory.
+    /// Returns the statistics of the pool of pinned memory.
     pub fn pinned_pool_stats(&self) -> BlockStats {
         self.memory.pinned_pool_stats()
     }
 
-    /// Returns the statistics of the device memory, if there is any.
+    /// Returns the statistics of the pool of device memory, or `None` if there is no such pool.
     pub fn gpu_pool_stats(&self) -> Option<BlockStats> {
         self.memory.gpu_pool_stats()
     }
@@ -260,7 +266,7 @@ impl<D: Device> PooledGpuReceiver<D> {
 /// let mut receiver = TensorReceiver::new(HostMemory::new(1 << 30));
 /// let info = TensorInfo::new("w", Dtype::U8, [8 << 20])?;
 /// sender.send(info, vec![1; 8 << 20].into(), SendOptions::default())?;
-/// // More than the window, so the sender needs credit from the receiver.
+/// // The tensor is longer than the window, so the sender needs credit from the receiver.
 /// while !sender.is_sent() {
 ///     receiver.feed(&sender.encode())?;
 ///     sender.feed(&receiver.replies())?;
@@ -281,17 +287,19 @@ impl Default for TensorSender {
 }
 
 impl TensorSender {
-    /// Creates a sender.
+    /// Creates a sender without queued tensors.
     pub fn new() -> Self {
         let mut connection = Connection::without_handshake(Role::Connector, options());
-        let stream = connection.open_stream().expect("a new connection allows a stream");
+        let stream = connection.open_stream().expect("a new connection allows at least one stream");
         Self { connection, stream }
     }
 
-    /// Queues a tensor. `payload` has the bytes of its storage, which are not copied.
+    /// Queues a tensor. `payload` contains the bytes of the tensor's storage, which are not copied.
     ///
     /// # Errors
-    /// Returns [`Error::Unsendable`] if the tensor is invalid.
+    /// Returns [`Error::Unsendable`] if the tensor or the compression level is invalid, or if
+    /// `payload` has another length than the storage. Returns [`Error::Misuse`] after
+    /// [`cancel`](Self::cancel).
     pub fn send(
         &mut self,
         info: TensorInfo,
@@ -301,8 +309,8 @@ impl TensorSender {
         self.connection.send(self.stream, info, payload, options)
     }
 
-    /// Cancels everything that was not written, with a reason for the receiver. No further tensor
-    /// can be sent.
+    /// Cancels the stream. The receiver gets the reason, and drops a tensor that is incomplete. No
+    /// further tensor can be sent.
     pub fn cancel(&mut self, reason: &str) {
         self.connection.cancel(self.stream, reason);
     }
@@ -310,7 +318,8 @@ impl TensorSender {
     /// Processes [replies](TensorReceiver::replies) of the receiver.
     ///
     /// # Errors
-    /// Returns [`Error::Protocol`] if they are invalid.
+    /// Returns [`Error::Protocol`] if the replies are invalid, and [`Error::Closed`] with the
+    /// reason if the receiver has failed.
     pub fn feed(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         while !bytes.is_empty() {
             let len = copy_to_targets(&mut self.connection, bytes)?;
@@ -320,24 +329,25 @@ impl TensorSender {
         Ok(())
     }
 
-    /// Returns the bytes to write next, as far as there is credit, as at most `max_slices` slices.
-    /// Payloads are not copied.
+    /// Returns the bytes that may be written next with the available credit, as at most
+    /// `max_slices` slices. Payloads are not copied.
     pub fn next_slices(&mut self, max_slices: usize) -> Vec<IoSlice<'_>> {
         self.connection.plan_writes();
         self.connection.write_slices(max_slices)
     }
 
-    /// Reports that `len` bytes of these slices were written.
+    /// Reports that the first `len` bytes of [`next_slices`](Self::next_slices) were written.
     pub fn written(&mut self, len: usize) {
         self.connection.written(len);
     }
 
-    /// Returns a copy of all bytes that may be written now, as written.
+    /// Returns a copy of all bytes that may be written with the available credit, and counts them
+    /// as written.
     pub fn encode(&mut self) -> Vec<u8> {
         encoded(&mut self.connection)
     }
 
-    /// Returns whether everything has been written.
+    /// Returns whether everything that was queued has been written or cancelled.
     pub fn is_sent(&self) -> bool {
         self.connection.is_sent(self.stream)
     }

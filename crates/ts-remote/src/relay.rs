@@ -14,20 +14,21 @@ use rustix::event::{PollFd, PollFlags};
 use crate::fd;
 use crate::{Error, Socket};
 
-/// The buffer of each direction, in bytes.
+/// The length of the buffer of each direction, in bytes.
 const BUFFER_LEN: usize = 256 << 10;
-/// The longest wait for a socket.
+/// The maximum duration of one `poll`, so that the relay checks `CLOSE_TIMEOUT` regularly.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// How long the remote end may take to receive the rest after the local end has closed.
+/// The longest time for the remote end to receive the rest after the local end has closed.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Returns a Unix socket that carries the decrypted bytes of `socket`. A thread relays them both
-/// ways until both ends have closed.
+/// Returns a Unix socket that carries the decrypted bytes of `socket`. Starts a thread that relays
+/// the bytes until both directions have ended. After the local end has closed, that takes about
+/// [`CLOSE_TIMEOUT`] at most.
 ///
-/// Counts the thread in `relayed` while it runs.
+/// `relayed` counts the running threads.
 pub(crate) fn relayed(socket: Socket, relayed: &Arc<AtomicUsize>) -> Result<Socket, Error> {
     let peer = socket.peer().to_string();
-    let failed = |error| Error::io(&peer, "relaying", error);
+    let failed = |error| Error::io(&peer, "starting a TLS relay", error);
     let (near, far) = UnixStream::pair().map_err(failed)?;
     let mut far = Socket::from_unix(far, peer.clone()).map_err(failed)?;
     far.disable_descriptors();
@@ -42,7 +43,7 @@ pub(crate) fn relayed(socket: Socket, relayed: &Arc<AtomicUsize>) -> Result<Sock
     Ok(near)
 }
 
-/// Counts a thread until it is dropped.
+/// Decrements the number of relay threads when it is dropped.
 struct CountGuard(Arc<AtomicUsize>);
 
 impl Drop for CountGuard {
@@ -62,7 +63,8 @@ fn relay(mut remote: Socket, mut local: Socket) {
         let watch = outbound.source_closed && closed.is_none();
         match wait(&remote, &local, &inbound, &outbound, watch) {
             Ok(false) => {}
-            // Nothing reads what the remote end sends. What was sent to it before may still arrive.
+            // The local end has closed, so bytes from the remote end are dropped. Bytes that the
+            // local end sent before may still arrive.
             Ok(true) => {
                 inbound.done = true;
                 closed = Some(Instant::now());
@@ -75,13 +77,13 @@ fn relay(mut remote: Socket, mut local: Socket) {
     }
 }
 
-/// One direction: bytes read from one socket and not yet written to the other, `bytes[at..end]`.
+/// One direction. `bytes[at..end]` were read from one socket and not yet written to the other.
 struct Direction {
     bytes: Box<[u8]>,
     at: usize,
     end: usize,
     source_closed: bool,
-    /// The destination has been shut down, or has failed.
+    /// Whether the destination has been shut down or has failed.
     done: bool,
 }
 
@@ -94,7 +96,8 @@ impl Direction {
         self.at == self.end
     }
 
-    /// Reads if the buffer is empty, and writes. Returns whether anything moved.
+    /// Reads if the buffer is empty, then writes the buffer. Returns whether anything was read or
+    /// written, or the direction has just ended.
     fn copy(&mut self, from: &mut Socket, to: &mut Socket) -> bool {
         if self.done {
             return false;
@@ -137,8 +140,8 @@ fn unless_blocked<T>(done: io::Result<T>) -> Option<io::Result<T>> {
     }
 }
 
-/// Waits until a socket can be read or written, as the two directions need. Returns whether the
-/// local end has closed, if `watch` asks for it.
+/// Waits until a socket is ready for the reads and writes that the two directions need. If `watch`
+/// is set, returns whether the local end has closed. Otherwise, returns false.
 fn wait(
     remote: &Socket,
     local: &Socket,
@@ -153,7 +156,7 @@ fn wait(
         let mut flags = PollFlags::empty();
         flags.set(PollFlags::IN, from.is_empty() && !from.source_closed && !from.done);
         flags.set(PollFlags::OUT, !to.done && (!to.is_empty() || socket.wants_write()));
-        // poll reports the end of every polled socket again and again.
+        // `poll` returns at once for a closed socket, so sockets that need no event are left out.
         if watched || !flags.is_empty() {
             polled.push(PollFd::from_borrowed_fd(socket.as_fd(), flags));
         }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Payloads through shared memory: a ring that one end writes and the other reads.
+//! The ring in shared memory that carries payloads. One end writes to it, and the other reads from
+//! it.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -8,20 +9,23 @@ use ts_pool::{SharedMemory, SharedMemoryView};
 use crate::Error;
 use crate::frame::MAX_PIECE_LEN;
 
-/// The shortest payload that goes through the ring, in bytes. Shorter ones go through the socket.
+/// The shortest payload that goes through the ring, in bytes. Shorter payloads go through the
+/// socket.
 pub(crate) const MIN_PAYLOAD: usize = 64 << 10;
-/// The longest ring of a peer that is mapped, in bytes, because its pages take memory of this host.
+/// The longest ring that is mapped, in bytes. A limit is needed because its pages take memory of
+/// this host.
 const MAX_RING: u64 = 64 << 20;
-/// The most bytes per piece, so that one piece is read while the next is written.
+/// The maximum length of a piece, in bytes. The peer can read one piece while the next one is
+/// written.
 const PIECE_LEN: usize = 256 << 10;
 
-/// The end of a ring that writes.
+/// The writing end of a ring.
 #[derive(Debug)]
 pub(crate) struct RingWriter {
     memory: SharedMemory,
     sent: u64,
-    /// How many bytes may have been written since the beginning. 0 until the peer has mapped the
-    /// ring.
+    /// The credit limit: how many bytes may have been written since the beginning. 0 until the peer
+    /// has mapped the ring.
     limit: u64,
 }
 
@@ -34,15 +38,18 @@ impl RingWriter {
         &self.memory
     }
 
-    /// Sets how many bytes may have been written since the beginning.
+    /// Raises the credit limit to `limit`. Ignores a lower limit.
     ///
     /// # Errors
-    /// Returns [`Error::Protocol`] if the limit would overwrite bytes that were not read.
+    /// Returns [`Error::Protocol`] if bytes that the peer has not read could be overwritten.
     pub(crate) fn set_limit(&mut self, limit: u64) -> Result<(), Error> {
         if limit > self.sent + self.memory.len() as u64 {
             return Err(Error::Protocol {
                 stream: 0,
-                what: "CREDIT for more shared memory than was offered".into(),
+                what: format!(
+                    "received CREDIT of {limit} bytes for shared memory (expected at most {})",
+                    self.sent + self.memory.len() as u64
+                ),
             });
         }
         self.limit = self.limit.max(limit);
@@ -54,12 +61,13 @@ impl RingWriter {
         self.limit > 0
     }
 
-    /// Returns the length of the next piece of a payload with `left` bytes left, or 0 if it must
-    /// wait for space.
+    /// Returns the length of the next piece of a payload of which `left` bytes are left. Returns 0
+    /// if the piece must wait for space.
     pub(crate) fn next_len(&self, left: usize) -> usize {
         let len = self.memory.len();
         let free = (self.limit - self.sent) as usize;
-        // The peer grants space again in steps of a quarter of the ring.
+        // The peer grants space in steps of a quarter of the ring, so waiting for that much yields
+        // long pieces.
         if free < left.min(len / 4) {
             return 0;
         }
@@ -67,7 +75,7 @@ impl RingWriter {
         left.min(free).min(until_end).min(PIECE_LEN)
     }
 
-    /// Writes the next piece.
+    /// Copies the next piece of a payload into the ring.
     pub(crate) fn write(&mut self, bytes: &[u8]) {
         let at = (self.sent % self.memory.len() as u64) as usize;
         self.memory.write(at, bytes);
@@ -75,7 +83,7 @@ impl RingWriter {
     }
 }
 
-/// The end of a ring that reads.
+/// The reading end of a ring.
 #[derive(Debug)]
 pub(crate) struct RingReader {
     view: SharedMemoryView,
@@ -91,12 +99,12 @@ impl RingReader {
         Some(Self { view, read: 0, limit: len as u64 })
     }
 
-    /// Returns how many bytes the peer may have written since the beginning.
+    /// Returns the credit limit: how many bytes the peer may have written since the beginning.
     pub(crate) fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// Returns whether the next piece may have this length.
+    /// Returns whether the next piece may have this length, in bytes.
     pub(crate) fn allows(&self, len: u64) -> bool {
         let ring_len = self.view.len() as u64;
         len > 0
@@ -105,7 +113,7 @@ impl RingReader {
             && self.read % ring_len + len <= ring_len
     }
 
-    /// Copies the next bytes, with stores that bypass the caches if `non_temporal`.
+    /// Copies the next bytes of the ring. If `non_temporal` is set, the stores bypass the caches.
     pub(crate) fn read(&mut self, into: &mut [u8], non_temporal: bool) {
         let at = (self.read % self.view.len() as u64) as usize;
         if non_temporal {
@@ -116,12 +124,12 @@ impl RingReader {
         self.skip(into.len());
     }
 
-    /// Skips the next bytes.
+    /// Skips the next bytes of the ring.
     pub(crate) fn skip(&mut self, len: usize) {
         self.read += len as u64;
     }
 
-    /// Returns a new limit for the peer, if it is worth a frame.
+    /// Returns a new credit limit for the peer, if the increase is worth a frame.
     pub(crate) fn renew_limit(&mut self) -> Option<u64> {
         let (len, free) = (self.view.len() as u64, self.read + self.view.len() as u64 - self.limit);
         (free >= (len / 4).max(1)).then(|| {

@@ -3,7 +3,7 @@
 
 /// The role of an end of a connection.
 ///
-/// The connector's streams have odd numbers, the acceptor's even numbers.
+/// The connector's streams have odd numbers. The acceptor's streams have even numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// The end that opened the connection.

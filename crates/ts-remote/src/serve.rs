@@ -15,18 +15,19 @@ pub trait Handler {
     /// The memory that payloads are received into.
     type Sink: Sink;
 
-    /// Handles an event. What it queues on `connection` is written when the socket takes it.
+    /// Handles an event. The server writes the data that the handler queues on `connection`. The
+    /// handler must not block, because all connections share one thread.
     ///
     /// # Errors
-    /// Returns the reason to close the connection with.
+    /// Returns the reason for closing the connection, which the client receives.
     fn handle(
         &mut self,
         event: Event<Self::Sink>,
         connection: &mut Connection<Self::Sink>,
     ) -> Result<(), String>;
 
-    /// Returns whether the handler takes events now. Otherwise they wait, and the client gets no
-    /// more credit.
+    /// Returns whether the handler takes events now. If not, events wait, and the client gets no
+    /// more credit. The default implementation returns whether everything queued has been written.
     fn is_ready(&mut self, connection: &mut Connection<Self::Sink>) -> bool {
         connection.unsent_bytes() == 0
     }
@@ -46,28 +47,32 @@ pub trait Handler {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ServerOptions {
-    /// The options of each connection.
+    /// The options of every connection.
     pub connection: ConnectionOptions,
-    /// The most connections at a time. Further clients wait to be accepted.
+    /// The maximum number of open connections. Further clients wait to be accepted.
     pub max_connections: usize,
-    /// The maximum number of pending handshakes. A further client causes the oldest to be dropped.
+    /// The maximum number of pending handshakes. If another client connects, the oldest is dropped.
     pub max_pending: usize,
-    /// How long a handshake may take.
+    /// The longest time that a handshake may take.
     pub handshake_timeout: Duration,
-    /// How long a client may request nothing before its connection is closed.
+    /// The longest time without transfers before the server closes a connection.
     pub idle_timeout: Duration,
-    /// How long transfers may go on after the server was stopped. A connection is closed earlier
-    /// once nothing has been sent or requested for half a second.
+    /// The longest time that transfers may continue after the server was stopped. A connection
+    /// without transfers for half a second is closed earlier.
     pub grace_period: Duration,
-    /// Requires TLS of connections over TCP.
+    /// The TLS configuration. If it is set, all TCP connections require TLS.
     #[cfg(feature = "tls")]
     pub tls: Option<TlsServer>,
 }
 
 impl Default for ServerOptions {
-    /// 512 connections, 128 pending handshakes, a handshake timeout of 10 seconds, an idle timeout
-    /// of 10 minutes, a grace period of 10 seconds, no TLS, and windows of 64 KiB for clients that
-    /// send little and receive much.
+    /// Returns these options:
+    ///
+    /// - 512 connections, and 128 pending handshakes
+    /// - a handshake timeout of 10 seconds, and an idle timeout of 10 minutes
+    /// - a grace period of 10 seconds
+    /// - no TLS
+    /// - windows of 64 KiB, for clients that send little and receive much
     fn default() -> Self {
         Self {
             connection: ConnectionOptions::default().with_window_bytes(64 << 10),
@@ -83,49 +88,49 @@ impl Default for ServerOptions {
 }
 
 impl ServerOptions {
-    /// Sets the options of each [`connection`](Self::connection).
+    /// Sets the options of every [`connection`](Self::connection).
     #[must_use]
     pub fn with_connection(mut self, connection: ConnectionOptions) -> Self {
         self.connection = connection;
         self
     }
 
-    /// Sets [`max_connections`](Self::max_connections).
+    /// Sets [`max_connections`](Self::max_connections), the limit of open connections.
     #[must_use]
     pub fn with_max_connections(mut self, max_connections: usize) -> Self {
         self.max_connections = max_connections;
         self
     }
 
-    /// Sets [`max_pending`](Self::max_pending).
+    /// Sets [`max_pending`](Self::max_pending), the limit of pending handshakes.
     #[must_use]
     pub fn with_max_pending(mut self, max_pending: usize) -> Self {
         self.max_pending = max_pending;
         self
     }
 
-    /// Sets [`handshake_timeout`](Self::handshake_timeout).
+    /// Sets [`handshake_timeout`](Self::handshake_timeout), the longest time for a handshake.
     #[must_use]
     pub fn with_handshake_timeout(mut self, handshake_timeout: Duration) -> Self {
         self.handshake_timeout = handshake_timeout;
         self
     }
 
-    /// Sets [`idle_timeout`](Self::idle_timeout).
+    /// Sets [`idle_timeout`](Self::idle_timeout), after which idle connections are closed.
     #[must_use]
     pub fn with_idle_timeout(mut self, idle_timeout: Duration) -> Self {
         self.idle_timeout = idle_timeout;
         self
     }
 
-    /// Sets the [`grace_period`](Self::grace_period).
+    /// Sets the [`grace_period`](Self::grace_period) for transfers after the server was stopped.
     #[must_use]
     pub fn with_grace_period(mut self, grace_period: Duration) -> Self {
         self.grace_period = grace_period;
         self
     }
 
-    /// Sets or removes the configuration of [`tls`](Self::tls).
+    /// Sets the [`tls`](Self::tls) configuration, or removes it if `tls` is `None`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_tls(mut self, tls: impl Into<Option<TlsServer>>) -> Self {
@@ -134,7 +139,7 @@ impl ServerOptions {
     }
 }
 
-/// Statistics of [`serve`].
+/// Statistics of one call of [`serve`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ServerStats {
@@ -142,11 +147,11 @@ pub struct ServerStats {
     pub accepted: u64,
     /// Connections dropped because the handshake took too long or too many were pending.
     pub failed_handshakes: u64,
-    /// Connections that ended with an error.
+    /// Connections that ended with an error other than [`Error::Closed`].
     pub failed: u64,
-    /// Bytes written.
+    /// Bytes written to clients.
     pub sent_bytes: u64,
-    /// Bytes read.
+    /// Bytes read from clients.
     pub received_bytes: u64,
 }
 
@@ -165,25 +170,29 @@ struct Client<H: Handler> {
     is_connected: bool,
 }
 
-/// How often the server asks whether to stop, and checks what depends on more than a socket.
+/// The longest wait between calls of `stop`, and between checks of conditions that no socket
+/// reports.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How long a connection must be idle before a stopped server closes it: longer than most round
-/// trips, after which a client requests the next part of what it reads.
+/// The idle time after which a stopped server closes a connection. Most clients request the next
+/// part of a file within this time.
 const IDLE_BEFORE_CLOSE: Duration = Duration::from_millis(500);
-/// The reason that a stopped server closes connections with.
+/// The reason with which a stopped server closes connections.
 const STOPPED: &str = "the server was stopped";
 
-/// Serves connections until `stop` returns true. `new_handler` creates the handler of a connection
-/// from the client's address. Calls `log` with the client's address and the reason for each
-/// connection that ends with an error. Blocks.
+/// Serves connections until `stop` returns true. Blocks. `new_handler` creates the handler of a
+/// connection from the client's address. Calls `log` with the client's address and the error for
+/// each connection that fails, is idle for too long, or is closed by the client. Handshakes that
+/// are dropped are only counted in [`ServerStats::failed_handshakes`].
 ///
-/// `stop` is called at least every 50 ms. Once it has returned true, no more connections are
-/// accepted, and the open ones are closed when they are idle, or after
+/// Between two calls of `stop`, the server waits for at most 50 ms. Once `stop` has returned true,
+/// no more connections are accepted. Open connections are closed when they are idle, or after
 /// [`ServerOptions::grace_period`].
 ///
 /// # Errors
-/// Returns [`Error::Io`] if the listener fails. Errors of single connections only go to `log`.
+/// Returns [`Error::Io`] if the listener fails, and [`Error::Closed`] if a
+/// [handoff channel](Listener::from_handoffs) has closed. Errors of single connections are only
+/// passed to `log`.
 ///
 /// # Examples
 /// ```
@@ -252,7 +261,8 @@ pub fn serve<H: Handler>(
     let mut busy = false;
     let mut end: Option<Instant> = None;
     loop {
-        // Called also after the end was set: the callback may end the process at once.
+        // `stop` is called even after `end` is set, because the callback may end the process at
+        // once.
         if stop() && end.is_none() {
             end = Some(Instant::now() + options.grace_period);
         }
@@ -315,7 +325,7 @@ pub fn serve<H: Handler>(
     }
 }
 
-/// Drops the oldest pending handshakes if there are too many. Returns how many.
+/// Drops the oldest pending handshakes if there are too many. Returns how many were dropped.
 fn drop_excess_pending<H: Handler>(clients: &mut Vec<Client<H>>, options: &ServerOptions) -> u64 {
     let pending = clients.iter().filter(|client| !client.is_connected).count();
     let mut excess = pending.saturating_sub(options.max_pending);
@@ -341,7 +351,7 @@ impl<H: Handler> Client<H> {
         Ok(Self { link, handler, accepted_at: Instant::now(), is_connected: false })
     }
 
-    /// Returns whether there may be work of which the socket does not tell: bytes that TLS has
+    /// Returns whether there may be work that the socket does not report: bytes that TLS has
     /// buffered, events that waited for the handler, or an answer that waited for memory.
     fn has_work(&mut self) -> bool {
         let before = self.link.peek().unsent_bytes();
@@ -350,16 +360,17 @@ impl<H: Handler> Client<H> {
         self.link.may_read() || after > before || (ready && self.link.peek().may_have_events())
     }
 
-    /// Checks that the client takes what it is sent, and has requested something recently.
+    /// Checks that transfers make progress, and that the connection is not idle for too long.
     ///
     /// # Errors
-    /// Returns [`Error::Stalled`] if not, or [`Error::Closed`] after the idle timeout.
+    /// Returns [`Error::Stalled`] if a transfer makes no progress. After the idle timeout, closes
+    /// the connection and returns [`Error::Closed`].
     fn check(&mut self, idle_timeout: Duration) -> Result<(), Error> {
         self.link.check_progress()?;
         if self.link.idle_time() < idle_timeout {
             return Ok(());
         }
-        let reason = format!("nothing was requested for {idle_timeout:?}");
+        let reason = format!("no data was transferred for {idle_timeout:?}");
         self.link.connection().close(&reason);
         self.link.drive()?;
         Err(Error::Closed { reason })
@@ -371,14 +382,13 @@ impl<H: Handler> Client<H> {
             || (!self.link.wants_write() && self.link.idle_time() >= IDLE_BEFORE_CLOSE)
     }
 
-    /// Closes the connection of a stopped server.
+    /// Closes the connection because the server was stopped.
     fn close_stopped(&mut self) {
         self.link.connection().close(STOPPED);
         let _ = self.link.drive();
     }
 
-    /// Reads, handles and writes what is possible without blocking. Returns whether there was
-    /// anything.
+    /// Reads, handles events and writes, without blocking. Returns whether anything was done.
     fn drive(&mut self) -> Result<bool, Error> {
         let mut moved = self.link.drive()?;
         self.is_connected |= self.link.peek().is_connected();

@@ -14,32 +14,32 @@ use socket2::{SockRef, TcpKeepalive};
 use crate::fd;
 use crate::{Address, Error};
 
-/// Whether a socket can be read and written without blocking, or should be waited for.
+/// The operations that a socket is ready for, or that a caller waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Ready {
     pub(crate) read: bool,
     pub(crate) write: bool,
 }
 
-/// A protocol on top of TCP that carries the bytes of a [`Socket`], such as TLS. Only `read` with
-/// `wait` blocks.
+/// A protocol on top of TCP, such as TLS, that carries the bytes of a [`Socket`]. No method blocks,
+/// except `read` with `wait`.
 pub(crate) trait Transport: fmt::Debug + Send + Sync {
     fn tcp(&self) -> &TcpStream;
 
-    /// Reads like [`fd::receive`].
+    /// Reads decrypted bytes, and blocks like [`fd::receive`].
     fn read(&mut self, into: &mut [IoSliceMut<'_>], wait: bool) -> io::Result<usize>;
 
-    /// Returns whether received bytes are buffered here, so that the TCP socket does not become
+    /// Returns whether the transport has buffered received bytes. The TCP socket does not become
     /// readable for them.
     fn has_input(&self) -> bool;
 
-    /// Writes as much as can be buffered. Returns how many bytes that is.
+    /// Accepts as many bytes as fit into the buffer, and returns how many.
     fn write(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize>;
 
-    /// Returns whether written bytes are buffered here.
+    /// Returns whether the transport has buffered bytes that the TCP socket has not taken.
     fn wants_write(&self) -> bool;
 
-    /// Passes the buffered bytes on to the TCP socket.
+    /// Writes buffered bytes to the TCP socket.
     fn flush(&mut self) -> io::Result<()>;
 
     /// Closes the sending direction.
@@ -48,7 +48,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
 
 /// A connected TCP, TLS or Unix socket.
 ///
-/// Its methods do not block, except [`connect`](Self::connect).
+/// Its public methods do not block, except [`connect`](Self::connect).
 #[derive(Debug)]
 pub struct Socket {
     stream: Stream,
@@ -63,30 +63,34 @@ enum Stream {
     Layered(Box<dyn Transport>),
 }
 
-/// Descriptors that a Unix socket receives.
+/// The descriptors that a Unix socket receives.
 #[derive(Debug)]
 struct DescriptorSlot {
-    /// Whether reads look for descriptors, which takes time. If not, the system closes them.
+    /// Whether reads also receive descriptors, which makes them slower. If not, the system closes
+    /// the descriptors.
     enabled: bool,
-    /// The last one received.
+    /// The last descriptor that was received.
     last: Option<OwnedFd>,
 }
 
-/// The most bytes per read from TCP: the system advertises free space in the receive buffer to the
-/// peer only between reads.
+/// The maximum number of bytes per read from TCP. The system advertises free space in the receive
+/// buffer to the peer only between reads, so shorter reads keep the peer sending.
 const MAX_TCP_READ: usize = 64 << 10;
-/// The read timeout of sockets: how often a blocking wait checks its deadlines.
+/// The read timeout of sockets, after which a blocking wait checks its deadlines.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The longest interval of TCP keep-alive probes.
+/// The longest interval between TCP keep-alive probes.
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
 impl Socket {
     /// Connects to an address. Blocks for at most `timeout` for each address that a host name
-    /// resolves to. The operating system reports the connection as broken if the peer's machine
-    /// does not acknowledge data for `timeout`.
+    /// resolves to, and while it resolves the name. For a Unix socket, blocks while the queue of
+    /// the listener is full.
+    ///
+    /// On Linux, a TCP connection also breaks if the peer's machine does not acknowledge data for
+    /// `timeout`.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] with the error of the last address.
+    /// Returns [`Error::Io`] if no address accepts the connection, with the error of the last one.
     pub fn connect(address: &Address, timeout: Duration) -> Result<Self, Error> {
         let failed = |error| Error::io(&address.to_string(), "connecting", error);
         match address {
@@ -117,7 +121,7 @@ impl Socket {
         let interval = KEEPALIVE.min(timeout).max(Duration::from_secs(1));
         let keepalive = TcpKeepalive::new().with_time(interval).with_interval(interval);
         socket.set_tcp_keepalive(&keepalive)?;
-        // Data that is not acknowledged fails as early as a peer that is silent.
+        // Unacknowledged data breaks the connection after the same time as a silent peer.
         #[cfg(target_os = "linux")]
         socket.set_tcp_user_timeout(Some(timeout))?;
         Ok(Self { stream: Stream::Tcp(stream), peer })
@@ -129,21 +133,21 @@ impl Socket {
         Ok(Self { stream: Stream::Unix(stream, descriptors), peer })
     }
 
-    /// Replaces a plain TCP stream by a protocol on top of it. `layer` gets the stream and the name
-    /// of the peer.
+    /// Adds a protocol such as TLS on top of a plain TCP stream. `layer` creates it from the stream
+    /// and the name of the peer.
     #[cfg(feature = "tls")]
     pub(crate) fn layered<T: Transport + 'static>(
         self,
         layer: impl FnOnce(TcpStream, &str) -> Result<T, Error>,
     ) -> Result<Self, Error> {
         let Self { stream: Stream::Tcp(tcp), peer } = self else {
-            let what = format!("{}: TLS requires a plain TCP socket", self.peer);
+            let what = format!("cannot start TLS with {}: expected a plain TCP socket", self.peer);
             return Err(Error::Misuse(what));
         };
         Ok(Self { stream: Stream::Layered(Box::new(layer(tcp, &peer)?)), peer })
     }
 
-    /// Returns the address of the peer.
+    /// Returns the address of the peer, as text.
     pub fn peer(&self) -> &str {
         &self.peer
     }
@@ -154,8 +158,8 @@ impl Socket {
         matches!(self.stream, Stream::Tcp(_))
     }
 
-    /// Reads into two buffers, of which the first may be empty. With `wait`, waits up to
-    /// [`POLL_INTERVAL`] for bytes.
+    /// Reads into two buffers, of which the first may be empty. If `wait` is set, waits for bytes
+    /// for at most [`POLL_INTERVAL`].
     pub(crate) fn read(&mut self, into: &mut [IoSliceMut<'_>; 2], wait: bool) -> io::Result<usize> {
         let into = if into[0].is_empty() { &mut into[1..] } else { &mut into[..] };
         match &mut self.stream {
@@ -187,7 +191,7 @@ impl Socket {
         }
     }
 
-    /// Stops receiving descriptors.
+    /// Stops receiving descriptors. The system then closes descriptors that arrive.
     pub(crate) fn disable_descriptors(&mut self) {
         if let Stream::Unix(_, descriptors) = &mut self.stream {
             descriptors.enabled = false;
@@ -198,7 +202,7 @@ impl Socket {
     /// of `wanted` bytes.
     pub(crate) fn may_have_more(&self, len: usize, wanted: usize) -> bool {
         match &self.stream {
-            // A short read means that the socket is empty.
+            // After a short read, the socket is empty.
             Stream::Tcp(_) => len == wanted || len == MAX_TCP_READ,
             Stream::Unix(..) => len == wanted,
             Stream::Layered(transport) => len == wanted || transport.has_input(),
@@ -208,7 +212,7 @@ impl Socket {
     /// Returns whether the socket may take more, after a write of `len` of `wanted` bytes.
     pub(crate) fn may_take_more(&self, len: usize, wanted: usize) -> bool {
         match &self.stream {
-            // A short write means that the socket is full.
+            // After a short write, the socket is full.
             Stream::Tcp(_) | Stream::Unix(..) => len == wanted,
             Stream::Layered(transport) => !transport.wants_write(),
         }
@@ -221,14 +225,14 @@ impl Socket {
             Stream::Unix(stream, _) => stream.shutdown(Shutdown::Write),
             Stream::Layered(transport) => transport.shutdown(),
         };
-        // The peer may have closed the connection before.
+        // The peer may already have closed the connection.
         done.or_else(
             |error| if error.kind() == io::ErrorKind::NotConnected { Ok(()) } else { Err(error) },
         )
     }
 
     /// Returns how many written bytes the peer's system has not acknowledged, or `None` if this
-    /// system cannot tell.
+    /// system does not report it.
     pub(crate) fn undelivered(&self) -> Option<u64> {
         match &self.stream {
             Stream::Tcp(stream) => crate::delivery::undelivered(stream),
@@ -238,7 +242,7 @@ impl Socket {
         }
     }
 
-    /// Returns whether written bytes are buffered in this process.
+    /// Returns whether the transport has buffered bytes that the system has not taken.
     pub(crate) fn wants_write(&self) -> bool {
         match &self.stream {
             Stream::Tcp(_) | Stream::Unix(..) => false,
@@ -246,7 +250,7 @@ impl Socket {
         }
     }
 
-    /// Passes buffered bytes on to the system.
+    /// Writes buffered bytes to the system.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         match &mut self.stream {
             Stream::Tcp(_) | Stream::Unix(..) => Ok(()),
@@ -254,8 +258,8 @@ impl Socket {
         }
     }
 
-    /// Writes as much as the socket takes, with `descriptor` attached to the first byte. Only
-    /// sockets that [take descriptors](Self::takes_descriptors) send it.
+    /// Writes as much as the socket takes, with `descriptor` attached to the first byte. Sockets
+    /// other than Unix sockets ignore `descriptor`.
     pub(crate) fn write(
         &mut self,
         from: &[IoSlice<'_>],
@@ -271,15 +275,17 @@ impl Socket {
         }
     }
 
-    /// Waits until the socket is ready for one of `wanted`, at most `timeout`. Returns what it is
-    /// ready for.
+    /// Waits at most `timeout` until the socket is ready for one of the `wanted` operations.
+    /// Returns the operations that it is ready for.
     pub(crate) fn wait(&self, wanted: Ready, timeout: Duration) -> Result<Ready, Error> {
         let mut flags = PollFlags::empty();
         flags.set(PollFlags::IN, wanted.read);
         flags.set(PollFlags::OUT, wanted.write);
         let mut polled = [PollFd::from_borrowed_fd(self.as_fd(), flags)];
-        fd::poll(&mut polled, timeout).map_err(|error| self.failed("waiting", error))?;
-        // A socket with an error is ready for both: the next call returns the error.
+        fd::poll(&mut polled, timeout)
+            .map_err(|error| self.failed("waiting for the socket", error))?;
+        // A socket with an error counts as ready for both operations, so that the next call returns
+        // the error.
         let got = |flag| polled[0].revents().intersects(flag | PollFlags::ERR | PollFlags::HUP);
         Ok(Ready { read: got(PollFlags::IN), write: got(PollFlags::OUT) })
     }

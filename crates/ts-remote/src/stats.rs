@@ -9,12 +9,12 @@ pub struct ConnectionStats {
     pub sent_bytes: u64,
     /// Bytes read from the transport.
     pub received_bytes: u64,
-    /// Frames written.
+    /// Frames that were written, or queued for writing.
     pub sent_frames: u64,
-    /// Frames read.
+    /// Frames whose header was read.
     pub received_frames: u64,
-    /// Bytes of payloads that were copied in this process instead of being read straight into their
-    /// memory.
+    /// Bytes of received payloads that were copied because they were read together with headers, or
+    /// before their memory was provided. Copies for decoding, TLS and shared memory do not count.
     pub copied_bytes: u64,
 }
 
@@ -22,14 +22,14 @@ pub struct ConnectionStats {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct StreamStats {
-    /// Tensors that have begun.
+    /// Tensors that were queued, or have begun to arrive.
     pub tensors: u64,
-    /// Messages.
+    /// Messages that were queued or received.
     pub messages: u64,
-    /// Bytes of payloads that have been sent or received, as they are when decoded.
+    /// Bytes of payloads that have been sent or received, counted without compression.
     pub payload_bytes: u64,
-    /// The total length of the payloads that have begun or are queued, in bytes.
+    /// The total length of the payloads that were queued or have begun to arrive, in bytes.
     pub expected_bytes: u64,
-    /// How often the stream had something to send but no credit.
+    /// The number of times that the stream had data to send but no credit.
     pub pauses: u64,
 }

@@ -18,7 +18,7 @@ use crate::{Error, TensorInfo};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor<B = Bytes> {
-    /// The description, including which bytes of the storage are its elements.
+    /// The description, which includes the position of the elements in the storage.
     pub info: TensorInfo,
     /// The bytes of the storage.
     pub buffer: B,
@@ -28,7 +28,8 @@ impl Tensor {
     /// Creates a contiguous tensor of zeros in host memory.
     ///
     /// # Errors
-    /// Returns [`Error::Unsendable`] if its length in bytes is invalid, or too long to allocate.
+    /// Returns [`Error::Unsendable`] if [`TensorInfo::new`] rejects the shape, or if the memory
+    /// cannot be allocated.
     pub fn zeros(
         name: impl Into<String>,
         dtype: Dtype,
@@ -49,7 +50,8 @@ impl Tensor {
     /// Creates a contiguous tensor from its bytes. Elements are little-endian.
     ///
     /// # Errors
-    /// Returns [`Error::Unsendable`] if `buffer` does not have the length of the tensor.
+    /// Returns [`Error::Unsendable`] if [`TensorInfo::new`] rejects the shape, or if `buffer` does
+    /// not have the length of the tensor.
     pub fn of_bytes(
         name: impl Into<String>,
         dtype: Dtype,
@@ -58,7 +60,11 @@ impl Tensor {
     ) -> Result<Self, Error> {
         let (info, buffer) = (TensorInfo::new(name, dtype, shape)?, buffer.into());
         if buffer.len() as u64 != info.storage_len {
-            let reason = format!("expected {} bytes, got {}", info.storage_len, buffer.len());
+            let reason = format!(
+                "wrong length of the buffer (expected {} bytes, got {})",
+                info.storage_len,
+                buffer.len()
+            );
             return Err(Error::Unsendable { tensor: info.name, reason });
         }
         Ok(Self { info, buffer })

@@ -18,13 +18,15 @@ use crate::fd;
 use crate::socket::Transport;
 use crate::{Error, Socket};
 
-/// The TLS configuration of a client: the certificates it trusts, and optionally its own.
+/// The TLS configuration of a client: the authorities it trusts, and optionally its own
+/// certificate.
 #[derive(Clone)]
 pub struct TlsClient {
     config: Arc<ClientConfig>,
 }
 
-/// The TLS configuration of a server: its certificate, and optionally the clients it accepts.
+/// The TLS configuration of a server: its certificate, and optionally the authorities of its
+/// clients.
 ///
 /// ```no_run
 /// use std::path::Path;
@@ -60,15 +62,16 @@ impl fmt::Debug for TlsServer {
 /// The PEM files of a certificate chain and its private key.
 #[derive(Debug, Clone, Copy)]
 pub struct Identity<'a> {
-    /// The certificate, followed by the intermediate certificates up to the authority.
+    /// A file with the certificate, followed by the intermediate certificates up to the authority.
     pub certificates: &'a Path,
-    /// The private key of the first certificate.
+    /// A file with the private key of the first certificate.
     pub key: &'a Path,
 }
 
 impl TlsClient {
     /// Creates a configuration that trusts servers with certificates of the authorities in the PEM
-    /// file `trusted`, and sends `identity` to servers that request a certificate. Reads the files.
+    /// file `trusted`. Sends `identity` to servers that request a certificate. Blocks while it
+    /// reads the files.
     ///
     /// # Errors
     /// Returns [`Error::Misuse`] with the path of a file that cannot be used.
@@ -82,7 +85,7 @@ impl TlsClient {
             Some(identity) => {
                 let (certificates, key) = identity.read()?;
                 let built = builder.with_client_auth_cert(certificates, key);
-                built.map_err(|error| file_error(identity.certificates, &error.to_string()))?
+                built.map_err(|error| identity.unusable(&error))?
             }
         };
         Ok(Self { config: Arc::new(config) })
@@ -90,9 +93,9 @@ impl TlsClient {
 }
 
 impl TlsServer {
-    /// Creates a configuration that sends `identity` to clients. With `clients`, the path of a PEM
-    /// file, it accepts only clients with a certificate of one of the authorities in that file.
-    /// Reads the files.
+    /// Creates a configuration that sends `identity` to clients. `clients` is the path of a PEM
+    /// file. If it is given, only clients with a certificate of an authority in that file are
+    /// accepted. Blocks while it reads the files.
     ///
     /// # Errors
     /// Returns [`Error::Misuse`] with the path of a file that cannot be used.
@@ -112,12 +115,11 @@ impl TlsServer {
         };
         let (certificates, key) = identity.read()?;
         let built = builder.with_single_cert(certificates, key);
-        let config =
-            built.map_err(|error| file_error(identity.certificates, &error.to_string()))?;
+        let config = built.map_err(|error| identity.unusable(&error))?;
         Ok(Self { config: Arc::new(config), authenticates: clients.is_some() })
     }
 
-    /// Returns whether clients need a certificate. If not, anyone can connect.
+    /// Returns whether clients need a certificate. If not, TLS accepts any client.
     pub fn authenticates_clients(&self) -> bool {
         self.authenticates
     }
@@ -150,6 +152,12 @@ fn roots(path: &Path) -> Result<RootCertStore, Error> {
 }
 
 impl Identity<'_> {
+    /// Returns the error for a certificate and a key that TLS cannot use together.
+    fn unusable(&self, error: &rustls::Error) -> Error {
+        let (certificates, key) = (self.certificates.display(), self.key.display());
+        Error::Misuse(format!("cannot use certificate {certificates} with key {key}: {error}"))
+    }
+
     fn read(&self) -> Result<(Vec<CertificateDer<'static>>, PrivateKeyDer<'static>), Error> {
         let key = PrivateKeyDer::from_pem_file(self.key);
         Ok((
@@ -161,10 +169,11 @@ impl Identity<'_> {
 
 impl Socket {
     /// Starts TLS as a client. The server's certificate must be valid for the host name or IP
-    /// address that was connected to. The TLS handshake is part of the first reads and writes.
+    /// address that the socket is connected to. The first reads and writes perform the TLS
+    /// handshake.
     ///
     /// # Errors
-    /// Returns [`Error::Misuse`] if this is not a plain TCP socket.
+    /// Returns [`Error::Misuse`] if this is not a plain TCP socket, or if the host name is invalid.
     pub fn into_tls_client(self, client: &TlsClient) -> Result<Self, Error> {
         self.layered(|tcp, peer| {
             let host = peer.rsplit_once(':').map_or(peer, |(host, _)| host);
@@ -172,7 +181,7 @@ impl Socket {
         })
     }
 
-    /// Starts TLS as a server. The TLS handshake is part of the first reads and writes.
+    /// Starts TLS as a server. The first reads and writes perform the TLS handshake.
     ///
     /// # Errors
     /// Returns [`Error::Misuse`] if this is not a plain TCP socket.
@@ -180,8 +189,8 @@ impl Socket {
         self.layered(|tcp, _| TlsStream::server(tcp, server))
     }
 
-    /// Starts TLS as a server on a TCP socket, if `server` is given. Other sockets connect
-    /// processes of one host, and need no TLS.
+    /// Starts TLS as a server on a TCP socket, if `server` is given. Returns Unix sockets
+    /// unchanged, because they connect processes of one host.
     pub(crate) fn into_tls_if_tcp(self, server: Option<&TlsServer>) -> Result<Self, Error> {
         match server {
             Some(server) if self.is_plain_tcp() => self.into_tls_server(server),
@@ -190,10 +199,10 @@ impl Socket {
     }
 }
 
-/// The most bytes per read from the socket. rustls by itself reads 4 KiB.
+/// The maximum number of bytes per read from the socket. The default of rustls is 4 KiB.
 const INPUT_LEN: usize = 256 << 10;
-/// The most bytes that are encrypted per write, so that the peer decrypts one piece while the next
-/// is encrypted. 256 KiB are half as fast.
+/// The maximum number of bytes that are encrypted per write, so that the peer decrypts one piece
+/// while the next one is encrypted. With 256 KiB, the throughput is half as high.
 const OUTPUT_LEN: usize = 64 << 10;
 
 /// Writes to a socket without blocking.
@@ -232,7 +241,9 @@ impl fmt::Debug for TlsStream {
 impl TlsStream {
     fn client(tcp: TcpStream, client: &TlsClient, name: &str) -> Result<Self, Error> {
         let server_name = ServerName::try_from(name.to_string()).map_err(|_| {
-            Error::Misuse(format!("invalid server name {name:?}: expected a DNS name or address"))
+            Error::Misuse(format!(
+                "invalid server name {name:?}: expected a DNS name or IP address"
+            ))
         })?;
         let tls = ClientConnection::new(Arc::clone(&client.config), server_name);
         Ok(Self::new(tcp, tls.map_err(|error| Error::Misuse(error.to_string()))?.into()))
@@ -248,7 +259,7 @@ impl TlsStream {
         Self { tcp, tls, input: vec![0; INPUT_LEN].into(), at: 0, end: 0 }
     }
 
-    /// Decrypts more of the received bytes. Returns whether there were any.
+    /// Decrypts more of the received bytes. Returns false if all of them are decrypted.
     fn decrypt_more(&mut self) -> io::Result<bool> {
         if self.at == self.end {
             return Ok(false);
@@ -261,7 +272,7 @@ impl TlsStream {
 
     fn process(&mut self) -> io::Result<()> {
         if let Err(error) = self.tls.process_new_packets() {
-            // Sends the alert that tells the peer why.
+            // Sends the alert that contains the reason for the peer.
             let _ = self.tls.write_tls(&mut NonBlocking(&self.tcp));
             return Err(io::Error::new(io::ErrorKind::InvalidData, error));
         }
@@ -285,8 +296,8 @@ impl Transport for TlsStream {
                         Ok(0) => closed = true,
                         Ok(n) => at += n,
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                        // The TCP connection ended without TLS's close_notify: an attacker may have
-                        // cut the rest off.
+                        // The TCP connection ended without close_notify of TLS. An attacker may
+                        // have cut the rest off.
                         Err(error) => return Err(error),
                     }
                     if at < part.len() && (closed || !self.decrypt_more()?) {
@@ -301,13 +312,13 @@ impl Transport for TlsStream {
             if len > 0 || closed {
                 return Ok(len);
             }
-            // The peer may be waiting for a response of TLS. A full send buffer must not prevent
-            // reading: the peer may not read before this end does.
+            // The peer may wait for a TLS response. If the send buffer is full, this end must still
+            // read, because the peer may read only after its own data has been read.
             match self.flush() {
                 Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
                 _ => {}
             }
-            // All received bytes are decrypted.
+            // All received bytes are decrypted, so more must be read.
             match fd::receive(&self.tcp, &mut [IoSliceMut::new(&mut self.input)], wait)? {
                 0 => {
                     self.tls.read_tls(&mut io::empty())?;
@@ -322,7 +333,8 @@ impl Transport for TlsStream {
         self.at < self.end
     }
 
-    /// Encrypts as much as there is room for, and writes what the socket takes of it.
+    /// Encrypts as many bytes as fit into the buffer, and writes as much of the result as the
+    /// socket takes.
     fn write(&mut self, from: &[IoSlice<'_>]) -> io::Result<usize> {
         self.flush()?;
         let mut len = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Async links, with each other and with blocking links.
+//! Tests of async links that are connected to each other and to blocking links.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 mod common;
@@ -73,7 +73,7 @@ async fn an_async_link_talks_to_a_blocking_link() {
     let mut link =
         AsyncLink::new(stream, Role::Acceptor, options(), peer.to_string()).await.unwrap();
     let stream = link.connection().open_stream().unwrap();
-    // Both ends send at once. This one receives while it sends.
+    // Both ends send at once. This end receives while it sends.
     for len in sizes {
         let info = TensorInfo::new("w", Dtype::U8, [len as u64]).unwrap();
         link.connection()
@@ -84,7 +84,7 @@ async fn an_async_link_talks_to_a_blocking_link() {
     assert_eq!(receive(&mut link).await, sizes.map(|len| payload(len, 1)));
     drop(link);
     assert_eq!(blocking.join().unwrap().unwrap(), sizes.map(|len| payload(len, 2)));
-    // The other way round, which uses the rest of `common`.
+    // Blocking links use the rest of `common`, which would be dead code otherwise.
     let listener =
         ts_remote::Listener::bind(&"127.0.0.1:0".parse().unwrap(), options().idle_timeout).unwrap();
     tokio::task::spawn_blocking(move || both_ways(listener, Ok, ts_remote::Listener::accept))

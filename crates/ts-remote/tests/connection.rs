@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Two connections without sockets: however their bytes are split, what is sent arrives, and no end
-//! waits for ever.
+//! Tests of two connections without sockets. Everything that is sent arrives, however the bytes are
+//! split, and no end waits for ever.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::collections::{HashMap, VecDeque};
@@ -18,14 +18,14 @@ type End = Connection<Vec<u8>>;
 #[derive(Default)]
 struct Pipe {
     bytes: VecDeque<u8>,
-    /// Descriptors, each with the offset of its byte.
+    /// Descriptors, each with the offset of its byte in the stream.
     descriptors: VecDeque<(u64, OwnedFd)>,
     written: u64,
     read: u64,
 }
 
 impl Pipe {
-    /// Writes at most `max_bytes` bytes of an end to the pipe. Returns how many.
+    /// Writes at most `max_bytes` bytes of an end to the pipe. Returns how many bytes were written.
     fn write_from(&mut self, end: &mut End, max_bytes: usize) -> usize {
         if !end.plan_writes() {
             return 0;
@@ -41,11 +41,11 @@ impl Pipe {
         bytes.len()
     }
 
-    /// Reads at most `max_bytes` bytes from the pipe into an end. Returns how many.
+    /// Reads at most `max_bytes` bytes from the pipe into an end. Returns how many bytes were read.
     fn read_into(&mut self, end: &mut End, max_bytes: usize) -> Result<usize, Error> {
         let mut len = 0;
         let next = |descriptors: &VecDeque<(u64, OwnedFd)>| descriptors.front().map(|(at, _)| *at);
-        // As with a socket, a read does not go beyond a byte with another descriptor.
+        // As with a socket, a read stops before a later byte that has a descriptor.
         let max_bytes = match next(&self.descriptors) {
             Some(at) if at > self.read => max_bytes.min((at - self.read) as usize),
             _ => max_bytes,
@@ -102,7 +102,7 @@ enum Item {
 struct Both {
     ends: [End; 2],
     pipes: [Pipe; 2],
-    /// For each end, the tensors that have no memory yet: stream and length.
+    /// The stream and the length of each tensor that has no memory yet, by end.
     announced: [VecDeque<(u32, usize)>; 2],
     received: [HashMap<u32, Vec<Item>>; 2],
 }
@@ -148,7 +148,7 @@ impl Both {
         Ok(done)
     }
 
-    /// Provides memory for a tensor, unless its length is absurd because META was damaged.
+    /// Provides memory for a tensor, unless it is longer than `MAX_LEN` because META was damaged.
     fn accept(&mut self, end: usize, stream: u32, len: usize) -> Result<(), Error> {
         const MAX_LEN: usize = 16 << 20;
         if len > MAX_LEN {
@@ -225,7 +225,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_is_sent_arrives_through_any_window_and_in_any_pieces(
+    fn everything_sent_arrives_through_any_window_and_in_any_pieces(
         windows in [
             prop_oneof![1u64..50, 1000u64..100_000],
             prop_oneof![1u64..50, 1000u64..100_000],
@@ -276,7 +276,7 @@ proptest! {
                         items.push(Item::Finished);
                     }
                 }
-                // Fails the second time.
+                // Only the first offer of an end succeeds.
                 Op::Share { end, len } => {
                     let _ = both.ends[end].share(SharedMemory::create(len).unwrap());
                 }
@@ -292,14 +292,14 @@ proptest! {
     }
 }
 
-/// What happens to bytes in transit.
+/// A fault that affects the bytes in transit.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
-    /// The rest is lost.
+    /// All further bytes are lost.
     Cut,
-    /// Some are lost.
+    /// Some bytes are lost.
     Drop,
-    /// Some are reordered.
+    /// Some bytes are reordered.
     Swap,
 }
 
@@ -349,7 +349,7 @@ proptest! {
                 }
             }
             if round > when && matches!(fault, Fault::Cut) {
-                // Nothing more of the sender arrives.
+                // The sender writes nothing more. The bytes that are left in the pipe still arrive.
                 ended = both.pipes[0].read_into(&mut both.ends[1], max_bytes);
                 while let Some(event) = both.ends[1].poll() {
                     both.record(1, event);
@@ -364,7 +364,12 @@ proptest! {
         let none = Vec::new();
         let received = both.received[1].get(&stream).unwrap_or(&none);
         if matches!(fault, Fault::Cut) {
-            prop_assert!(sent.starts_with(received), "{} of {}", received.len(), sent.len());
+            prop_assert!(
+                sent.starts_with(received),
+                "{} of {} items arrived",
+                received.len(),
+                sent.len()
+            );
         } else {
             // Checksums cover payloads, but not META.
             let payloads = |items: &[Item]| -> Vec<Vec<u8>> {
@@ -378,7 +383,7 @@ proptest! {
             let sent = payloads(&sent);
             prop_assert!(payloads(received).iter().all(|bytes| sent.contains(bytes)));
         }
-        // An incomplete tensor is an error.
+        // A tensor that stays incomplete must be reported as an error.
         let whole = both.ends[1].announced(stream).is_none();
         prop_assert!(whole || ended.is_err() || both.ends[1].end_of_input().is_err());
     }
@@ -397,7 +402,10 @@ fn without_memory_no_more_than_the_window_is_sent() {
     let before = both.ends[0].stats().sent_bytes;
     while both.run(usize::MAX, false).unwrap() > 0 {}
     let sent = both.ends[0].stats().sent_bytes - before;
-    assert!((200 << 10..300 << 10).contains(&sent), "{sent} bytes of a window of 256 KiB");
+    assert!(
+        (200 << 10..300 << 10).contains(&sent),
+        "{sent} bytes were sent with a window of 256 KiB"
+    );
     assert!(!both.ends[0].plan_writes() && !both.ends[0].is_sent(stream), "the sender pauses");
     while both.run(usize::MAX, true).unwrap() > 0 {}
     assert_eq!(both.received[1][&stream], [Item::Tensor(tensor("w", &bytes), bytes)]);
@@ -448,8 +456,8 @@ fn a_payload_is_not_copied() {
             break;
         }
     }
-    assert_eq!(within, payload.len(), "bytes written from the payload");
-    assert!(outside < 1000, "{outside} bytes of frames");
+    assert_eq!(within, payload.len(), "the payload is written from its own memory");
+    assert!(outside < 1000, "{outside} bytes were not written from the payload");
     assert_eq!(both.ends[1].stats().copied_bytes, 0);
 }
 
@@ -560,7 +568,7 @@ fn many_pings_get_one_answer() {
     while both.pipes[0].read_into(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
     assert!(both.ends[1].plan_writes());
     let len: usize = both.ends[1].write_slices(usize::MAX).iter().map(|slice| slice.len()).sum();
-    assert!(len < 100, "{len} bytes of answers");
+    assert!(len < 100, "the answers have {len} bytes");
 }
 
 #[test]
@@ -620,7 +628,7 @@ fn large_payloads_go_through_shared_memory_if_the_peer_maps_it() {
         both.ends[0].send(stream, tensor("w", &bytes), bytes.clone().into(), checked).unwrap();
         while both.run(usize::MAX, true).unwrap() > 0 {}
         let socket_bytes = both.ends[0].stats().sent_bytes - before;
-        assert_eq!(socket_bytes < 10_000, enabled, "{socket_bytes} bytes through the socket");
+        assert_eq!(socket_bytes < 10_000, enabled, "{socket_bytes} bytes went through the socket");
         assert_eq!(both.received[1][&stream], [Item::Tensor(tensor("w", &bytes), bytes)]);
     }
 }
@@ -643,7 +651,7 @@ fn bytes_that_arrive_with_meta_wait_for_the_metadata_event() {
             .unwrap();
     }
     while both.pipes[0].write_from(&mut both.ends[0], usize::MAX) > 0 {}
-    // Invalid bytes.
+    // Invalid bytes follow the valid frames.
     both.pipes[0].bytes.extend([0xff; 64]);
     let mut received = Vec::new();
     let error = loop {
@@ -660,7 +668,7 @@ fn bytes_that_arrive_with_meta_wait_for_the_metadata_event() {
             }
         }
     };
-    assert!(received == sent, "{} of {} tensors", received.len(), sent.len());
+    assert!(received == sent, "{} of {} tensors arrived", received.len(), sent.len());
     let copied = both.ends[1].stats().copied_bytes;
     assert!(copied <= 4 * 50, "{copied} bytes were copied twice");
     assert!(matches!(error, Error::Protocol { .. }), "{error}");
@@ -692,7 +700,7 @@ fn a_stream_counts_as_open_until_the_peer_has_taken_it() {
         }
     }
     while both.run(usize::MAX, true).unwrap() > 0 {}
-    assert!(opened.len() > 100, "{} streams", opened.len());
+    assert!(opened.len() > 100, "{} streams were opened", opened.len());
     assert!(opened.iter().all(|&stream| both.ends[0].is_taken(stream)));
 }
 
@@ -718,7 +726,7 @@ fn the_checksum_of_a_refused_payload_is_not_verified() {
 fn unread_answers_are_limited() {
     let mut both = Both::new([(); 2].map(|()| ConnectionOptions::default()));
     both.connect();
-    // FINISH of a stream on which nothing was sent, again and again.
+    // Repeats FINISH of a stream on which nothing was sent.
     let stream = both.ends[0].open_stream().unwrap();
     both.ends[0].finish(stream).unwrap();
     both.pipes[0].write_from(&mut both.ends[0], usize::MAX);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The bytes that a connector writes, compared with a file. The file is also a seed of the fuzzer.
+//! Compares the bytes that a connector writes with a file, which is also a seed of the fuzzer.
 #![cfg(target_os = "linux")] // shared memory
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -9,7 +9,7 @@ use ts_remote::{Connection, ConnectionOptions, Event, Role, SendOptions, TensorI
 
 const CONVERSATION: &[u8] = include_bytes!("../../../fuzz/seeds/wire/conversation");
 
-/// Returns the bytes of a connector that sends all kinds of frames.
+/// Returns the bytes of a connector that sends most kinds of frames.
 fn connector() -> Vec<u8> {
     let options = ConnectionOptions::default()
         .with_token("t".to_string())
@@ -115,7 +115,8 @@ fn a_connector_writes_the_bytes_of_version_1() {
         return;
     }
     assert_eq!(&written[..8], b"TSWIRE1\n");
-    // HELLO has the version of the software: after a release, write the file with TS_BLESS=1.
+    // HELLO contains the version of the software. After a release, run this test with TS_BLESS=1 to
+    // write the file again.
     assert!(
         written == CONVERSATION,
         "the {} bytes differ from the file: the wire format has changed",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Passing connections from the process that accepts them to the process that serves them. Here
-//! both are threads that share only a socket.
+//! Tests of passing connections from the process that accepts them to the process that serves them.
+//! Here, this process is both of them.
 #![cfg(target_os = "linux")] // Unix sockets of type SOCK_SEQPACKET
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -33,7 +33,7 @@ fn a_passed_connection_works_like_an_accepted_one() {
     }
 }
 
-/// A dispatcher that refuses every client, with its log and the requested services.
+/// A dispatcher that refuses every client. It records its log and the requested services.
 struct Full {
     address: Address,
     stop: Arc<AtomicBool>,
@@ -136,7 +136,7 @@ fn clients_without_a_complete_hello_do_not_delay_others() {
     let error = refusal(&full.address, service("exec/x"));
     assert!(error.contains("no capacity"), "{error}");
     assert!(since.elapsed() < Duration::from_secs(10));
-    // All of them are disconnected by the timeout, or earlier.
+    // All silent clients are disconnected after the timeout, or earlier.
     while full.failed.lock().unwrap().len() < silent.len()
         && since.elapsed() < Duration::from_secs(30)
     {
@@ -159,7 +159,7 @@ fn a_hello_may_arrive_byte_by_byte() {
     assert_eq!(*full.services.lock().unwrap(), ["exec/slow"]);
 }
 
-/// Encodes the preface and HELLO, as in PROTOCOL.md.
+/// Encodes the preface and HELLO as PROTOCOL.md specifies.
 fn hello(service: &str, token: Option<&str>) -> Vec<u8> {
     let field =
         |tag: u8, bytes: &[u8]| [&[tag][..], &(bytes.len() as u32).to_le_bytes(), bytes].concat();

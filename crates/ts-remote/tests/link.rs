@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Links over sockets.
+//! Tests of links over sockets.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 mod common;
@@ -43,7 +43,7 @@ fn incomplete_handshakes_do_not_delay_others() {
     let mut acceptor = Acceptor::<Vec<u8>>::new(with_token.clone());
     let (mut silent, mut errors) = (Vec::new(), Vec::new());
     let mut log = |_: &str, error: &Error| errors.push(error.to_string());
-    // In two steps, because the system limits how many connections wait to be accepted.
+    // Connects in two steps, because the system limits how many connections wait to be accepted.
     for _ in 0..2 {
         silent.extend((0..100).map(|_| TcpStream::connect(address).unwrap()));
         let none = acceptor.accept_within(&listener, Duration::from_millis(100), &mut log).unwrap();
@@ -58,13 +58,14 @@ fn incomplete_handshakes_do_not_delay_others() {
     client.join().unwrap();
     let count = |what: &str| errors.iter().filter(|error| error.contains(what)).count();
     assert_eq!(count("invalid preface"), 1, "{errors:?}");
-    // 200 are silent and 128 may be pending. The other two take the places of one or two of them.
+    // 200 connections are silent, and 128 may be pending. The other two connections displace one or
+    // two more.
     assert!((72..=74).contains(&count("handshake dropped")), "{errors:?}");
     drop((silent, other_protocol));
 }
 
-/// Each of these tensors fits the frames that are queued at a time, so they could all be queued for
-/// the socket before the peer has mapped the shared memory.
+/// Each of these tensors fits into the bytes that are queued at a time. All of them could be queued
+/// for the socket before the peer has mapped the shared memory.
 #[test]
 fn tensors_of_one_mebibyte_go_through_shared_memory() {
     const LEN: usize = 1 << 20;
@@ -121,7 +122,7 @@ fn a_silent_peer_times_out_and_a_slow_one_does_not() {
     let peer = thread::spawn(move || {
         let socket = listener.accept().unwrap();
         let mut link = Link::<Vec<u8>>::new(socket, Role::Acceptor, peer_options).unwrap();
-        // Only answers pings, for longer than the timeout.
+        // This peer only answers PINGs, for longer than the timeout.
         let end = Instant::now() + Duration::from_millis(1200);
         while Instant::now() < end {
             let _ = link.poll_event().unwrap();
@@ -133,7 +134,7 @@ fn a_silent_peer_times_out_and_a_slow_one_does_not() {
     });
     let mut link = Link::<Vec<u8>>::connect(&address, short).unwrap();
     assert!(matches!(link.next_event().unwrap(), Event::Connected { .. }));
-    // Time without a wait does not count.
+    // Time in which this end does not wait does not count as silence of the peer.
     thread::sleep(Duration::from_millis(600));
     let event = link.next_event().unwrap();
     assert!(matches!(event, Event::Message { bytes, .. } if bytes == b"late"[..]));
@@ -141,7 +142,7 @@ fn a_silent_peer_times_out_and_a_slow_one_does_not() {
 }
 
 #[test]
-fn errors_tell_what_is_wrong_with_the_address() {
+fn errors_explain_a_wrong_address() {
     let unused = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let refused = Link::<Vec<u8>>::connect(&Address::Tcp(unused.clone()), options()).unwrap_err();
     assert!(
@@ -189,7 +190,7 @@ fn a_peer_that_dies_is_an_error() {
     };
     assert!(matches!(lost.kind(), ErrorKind::Network | ErrorKind::Refused), "{lost}");
 
-    // Inside a frame.
+    // This peer ends inside a frame.
     let listener = Listener::bind(&any_port(), options().idle_timeout).unwrap();
     let address = listener.address().to_string();
     let other = thread::spawn(move || {
@@ -220,7 +221,7 @@ fn two_ends_that_wait_for_each_other_stall() {
     assert!(ends.iter().all(Result::is_err), "{ends:?}");
 }
 
-/// Sends a tensor from one end to the other. Returns how many bytes went through the socket.
+/// Sends a tensor from one end to the other. Returns how many bytes the sender wrote to the socket.
 fn socket_bytes(listener: &Listener, address: &Address) -> u64 {
     let bytes = payload(8 << 20, 3);
     thread::scope(|scope| {
@@ -265,9 +266,9 @@ fn payloads_go_through_shared_memory_if_descriptors_are_passed() {
     let direct = socket_bytes(&listener, listener.address());
     // Some of the payload is sent before the peer has mapped the shared memory.
     #[cfg(target_os = "linux")]
-    assert!(direct < 6 << 20, "{direct} bytes through the socket");
+    assert!(direct < 6 << 20, "{direct} bytes went through the socket");
 
-    // A proxy that passes bytes on, but no descriptors, as ssh does.
+    // Like ssh, this proxy forwards bytes but no descriptors.
     let proxy = std::os::unix::net::UnixListener::bind(directory.path().join("proxy")).unwrap();
     let target = directory.path().join("direct");
     let passing = thread::spawn(move || {
@@ -281,7 +282,10 @@ fn payloads_go_through_shared_memory_if_descriptors_are_passed() {
         let _ = back.join().unwrap();
     });
     let indirect = socket_bytes(&listener, &address("proxy"));
-    assert!(indirect > 8 << 20, "{indirect} bytes through the socket, {direct} without a proxy");
+    assert!(
+        indirect > 8 << 20,
+        "{indirect} bytes went through the socket, {direct} without a proxy"
+    );
     passing.join().unwrap();
 }
 
@@ -291,7 +295,7 @@ fn a_peer_that_is_silent_or_too_slow_times_out() {
     let listener = Listener::bind(&any_port(), short.idle_timeout).unwrap();
     let address = listener.address().clone();
     let peer_options = short.clone();
-    // The system receives for a process that does not run.
+    // The system of this peer receives bytes, but the peer never reads them.
     let peer = thread::spawn(move || {
         Link::<Vec<u8>>::new(listener.accept().unwrap(), Role::Acceptor, peer_options).unwrap()
     });
@@ -308,7 +312,7 @@ fn a_peer_that_is_silent_or_too_slow_times_out() {
     assert!(begin.elapsed() < Duration::from_secs(10));
     drop(silent);
 
-    // A peer that sends its HELLO too slowly.
+    // This peer sends its HELLO too slowly.
     let listener = Listener::bind(&any_port(), short.idle_timeout).unwrap();
     let address = listener.address().to_string();
     let slow = thread::spawn(move || {
@@ -326,7 +330,7 @@ fn a_peer_that_is_silent_or_too_slow_times_out() {
     slow.join().unwrap();
 }
 
-/// Returns two connected links over a socket of this kind.
+/// Returns two links that are connected over a socket at this address.
 fn pair(at: &Address) -> [Link<Vec<u8>>; 2] {
     let listener = Listener::bind(at, options().idle_timeout).unwrap();
     let address = listener.address().clone();
@@ -335,7 +339,7 @@ fn pair(at: &Address) -> [Link<Vec<u8>>; 2] {
     [near.join().unwrap(), far]
 }
 
-/// Receives one tensor.
+/// Receives one tensor of `len` bytes.
 fn receive(link: &mut Link<Vec<u8>>, len: usize) {
     loop {
         match link.next_event().unwrap() {
@@ -362,7 +366,7 @@ fn closing_after_the_peer_is_no_error_if_everything_has_arrived() {
                 receive(&mut far, LEN);
                 match round % 3 {
                     0 | 1 => far.close("done").unwrap(),
-                    // Ends without CLOSE.
+                    // The peer ends without CLOSE.
                     _ => drop(far),
                 }
             });
@@ -373,7 +377,7 @@ fn closing_after_the_peer_is_no_error_if_everything_has_arrived() {
                 thread::sleep(Duration::from_millis(5));
             }
             if round % 3 == 1 {
-                // A control frame that can no longer arrive.
+                // In even rounds, the peer has already closed, so this control frame cannot arrive.
                 near.connection().ping();
                 let _ = near.drive();
                 thread::sleep(Duration::from_millis(5));
@@ -411,7 +415,7 @@ fn an_endless_frame_is_a_stall_although_bytes_arrive() {
             header[16..].copy_from_slice(&len.to_le_bytes());
             header
         };
-        // The length of this message is wrong, so PONGs become part of it.
+        // The length of this message is wrong, so the PONGs become part of the message.
         socket.write_all(&frame(7, 2, 60_000)).unwrap();
         while socket.write_all(&frame(9, 0, 0)).is_ok() {
             thread::sleep(Duration::from_millis(100));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensor receivers with different kinds of memory.
+//! Tests of tensor receivers with different kinds of memory.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use proptest::prelude::*;
@@ -20,7 +20,7 @@ fn info(name: &str, len: usize) -> TensorInfo {
     TensorInfo::new(name, Dtype::U8, [len as u64]).unwrap()
 }
 
-/// Transfers everything between the two, in pieces of at most `piece` bytes.
+/// Transfers everything between the sender and the receiver, in pieces of at most `piece` bytes.
 fn transfer<M: Memory>(sender: &mut TensorSender, receiver: &mut TensorReceiver<M>, piece: usize) {
     loop {
         let bytes = sender.encode();
@@ -39,7 +39,7 @@ fn a_tensor_is_received_into_a_gpu_or_host_memory() {
     let (mut sender, mut receiver) =
         (TensorSender::new(), GpuTensorReceiver::new(GpuMemory::new(0)));
     sender.send(info("w", bytes.len()), bytes.clone().into(), SendOptions::default()).unwrap();
-    assert!(sender.encode().len() < 5 << 20, "at most the window before the first reply");
+    assert!(sender.encode().len() < 5 << 20, "the first reply is needed for more than the window");
     let mut sender = TensorSender::new();
     sender.send(info("w", bytes.len()), bytes.clone().into(), SendOptions::default()).unwrap();
     transfer(&mut sender, &mut receiver, 100_000);
@@ -75,7 +75,7 @@ fn a_tensor_beyond_the_limit_is_refused_before_its_payload() {
 }
 
 #[test]
-fn a_cancelled_tensor_has_the_reason() {
+fn a_cancelled_tensor_reports_the_reason() {
     let (mut sender, mut receiver) =
         (TensorSender::new(), TensorReceiver::new(HostMemory::new(1 << 30)));
     sender.send(info("w", 8 << 20), payload(8 << 20).into(), SendOptions::default()).unwrap();
@@ -121,7 +121,7 @@ proptest! {
         let stats = receiver.gpu_pool_stats().unwrap();
         prop_assert_eq!(stats.in_use_bytes, 0);
         prop_assert_eq!(receiver.pinned_pool_stats().in_use_bytes, 0);
-        // An incomplete tensor that is dropped returns its memory when the stream is done.
+        // A dropped incomplete tensor returns its memory when the device stream is done.
         let mut sender = TensorSender::new();
         sender.send(info("w", 9 << 20), payload(9 << 20).into(), SendOptions::default()).unwrap();
         receiver.feed(&sender.encode()).unwrap();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Links under TLS.
+//! Tests of links over TLS.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 mod common;

@@ -4,7 +4,7 @@
 use crate::codec::{Decoder, put_number};
 use ts_remote::{Error, Event, Link, Sink};
 
-/// The type byte of the message.
+/// The type byte of a HELLO message.
 pub(super) const HELLO: u8 = 2;
 
 /// The content of a HELLO message of the service `exec`.
@@ -17,7 +17,7 @@ pub(crate) struct Hello {
 }
 
 impl Hello {
-    /// Opens a stream, sends this HELLO on it, and waits for the peer's. Blocks.
+    /// Opens a stream, sends this HELLO on it, and waits for the HELLO of the peer. Blocks.
     ///
     /// Returns the number of the stream, and the peer's HELLO.
     pub(crate) fn exchange<S: Sink>(self, link: &mut Link<S>) -> Result<(u32, Self), Error> {
@@ -25,16 +25,16 @@ impl Hello {
         let sent = self.send(link, stream);
         let received = sent.and_then(|()| Self::receive(link)).map_err(|error| match error {
             // A server that refuses the session sends CLOSE with a reason. Without CLOSE, only this
-            // link has ended, so the client may try another.
+            // link has ended, so the client may try another link.
             Error::Closed { reason } if !closed_by_peer(link) => {
-                Error::Lost { what: format!("during the handshake of the session: {reason}") }
+                Error::Lost { what: format!("closed during the session's handshake: {reason}") }
             }
             other => other,
         })?;
         Ok((stream, received))
     }
 
-    /// Sends this HELLO. Blocks until the socket has it.
+    /// Sends this HELLO. Blocks until the socket has taken it.
     pub(crate) fn send<S: Sink>(self, link: &mut Link<S>, stream: u32) -> Result<(), Error> {
         let mut hello = vec![HELLO];
         hello.extend_from_slice(&self.session);
@@ -50,15 +50,23 @@ impl Hello {
                     let mut fields = Decoder::new(&bytes, stream);
                     let kind = fields.byte()?;
                     if kind != HELLO {
-                        let what = format!("expected HELLO first, got a message of type {kind}");
+                        let what = format!(
+                            "the session must begin with a HELLO message, which has type {HELLO} \
+                             (got type {kind})"
+                        );
                         return Err(fields.error(what));
                     }
                     let session = fields.array()?;
                     return Ok(Self { session, received: fields.number()? });
                 }
                 Event::Connected { .. } => {}
-                _ => {
-                    let what = "expected HELLO first, got a tensor or the end of a stream".into();
+                other => {
+                    let got = match other {
+                        Event::Finished { .. } => "the end of a stream",
+                        Event::Cancelled { .. } => "the cancellation of a stream",
+                        _ => "a tensor",
+                    };
+                    let what = format!("the session must begin with a HELLO message (got {got})");
                     return Err(Error::Protocol { stream: 0, what });
                 }
             }

@@ -11,7 +11,7 @@ use crate::reply::{OpFailure, Reply};
 use crate::value::Value;
 use ts_remote::{Error, Sink};
 
-/// How long a reply may take until the client sends a SYNC after it.
+/// How long the client waits for a reply before it sends a SYNC, to detect a lost reply.
 const PROBE_AFTER: Duration = Duration::from_secs(1);
 
 /// The answer to a request that has a reply.
@@ -20,28 +20,30 @@ pub enum Answer<S> {
     /// The results of an operator, or of another request. Empty for
     /// [`Request::Sync`](crate::Request::Sync).
     Values(Vec<Value>),
-    /// The elements of a tensor, in row-major order.
+    /// The elements of a tensor, in row-major order, for a [`Request::Read`](crate::Request::Read)
+    /// that was submitted without memory for them. A server answers so only if the elements have at
+    /// most 32 KiB. For longer ones the session ends, so use [`Client::read`](crate::Client::read).
     Bytes(Vec<u8>),
-    /// The memory that was passed to [`Client::read`](crate::Client::read), with the elements in
-    /// it.
+    /// The memory that was passed to [`Client::read`](crate::Client::read), filled with the
+    /// elements of the tensor.
     Memory(S),
 }
 
-/// Why a wait ended without an answer.
+/// The reason why a wait ended without an answer.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum WaitError {
     /// The session has ended.
     #[error(transparent)]
     Ended(#[from] Error),
-    /// A request failed: the one that was waited for, or an earlier one whose failure has not been
+    /// A request failed. It is the awaited request, or another request whose failure has not been
     /// reported yet.
     #[error("{failure}")]
     Failed {
         /** The number of the failed request, from `Submitted::request`. */
         request: u64,
-        /** Why it failed. */
+        /** Why the request failed. */
         failure: OpFailure,
-        /** How many more requests have failed since the last wait. */
+        /** How many other failures had not been reported yet. They are dropped. */
         others: usize,
     },
 }
@@ -49,45 +51,45 @@ pub enum WaitError {
 /// The connection of a session, and the replies that it has received.
 pub(super) struct ConnectionState<S> {
     pub(super) channel: Channel<S>,
-    /// Replies that a caller waits for.
+    /// The replies that callers wait for, by number.
     awaited: HashMap<u64, Awaited>,
-    /// Answers that have arrived and were not taken, by reply.
+    /// The answers that have arrived and were not taken yet, by reply.
     answers: HashMap<u64, Outcome<S>>,
-    /// The memory that elements are received to, by reply.
+    /// The memory that receives the elements of tensors, by reply.
     sinks: HashMap<u64, S>,
     /// The reply whose elements are the next tensor of the stream.
     incoming_reply: Option<u64>,
-    /// Failures that have not been reported.
+    /// The failures that have not been reported, with the numbers of their requests.
     failures: VecDeque<(u64, OpFailure)>,
-    /// Why the session ended, if it has.
+    /// The error that ended the session, if it has ended.
     pub(super) ended: Option<Error>,
     pub(super) reconnects: u64,
     pub(super) downloaded_bytes: u64,
 }
 
-/// An answer, or the number of the request that failed, and why.
+/// An answer, or the number of the failed request and its failure.
 pub(super) type Outcome<S> = Result<Answer<S>, (u64, OpFailure)>;
 
 /// A reply that a caller waits for.
 struct Awaited {
     since: Instant,
-    /// The reply of the SYNC that was sent after the request. If it arrives first, the awaited
-    /// reply is lost.
+    /// The reply number of the SYNC that was sent after the request. If its reply arrives first,
+    /// the awaited reply is lost.
     probe: Option<u64>,
 }
 
-/// What to do about a reply that has not arrived.
+/// The next step for a reply that has not arrived.
 pub(super) enum Probe {
     /// Keep waiting.
     Wait,
     /// Send a SYNC, and pass the number of its reply to [`ConnectionState::set_probe`].
     Send,
-    /// A later reply has arrived, so this one never will.
+    /// End the session: a later reply has arrived, so this reply was lost.
     Lost,
 }
 
 impl<S: Sink + Send> ConnectionState<S> {
-    /// Connects, and begins a session. Blocks.
+    /// Connects to the server, and begins a session. Blocks.
     pub(super) fn new(options: &ClientOptions<S>, session: [u8; 16]) -> Result<Self, Error> {
         let mut connection = Self {
             channel: Channel::new(),
@@ -116,7 +118,7 @@ impl<S: Sink + Send> ConnectionState<S> {
         self.channel.attach(link, stream, peer.received)
     }
 
-    /// Drops the link, after handling what was already received on it.
+    /// Handles the items that were already received on the link, and then drops the link.
     ///
     /// The memory of an interrupted answer is kept, because its elements will be sent again.
     pub(super) fn detach(&mut self) {
@@ -133,14 +135,14 @@ impl<S: Sink + Send> ConnectionState<S> {
         }
     }
 
-    /// Adds memory for the elements that `reply` will have.
+    /// Adds memory for the elements that `reply` will deliver.
     pub(super) fn add_sink(&mut self, reply: u64, sink: S) {
         self.sinks.insert(reply, sink);
     }
 
     pub(super) fn handle(&mut self, item: Incoming<S>) -> Result<(), Error> {
         let error = |what: String| Error::Protocol { stream: 0, what };
-        let no_reply = || error("tensor without a TENSOR reply before it".into());
+        let no_reply = || error("the server sent a tensor without a TENSOR reply".into());
         match item {
             Incoming::Message(bytes) => {
                 let mut from = Decoder::new(&bytes, 0);
@@ -152,14 +154,19 @@ impl<S: Sink + Send> ConnectionState<S> {
             Incoming::Announced(info) => {
                 let reply = self.incoming_reply.ok_or_else(no_reply)?;
                 let sink = self.sinks.remove(&reply).ok_or_else(|| {
-                    error(format!("TENSOR reply {reply}, which was not requested"))
+                    error(format!(
+                        "the server sent a tensor as reply {reply}, but no `Client::read` waits \
+                         for this reply"
+                    ))
                 })?;
                 check_len(info.storage_len, &sink)?;
                 self.channel.accept(sink)
             }
             Incoming::Tensor(info, sink) => {
                 let reply = self.incoming_reply.take().ok_or_else(no_reply)?;
-                let sink = sink.ok_or_else(|| error("tensor without elements".into()))?;
+                let sink = sink.ok_or_else(|| {
+                    error(format!("the server sent an empty tensor as reply {reply}"))
+                })?;
                 self.downloaded_bytes += info.storage_len;
                 self.answers.insert(reply, Ok(Answer::Memory(sink)));
                 Ok(())
@@ -177,6 +184,7 @@ impl<S: Sink + Send> ConnectionState<S> {
                 self.downloaded_bytes += bytes.len() as u64;
                 let answer = match self.sinks.remove(&reply) {
                     Some(mut sink) => {
+                        check_len(bytes.len() as u64, &sink)?;
                         let mut at = 0;
                         while at < bytes.len() {
                             let space = sink.space(at as u64, bytes.len() - at)?;
@@ -184,7 +192,6 @@ impl<S: Sink + Send> ConnectionState<S> {
                             space.copy_from_slice(&bytes[at..at + len]);
                             sink.filled(at as u64, len)?;
                             at += len;
-                        check_len(bytes.len() as u64, &sink)?;
                         }
                         Answer::Memory(sink)
                     }
@@ -217,7 +224,8 @@ impl<S: Sink + Send> ConnectionState<S> {
         Some(WaitError::Failed { request, failure, others })
     }
 
-    /// Takes the answer to `reply`, if it has arrived. An unreported failure takes its place.
+    /// Takes the answer to `reply`, if it has arrived. If there is an unreported failure, drops the
+    /// answer and returns the failure.
     pub(super) fn take_answer(&mut self, reply: u64) -> Option<Result<Answer<S>, WaitError>> {
         if !self.answers.contains_key(&reply) {
             return None;
@@ -230,7 +238,8 @@ impl<S: Sink + Send> ConnectionState<S> {
         Some(answer.map_err(|(request, failure)| WaitError::Failed { request, failure, others: 0 }))
     }
 
-    /// Takes the answers to `forgotten` replies that have arrived, and removes these from the set.
+    /// Takes the answers that have arrived for `forgotten` replies, and removes these replies from
+    /// the set.
     pub(super) fn take_forgotten(
         &mut self,
         forgotten: &mut HashSet<u64>,
@@ -244,8 +253,7 @@ impl<S: Sink + Send> ConnectionState<S> {
         arrived
     }
 
-    /// Notes that a caller waits for `reply`, which has not arrived, and returns what to do about
-    /// it.
+    /// Records that a caller waits for `reply`, which has not arrived. Returns the next step.
     pub(super) fn probe(&mut self, reply: u64) -> Probe {
         let awaited = self
             .awaited
@@ -264,7 +272,7 @@ impl<S: Sink + Send> ConnectionState<S> {
         }
     }
 
-    /// Ends the wait for `reply`. Returns the reply of its SYNC, if one was sent.
+    /// Ends the wait for `reply`. Returns the reply number of its SYNC, if a SYNC was sent.
     pub(super) fn end_wait(&mut self, reply: u64) -> Option<u64> {
         self.awaited.remove(&reply).and_then(|awaited| awaited.probe)
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the threads of a client share: the queue, the connection, and the thread that flushes.
+//! The state that the threads of a client share: the queue, the connection, and the flusher thread.
 //!
-//! The connection is locked before the queue, and before the set of forgotten replies. Submitting a
-//! request locks only the queue, so it never waits for the network. The thread that has the
-//! connection sends what other threads queue.
+//! Lock order: first the connection, then the queue or the set of forgotten replies. Submitting a
+//! request locks only the queue, so it never waits for the network. The thread that has locked the
+//! connection sends the requests that other threads queue.
 
 use std::collections::HashSet;
 use std::io;
@@ -22,18 +22,21 @@ use ts_remote::{Backoff, Error, ErrorKind, Sink, TensorInfo};
 
 /// The longest time that a request waits in an incomplete batch.
 const FLUSH_INTERVAL: Duration = Duration::from_millis(1);
-/// The first and the longest delay between attempts to reconnect.
+/// The delay after the first failed attempt to reconnect, before jitter. It doubles after each
+/// attempt, up to [`MAX_RETRY`].
 const FIRST_RETRY: Duration = Duration::from_millis(10);
+/// The longest delay between attempts to reconnect, before jitter.
 const MAX_RETRY: Duration = Duration::from_secs(1);
 /// How many flush intervals without requests the flusher waits before it sleeps.
 const IDLE_TICKS: u32 = 20;
 /// How often a sleeping flusher reads and writes, to answer the server's pings.
 const IDLE_INTERVAL: Duration = Duration::from_millis(500);
-/// How long a waiting thread holds the connection if others want it.
+/// How long a waiting thread keeps the connection locked if other threads need it.
 pub(super) const CONTENDED_SLICE: Duration = Duration::from_millis(1);
-/// Uploads are sent in pieces of this many bytes.
+/// Uploads are sent in pieces of at most this many bytes.
 pub(super) const UPLOAD_PIECE: usize = 8 << 20;
-/// A caller that sends blocks while more bytes than this are queued or unacknowledged.
+/// A caller that sends requests must wait while at least this many bytes are queued or
+/// unacknowledged.
 const MAX_UNACKED: usize = 64 << 20;
 
 pub(super) struct ClientInner<S: Sink + Send> {
@@ -42,22 +45,22 @@ pub(super) struct ClientInner<S: Sink + Send> {
     /// The unacknowledged bytes of the connection when it was last used.
     unacked_bytes: AtomicUsize,
     pub(super) next_reply: AtomicU64,
-    /// How many waits have ended with an answer.
+    /// How many waits have ended with an answer or with the failure of a request.
     pub(super) waits: AtomicU64,
-    /// Whether the flusher sleeps until it is woken.
+    /// Whether the flusher sleeps for [`IDLE_INTERVAL`], so that a new request must wake it.
     flusher_asleep: AtomicBool,
     /// Whether the session is being closed, or its client was dropped.
     pub(super) closing: AtomicBool,
-    /// Whether a thread wanted the connection while another had it.
+    /// Whether a thread needed the connection while another thread had locked it.
     pub(super) contended: AtomicBool,
-    /// Replies that nobody will wait for.
+    /// The numbers of replies that no caller will wait for.
     pub(super) forgotten: Mutex<HashSet<u64>>,
     options: ClientOptions<S>,
     session: [u8; 16],
 }
 
 impl<S: Sink + Send> ClientInner<S> {
-    /// Connects. Blocks.
+    /// Connects to the server, and begins a session. Blocks.
     pub(super) fn connect(options: ClientOptions<S>, session: [u8; 16]) -> Result<Self, Error> {
         let connection = ConnectionState::new(&options, session)?;
         Ok(Self {
@@ -92,7 +95,8 @@ impl<S: Sink + Send> ClientInner<S> {
                 idle = if sent { 0 } else { idle + 1 };
                 let asleep = idle > IDLE_TICKS;
                 inner.flusher_asleep.store(asleep, Ordering::SeqCst);
-                // A request that was queued before the store did not wake this thread.
+                // Checks the queue again, because a request that was queued before this store did
+                // not wake the thread.
                 let asleep = asleep && inner.queue().is_empty();
                 drop(inner);
                 thread::park_timeout(if asleep { IDLE_INTERVAL } else { FLUSH_INTERVAL });
@@ -101,7 +105,7 @@ impl<S: Sink + Send> ClientInner<S> {
         let thread = thread::Builder::new().name("tensorstream-flush".into()).spawn(run);
         let thread = thread.map_err(|source| Error::Io {
             peer: "this process".into(),
-            what: "starting a thread",
+            what: "starting the background thread",
             source: source.into(),
         })?;
         self.queue().flusher = Some(thread.thread().clone());
@@ -112,7 +116,8 @@ impl<S: Sink + Send> ClientInner<S> {
         self.queue.lock()
     }
 
-    /// Locks the connection. If another thread has it, asks that thread to release it soon.
+    /// Locks the connection. If another thread has locked it, signals that thread to unlock it
+    /// soon.
     pub(super) fn connection(&self) -> MutexGuard<'_, ConnectionState<S>> {
         self.connection.try_lock().unwrap_or_else(|| {
             self.contended.store(true, Ordering::Relaxed);
@@ -120,7 +125,7 @@ impl<S: Sink + Send> ClientInner<S> {
         })
     }
 
-    /// Returns whether so many bytes are queued or unacknowledged that a caller must wait.
+    /// Returns whether a caller must wait because too many bytes are queued or unacknowledged.
     pub(super) fn is_backlogged(&self, queued_bytes: usize) -> bool {
         queued_bytes + self.unacked_bytes.load(Ordering::Relaxed) >= MAX_UNACKED
     }
@@ -135,13 +140,14 @@ impl<S: Sink + Send> ClientInner<S> {
         }
     }
 
-    /// Sends what has waited, and receives what has arrived. Returns whether anything has waited.
+    /// Sends queued requests, and receives an item if one has arrived. Returns whether any requests
+    /// were queued.
     fn tick(&self) -> bool {
         let mut queue = self.queue();
         let waiting = !queue.is_empty();
         queue.seal();
         drop(queue);
-        // If another thread has the connection, it sends the queue.
+        // If another thread has locked the connection, that thread sends the queue.
         if let Some(mut connection) = self.connection.try_lock() {
             let _ = self
                 .send(&mut connection, false)
@@ -152,8 +158,9 @@ impl<S: Sink + Send> ClientInner<S> {
         waiting
     }
 
-    /// Sends sealed batches, unless another thread has the connection and so sends them. With
-    /// `backlogged`, waits until little is left.
+    /// Sends sealed batches. If another thread has locked the connection, that thread sends them.
+    /// With `backlogged`, blocks until fewer than 16 MiB are unsent and fewer than 64 MiB are
+    /// unacknowledged.
     pub(super) fn send_sealed(&self, backlogged: bool) -> Result<(), Error> {
         if backlogged {
             loop {
@@ -239,10 +246,12 @@ impl<S: Sink + Send> ClientInner<S> {
         drop(answers);
     }
 
-    /// Connects again if the link was lost. Otherwise, ends the session with `error`.
+    /// If the link was lost, tries to connect again until the reconnect timeout. Blocks. After
+    /// another error, or if the server is not reached in time, ends the session and returns the
+    /// error.
     fn reconnect(&self, connection: &mut ConnectionState<S>, error: Error) -> Result<(), Error> {
         let mut error = error;
-        // A server that gives a reason for closing does not want the client to return.
+        // A server that closes the connection with a reason has ended the session.
         let closed = connection.channel.closed_by_peer();
         if matches!(error.kind(), ErrorKind::Network | ErrorKind::TimedOut | ErrorKind::Refused)
             && !closed
@@ -256,7 +265,8 @@ impl<S: Sink + Send> ClientInner<S> {
                         connection.reconnects += 1;
                         return Ok(());
                     }
-                    // The server does not know the session.
+                    // The server refuses the session, for example because it has dropped the
+                    // session.
                     Err(refused @ Error::Closed { .. }) => {
                         error = refused;
                         break;
@@ -275,7 +285,8 @@ impl<S: Sink + Send> ClientInner<S> {
         Err(error)
     }
 
-    /// Ends the session with `error`, which later calls return.
+    /// Ends the session with `error`, unless it has already ended. Later calls return the error
+    /// that ended it.
     pub(super) fn end(&self, connection: &mut ConnectionState<S>, error: &Error) {
         connection.detach();
         connection.ended.get_or_insert_with(|| error.clone());
@@ -286,7 +297,7 @@ impl<S: Sink + Send> ClientInner<S> {
     }
 }
 
-/// Returns whether nothing listens at the address that was dialled.
+/// Returns whether the error means that nothing listens at the dialled address.
 fn is_refused(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound)
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How a client connects.
+//! Options of a client.
 
 use std::fmt;
 use std::time::Duration;
@@ -27,21 +27,22 @@ use ts_remote::{Error, Link};
 /// ```
 #[non_exhaustive]
 pub struct ClientOptions<S> {
-    /// Connects to the server: at first, and again when the link was lost.
+    /// The function that opens a link to the server. It is called again to reconnect.
     pub dial: Dial<S>,
-    /// How long the client tries to reconnect when the link was lost.
+    /// How long the client tries to reconnect after the link was lost.
     pub reconnect_timeout: Duration,
-    /// Whether the client keeps trying when the server's address refuses connections.
+    /// Whether the client keeps trying to reconnect when the server's address refuses connections.
     pub retry_refused: bool,
 }
 
-/// Opens a link to a server.
+/// A function that opens a link to a server.
 pub type Dial<S> = Box<dyn Fn() -> Result<Link<S>, Error> + Send + Sync>;
 
 impl<S> ClientOptions<S> {
-    /// Creates options with a reconnect timeout of 30 seconds that retry refused connections.
+    /// Creates options with the default values: a reconnect timeout of 30 seconds, and retries
+    /// after refused connections.
     ///
-    /// `dial` opens a link to the server. It is called again whenever the link was lost.
+    /// `dial` opens a link to the server. It is called again to reconnect.
     pub fn new(dial: impl Fn() -> Result<Link<S>, Error> + Send + Sync + 'static) -> Self {
         Self {
             dial: Box::new(dial),
@@ -50,18 +51,19 @@ impl<S> ClientOptions<S> {
         }
     }
 
-    /// Sets how long the client tries to reconnect when the link was lost. With zero, the session
-    /// ends with its first link.
+    /// Sets how long the client tries to reconnect after the link was lost. With zero, the session
+    /// ends when its first link is lost.
     #[must_use]
     pub fn with_reconnect_timeout(mut self, timeout: Duration) -> Self {
         self.reconnect_timeout = timeout;
         self
     }
 
-    /// Sets whether the client keeps trying when the server's address refuses connections.
+    /// Sets whether the client keeps trying to reconnect when the server's address refuses
+    /// connections.
     ///
-    /// Set it to `false` if the server is a process that was started for this session: if nothing
-    /// listens at its address, it has ended and takes the session with it.
+    /// Set this to `false` if the server process was started for this session only. If nothing
+    /// listens at its address any more, the process has ended, and so has the session.
     #[must_use]
     pub fn with_retry_refused(mut self, retry: bool) -> Self {
         self.retry_refused = retry;

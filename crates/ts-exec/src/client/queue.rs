@@ -7,17 +7,17 @@ use std::thread::Thread;
 use bytes::Bytes;
 use ts_remote::Error;
 
-/// A batch is full with this many requests,
+/// The number of requests at which a batch is full.
 const MAX_BATCH_REQUESTS: usize = 64;
-/// or with this many bytes.
+/// The length in bytes at which a batch is full.
 const MAX_BATCH_BYTES: usize = 56 << 10;
 
-/// The queue of a client. Its lock is held for an append, never during I/O.
+/// The queue of a client. No thread keeps it locked during I/O.
 #[derive(Default)]
 pub(super) struct RequestQueue {
-    /// The batch that requests are added to, encoded.
+    /// The current batch, which requests are added to, in encoded form.
     batch: Vec<u8>,
-    /// How many requests it has.
+    /// How many requests the current batch has.
     batch_len: usize,
     /// Batches and payloads that are ready to be sent.
     sealed: VecDeque<QueueItem>,
@@ -27,11 +27,11 @@ pub(super) struct RequestQueue {
     /// How many batches were sealed.
     pub(super) batches: u64,
     pub(super) uploaded_bytes: u64,
-    /// The numbers of the operators that the server knows.
+    /// The numbers of the defined operators, by name.
     pub(super) ops: HashMap<String, u32>,
-    /// The thread that sends what has waited too long.
+    /// The flusher thread, which sends incomplete batches after a short time.
     pub(super) flusher: Option<Thread>,
-    /// Why the session ended, if it has.
+    /// The error that ended the session, if it has ended.
     pub(super) ended: Option<Error>,
 }
 
@@ -79,7 +79,8 @@ impl RequestQueue {
         self.sealed.push_back(QueueItem::Payload(payload));
     }
 
-    /// Takes everything that is ready to be sent; with `seal`, including the current batch.
+    /// Takes all batches and payloads that are ready to be sent. With `seal`, completes the current
+    /// batch first.
     pub(super) fn take_sealed(&mut self, seal: bool) -> VecDeque<QueueItem> {
         if seal {
             self.seal();
@@ -88,8 +89,8 @@ impl RequestQueue {
         std::mem::take(&mut self.sealed)
     }
 
-    /// Ends the queue: later requests are errors. Returns what was not sent, for the caller to drop
-    /// without the lock.
+    /// Ends the queue, so that later requests fail. Returns the unsent batches and payloads. The
+    /// caller must drop them after it unlocks the queue.
     pub(super) fn end(&mut self, error: &Error) -> (Vec<u8>, VecDeque<QueueItem>) {
         self.ended.get_or_insert_with(|| error.clone());
         (std::mem::take(&mut self.batch), std::mem::take(&mut self.sealed))

@@ -15,28 +15,32 @@ use crate::request::{Call, Output, Request};
 use crate::value::Value;
 use ts_remote::{Error, TensorInfo};
 
-/// No further requests are run while more bytes of replies than this wait for the socket.
+/// The maximum number of bytes of replies that may wait for the socket. Beyond that, no further
+/// requests run.
 pub(super) const MAX_UNSENT: usize = 32 << 20;
 /// A client may define at most this many operators, and have at most this many poisoned storages.
 const MAX_DEFINED: usize = 1 << 16;
-/// Replies of up to this many bytes are messages. Longer ones are tensors.
+/// The elements of a tensor are sent in a message if they have up to this many bytes, else as a
+/// tensor.
 const MAX_INLINE: usize = 32 << 10;
 
 /// The channel of a session, shared with the thread that keeps the connection alive.
 pub(super) type SharedChannel<E> = Mutex<Channel<UploadSink<<E as Executor>::Sink>>>;
 
-/// Storages whose elements are missing because a request was not done: its number, and why.
+/// The poisoned storages, whose elements are missing because a request failed. The values are the
+/// number of that request and its failure.
 pub(super) type Poisoned = HashMap<u64, (u64, OpFailure)>;
 
 /// Runs requests, one after the other.
 pub(super) struct BatchRunner<'a, E: Executor> {
     pub(super) executor: &'a mut E,
     pub(super) channel: &'a SharedChannel<E>,
-    /// For each defined operator, why it cannot be called.
+    /// For each defined operator, the failure of its calls; `None` if it can be called.
     pub(super) op_failures: &'a mut Vec<Option<OpFailure>>,
     pub(super) poisoned: &'a mut Poisoned,
     pub(super) upload: &'a mut Option<PendingUpload>,
-    /// Whether a reply uses the memory of a storage, and the client does not have it yet.
+    /// Whether a reply may share the memory of a storage, and the client has not acknowledged the
+    /// reply yet.
     pub(super) awaits_ack: &'a mut bool,
     /// Whether a reply was sent.
     pub(super) replied: bool,
@@ -45,11 +49,11 @@ pub(super) struct BatchRunner<'a, E: Executor> {
 }
 
 impl<E: Executor> BatchRunner<'_, E> {
-    /// Runs a request. Returns whether replies must be sent before the next one.
+    /// Runs a request. Returns whether replies must be sent before the next request.
     ///
     /// # Errors
-    /// Returns [`Error::Protocol`] if the client breaks the protocol. Failures of requests are
-    /// replies, not errors.
+    /// Returns [`Error::Protocol`] if the client breaks the protocol, or the error of the link.
+    /// Failures of requests are replies, not errors.
     pub(super) fn run(&mut self, request: Request) -> Result<bool, Error> {
         self.execute(request)?;
         Ok(*self.awaits_ack || self.replied && self.channel.lock().unsent_bytes() > MAX_UNSENT)
@@ -57,21 +61,32 @@ impl<E: Executor> BatchRunner<'_, E> {
 
     fn execute(&mut self, request: Request) -> Result<(), Error> {
         if self.upload.is_some() {
-            return Err(protocol_error("expected the tensor of RECEIVE, got a request".into()));
+            let what = "the tensor of a RECEIVE request must follow it, got another request";
+            return Err(protocol_error(what.into()));
         }
         if self.poisoned.len() > MAX_DEFINED {
-            return Err(protocol_error(format!("more than {MAX_DEFINED} poisoned storages")));
+            return Err(protocol_error(format!(
+                "too many poisoned storages: got {} (expected at most {MAX_DEFINED}); free the \
+                 results of failed requests",
+                self.poisoned.len()
+            )));
         }
         let (done, storage) = match request {
             Request::Call(call) => return self.call(&call),
             Request::Define { op, name } => {
                 let next = self.op_failures.len();
                 if op as usize != next {
-                    let what = format!("operator {op} was defined out of order (expected {next})");
+                    let what = format!(
+                        "operator {name:?} is defined with number {op} (expected {next}, the next \
+                         number)"
+                    );
                     return Err(protocol_error(what));
                 }
                 if next >= MAX_DEFINED {
-                    return Err(protocol_error(format!("more than {MAX_DEFINED} operators")));
+                    return Err(protocol_error(format!(
+                        "cannot define operator {name:?}: the session already has {MAX_DEFINED} \
+                         operators, which is the maximum"
+                    )));
                 }
                 // A failure is reported when the operator is called.
                 self.op_failures.push(self.executor.define(op, &name).err());
@@ -127,7 +142,8 @@ impl<E: Executor> BatchRunner<'_, E> {
             call.tensors().find_map(|tensor| self.poisoned.get(&tensor.storage)).cloned()
         };
         let (request, failure) = match (cause, self.op_failures.get(call.op as usize)) {
-            // An argument is poisoned. That failure was reported when it happened.
+            // An argument is poisoned. The request that poisoned it has already reported the
+            // failure.
             (Some(cause), _) => cause,
             (None, Some(None)) => match self.executor.call(call) {
                 Ok(values) => match call.reply {
@@ -138,7 +154,12 @@ impl<E: Executor> BatchRunner<'_, E> {
             },
             (None, Some(Some(failure))) => (self.number, failure.clone()),
             (None, None) => {
-                return Err(protocol_error(format!("operator {} is not defined", call.op)));
+                return Err(protocol_error(format!(
+                    "cannot call operator {}: the session has defined only {} operators, numbered \
+                     from 0",
+                    call.op,
+                    self.op_failures.len()
+                )));
             }
         };
         let outputs = call.outputs.iter().filter_map(|output| match output {
@@ -180,7 +201,7 @@ impl<E: Executor> BatchRunner<'_, E> {
     }
 }
 
-/// Creates an error of the whole connection.
+/// Creates a protocol error of the whole connection.
 pub(super) fn protocol_error(what: String) -> Error {
     Error::Protocol { stream: 0, what }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The interface between a session and what runs its operators.
+//! The interface through which a session runs operators.
 
 use bytes::Bytes;
 
@@ -12,8 +12,8 @@ use ts_remote::Sink;
 /// Keeps the storages of one session and runs operators on them.
 ///
 /// A [`SessionServer`](crate::SessionServer) has one executor for each session, and calls it from
-/// one thread at a time. A method that names a storage that does not exist returns a failure of
-/// kind [`Stale`](crate::OpFailureKind::Stale), unless it says otherwise.
+/// one thread at a time. If a storage does not exist, methods return a failure of kind
+/// [`Stale`](crate::OpFailureKind::Stale), unless their documentation differs.
 ///
 /// # Examples
 ///
@@ -36,12 +36,13 @@ use ts_remote::Sink;
 /// # Ok::<(), OpFailure>(())
 /// ```
 pub trait Executor {
-    /// The memory that tensors from the client are received to.
+    /// The memory that receives tensors from the client.
     type Sink: Sink + Send;
 
-    /// Calls `run` once, which runs the requests of a batch.
+    /// Runs the requests of a batch, or one step of an upload, by calling `run` once.
     ///
-    /// Implementations acquire what every request needs here, such as an interpreter lock.
+    /// Here, implementations can acquire a resource that every request needs, such as an
+    /// interpreter lock.
     fn batch(&mut self, run: &mut dyn FnMut(&mut Self)) {
         run(self);
     }
@@ -56,7 +57,7 @@ pub trait Executor {
     /// write.
     ///
     /// # Errors
-    /// Returns a failure if the storage exists, or if the device does not.
+    /// Returns a failure if the storage already exists, or if the device does not exist.
     fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), OpFailure>;
 
     /// Changes the length of a storage. The common prefix is kept; new bytes are zero.
@@ -71,21 +72,23 @@ pub trait Executor {
     /// Writes bytes to a storage, from `offset` on.
     ///
     /// # Errors
-    /// Returns a failure if the range exceeds the storage.
+    /// Returns a failure if the range exceeds the storage, or if there is not enough memory for the
+    /// storage.
     fn write(&mut self, storage: u64, offset: u64, bytes: &[u8]) -> Result<(), OpFailure>;
 
     /// Returns memory for an upload of `bytes` bytes to a storage, from `offset` on. If possible,
     /// it is the memory of the storage itself.
     ///
     /// # Errors
-    /// Returns a failure if the range exceeds the storage.
+    /// Returns a failure if the range exceeds the storage, or if there is not enough memory. The
+    /// upload is then discarded.
     fn sink(&mut self, storage: u64, offset: u64, bytes: u64) -> Result<Self::Sink, OpFailure>;
 
     /// Completes an upload: all bytes have arrived in the memory that [`sink`](Self::sink)
     /// returned.
     ///
     /// # Errors
-    /// Returns a failure if they cannot be written to the storage.
+    /// Returns a failure if the bytes cannot be written to the storage.
     fn received(
         &mut self,
         storage: u64,
@@ -95,23 +98,25 @@ pub trait Executor {
 
     /// Returns the elements of a tensor, in row-major order.
     ///
-    /// They may share the memory of the storage: the session changes no storage until the client
-    /// has them, or until the session has copied them.
+    /// The bytes may share the memory of the storage. The session changes no storage until the
+    /// client has received the bytes, or until the session has copied them.
     ///
     /// # Errors
-    /// Returns a failure if the tensor exceeds its storage.
+    /// Returns a failure if the tensor exceeds its storage, or if its dtype is not supported.
     fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, OpFailure>;
 
-    /// Runs an operator, and stores its results as `call.outputs` says.
+    /// Runs an operator, and stores its results as `call.outputs` specifies.
     ///
-    /// If `call.reply` is set, returns the results: for a tensor, a list of the [`Value::Tensor`]
-    /// and the length of its storage, and other values as they are.
+    /// If `call.reply` is set, returns the results. The result for an
+    /// [`Output::Described`](crate::Output::Described) is a list of the [`Value::Tensor`] and the
+    /// length of its storage in bytes. Results that are not tensors are returned unchanged.
     ///
     /// # Errors
-    /// Returns a failure if the operator fails. No output exists then.
+    /// Returns a failure if the operator fails. The call then creates no output.
     fn call(&mut self, call: &Call) -> Result<Vec<Value>, OpFailure>;
 
-    /// Lists the storages: number, length in bytes, device, and whether it was ever written to.
+    /// Returns a tuple for each storage: its number, its length in bytes, the index of its device,
+    /// and whether it was ever written to.
     fn storages(&self) -> Vec<(u64, u64, u32, bool)>;
 
     /// Returns the existing storages that a call would write to.

@@ -11,13 +11,13 @@ use crate::request::{Call, Output};
 use crate::value::Value;
 use crate::view::{ScalarType, StorageView, TensorRef};
 
-/// A tensor has at most this many elements.
+/// The maximum number of elements of a tensor.
 const MAX_ELEMENTS: u64 = 1 << 32;
 
 /// An executor for float32 tensors in the memory of this process, without PyTorch.
 ///
-/// It runs `aten::copy_`, `aten::fill_.Scalar`, `aten::add.Tensor`, `aten::mul.Tensor` (both
-/// without broadcasting) and `aten::mm`. It is for examples and tests, and not optimized.
+/// It runs `aten::copy_`, `aten::fill_.Scalar`, `aten::add.Tensor`, `aten::mul.Tensor` and
+/// `aten::mm`, without broadcasting. It is meant for examples and tests, and is not optimized.
 ///
 /// # Examples
 ///
@@ -32,7 +32,7 @@ const MAX_ELEMENTS: u64 = 1 << 32;
 /// ```
 #[derive(Debug, Default)]
 pub struct HostExecutor {
-    /// The defined operators; `None` for those that do not exist.
+    /// The defined operators; `None` for operators that do not exist.
     ops: Vec<Option<Op>>,
     storages: HashMap<u64, Storage>,
 }
@@ -40,7 +40,7 @@ pub struct HostExecutor {
 #[derive(Debug)]
 struct Storage {
     len: u64,
-    /// The content. Empty until the first access, then `len` bytes.
+    /// The content. Shorter than `len` until an access allocates the rest.
     bytes: Vec<u8>,
 }
 
@@ -69,12 +69,15 @@ impl HostExecutor {
 
     /// Returns the content of a storage, and allocates it at the first access.
     fn bytes(&mut self, storage: u64) -> Result<&mut Vec<u8>, OpFailure> {
-        let missing =
-            || OpFailure::new(OpFailureKind::Stale, format!("storage {storage} does not exist"));
+        let missing = || {
+            let what = format!("storage {storage} does not exist: it was freed or never created");
+            OpFailure::new(OpFailureKind::Stale, what)
+        };
         let Storage { len, bytes } = self.storages.get_mut(&storage).ok_or_else(missing)?;
         if (bytes.len() as u64) < *len {
             let out_of_memory = || {
-                let what = format!("cannot allocate {len} bytes for storage {storage}");
+                let what =
+                    format!("out of memory: cannot allocate {len} bytes for storage {storage}");
                 OpFailure::new(OpFailureKind::OutOfMemory, what)
             };
             let len = usize::try_from(*len).map_err(|_| out_of_memory())?;
@@ -104,22 +107,43 @@ impl HostExecutor {
         let available = self.bytes(tensor.storage)?.len() as u64 / 4;
         let StorageView { dtype, sizes, strides, offset } = &tensor.view;
         if *dtype != ScalarType::FLOAT32 {
-            return Err(refused(format!("unsupported dtype {} (expected float32: 6)", dtype.0)));
+            return Err(refused(format!(
+                "unsupported dtype: got PyTorch's dtype number {} (expected 6, which is float32)",
+                dtype.0
+            )));
         }
-        let outside = || refused(format!("tensor exceeds storage {}", tensor.storage));
+        let outside = || {
+            refused(format!(
+                "a tensor with shape {sizes:?}, strides {strides:?} and offset {offset} exceeds \
+                 storage {}, which has {available} elements",
+                tensor.storage
+            ))
+        };
+        let too_many = || {
+            refused(format!(
+                "a tensor with shape {sizes:?} has too many elements (expected at most \
+                 {MAX_ELEMENTS})"
+            ))
+        };
         let mut last = Some(*offset);
         for (&size, &stride) in sizes.iter().zip(strides) {
-            let stride = u64::try_from(stride).map_err(|_| outside())?;
+            let stride = u64::try_from(stride).map_err(|_| {
+                refused(format!("unsupported strides {strides:?}: a stride must not be negative"))
+            })?;
             let reach = size.saturating_sub(1).checked_mul(stride);
             last = last.zip(reach).and_then(|(last, reach)| last.checked_add(reach));
         }
-        let count = tensor.view.elements().ok_or_else(outside)?;
+        let count = tensor.view.elements().ok_or_else(too_many)?;
         if count == 0 {
             return Ok(Vec::new());
         }
-        // An expanded tensor can have more elements than its storage, so their number is limited.
-        if last.is_none_or(|last| last >= available) || count > MAX_ELEMENTS {
+        if last.is_none_or(|last| last >= available) {
             return Err(outside());
+        }
+        // An expanded tensor can have more elements than its storage, so the number of elements is
+        // limited.
+        if count > MAX_ELEMENTS {
+            return Err(too_many());
         }
         let mut offsets = vec![*offset as usize * 4];
         for (&size, &stride) in sizes.iter().zip(strides) {
@@ -145,7 +169,9 @@ impl HostExecutor {
         let offsets = self.element_offsets(tensor)?;
         let (got, expected) = (values.len(), offsets.len());
         if got != expected {
-            let what = format!("the result has {got} elements (expected {expected})");
+            let what = format!(
+                "the result has {got} elements (expected {expected}, as in the output tensor)"
+            );
             return Err(raised(what));
         }
         let bytes = self.bytes(tensor.storage)?;
@@ -159,7 +185,10 @@ impl HostExecutor {
         if a.view.sizes == b.view.sizes {
             return Ok(());
         }
-        Err(raised(format!("shapes {:?} and {:?} differ", a.view.sizes, b.view.sizes)))
+        Err(raised(format!(
+            "the operands must have equal shapes, got {:?} and {:?}",
+            a.view.sizes, b.view.sizes
+        )))
     }
 }
 
@@ -173,7 +202,7 @@ fn tensor_argument(call: &Call, at: usize) -> Result<&TensorRef, OpFailure> {
 fn bad_argument(at: usize, expected: &str, got: Option<&Value>) -> OpFailure {
     raised(match got {
         Some(got) => format!("argument {at} must be {expected}, got {got:?}"),
-        None => format!("argument {at} is missing: expected {expected}"),
+        None => format!("argument {at} is missing (expected {expected})"),
     })
 }
 
@@ -190,7 +219,12 @@ impl Executor for HostExecutor {
             _ => None,
         };
         self.ops.push(op);
-        op.map(drop).ok_or_else(|| refused(format!("unknown operator {name:?}")))
+        op.map(drop).ok_or_else(|| {
+            refused(format!(
+                "unknown operator {name:?} (expected aten::copy_, aten::fill_.Scalar, \
+                 aten::add.Tensor, aten::mul.Tensor or aten::mm)"
+            ))
+        })
     }
 
     fn create(&mut self, storage: u64, bytes: u64, device: u32) -> Result<(), OpFailure> {
@@ -198,7 +232,7 @@ impl Executor for HostExecutor {
             return Err(refused(format!("device {device} does not exist (expected 0)")));
         }
         if self.storages.contains_key(&storage) {
-            return Err(refused(format!("storage {storage} exists already")));
+            return Err(refused(format!("cannot create storage {storage}: it already exists")));
         }
         self.storages.insert(storage, Storage { len: bytes, bytes: Vec::new() });
         Ok(())
@@ -206,7 +240,7 @@ impl Executor for HostExecutor {
 
     fn resize(&mut self, storage: u64, bytes: u64) -> Result<(), OpFailure> {
         self.bytes(storage)?;
-        let storage = self.storages.get_mut(&storage).expect("`bytes` has found the storage");
+        let storage = self.storages.get_mut(&storage).expect("`bytes` found the storage");
         storage.bytes.truncate(usize::try_from(bytes).unwrap_or(usize::MAX));
         storage.len = bytes;
         Ok(())
@@ -228,7 +262,12 @@ impl Executor for HostExecutor {
 
     fn call(&mut self, call: &Call) -> Result<Vec<Value>, OpFailure> {
         let op = self.ops.get(call.op as usize).copied().flatten();
-        let op = op.ok_or_else(|| refused(format!("operator {} is not defined", call.op)))?;
+        let op = op.ok_or_else(|| {
+            refused(format!(
+                "cannot call operator {}: it was not defined, or its definition failed",
+                call.op
+            ))
+        })?;
         let first = tensor_argument(call, 0)?;
         let values = match op {
             Op::Copy => {
@@ -263,7 +302,7 @@ impl Executor for HostExecutor {
                 };
                 if inner != same {
                     return Err(raised(format!(
-                        "cannot multiply a {rows}x{inner} by a {same}x{columns} matrix"
+                        "cannot multiply a {rows}x{inner} matrix by a {same}x{columns} matrix"
                     )));
                 }
                 let (a, b) = (self.load(first)?, self.load(second)?);

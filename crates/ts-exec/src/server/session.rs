@@ -21,18 +21,18 @@ use ts_remote::{Error, Link, Sink, TensorInfo};
 pub(super) const SLICE: Duration = Duration::from_millis(100);
 /// How often the connection is driven while operators run.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_millis(500);
-/// How much a client may leave unacknowledged, and how many requests may wait for an
-/// acknowledgement. A [`Client`](crate::Client) acknowledges every 256 KiB.
+/// The maximum that a client may leave unacknowledged. Also limits the items in the backlog. A
+/// [`Client`](crate::Client) sends an acknowledgement when it has received 16 items or 256 KiB.
 const MAX_UNACKED: Backlog = Backlog { bytes: 256 << 20, items: 1 << 16 };
-/// The size of the buffer that refused uploads are read to.
+/// The maximum size in bytes of the buffer that receives a refused upload.
 const SCRATCH: usize = 64 << 10;
 
 /// The state of a session that other threads see while it is served.
 #[derive(Default)]
 pub(super) struct ServingStatus {
-    /// Whether the client has connected again, so that this link must be dropped.
+    /// Whether the client has connected again, so that the thread must drop this link.
     pub(super) superseded: AtomicBool,
-    /// When the link was found to be lost while an operator runs.
+    /// The time at which the keep-alive thread found that the link is lost.
     pub(super) lost_since: Mutex<Option<Instant>>,
 }
 
@@ -40,18 +40,19 @@ pub(super) struct ServingStatus {
 pub(super) struct Session<E: Executor> {
     executor: E,
     channel: Channel<UploadSink<E::Sink>>,
-    /// How many requests were run.
+    /// How many requests have run.
     requests: u64,
-    /// For each defined operator, why it cannot be called.
+    /// For each defined operator, the failure of its calls; `None` if it can be called.
     op_failures: Vec<Option<OpFailure>>,
     poisoned: Poisoned,
     /// The upload whose tensor is the next item of the stream.
     upload: Option<PendingUpload>,
-    /// Requests that have arrived and were not run: the rest of the current batch.
+    /// The requests of the current batch that have not run yet.
     batch: Bytes,
-    /// Items that have arrived after them.
+    /// The items that arrived after the current batch.
     backlog: VecDeque<Incoming<UploadSink<E::Sink>>>,
-    /// Whether a reply uses the memory of a storage. No request is run until the client has it.
+    /// Whether a reply may share the memory of a storage. No request runs until the client has
+    /// acknowledged the reply, or the session has copied its bytes.
     awaits_ack: bool,
 }
 
@@ -96,7 +97,7 @@ impl<E: Executor + Send> Session<E> {
                 thread::Builder::new().name("tensorstream-keep".into()).spawn_scoped(scope, || {
                     while !ended.load(Ordering::Relaxed) {
                         thread::park_timeout(KEEP_ALIVE_INTERVAL);
-                        // The error is returned by the next call of the serving thread, too.
+                        // The serving thread gets this error too, at its next use of the link.
                         if let Some(mut channel) = channel.try_lock()
                             && channel.drive().is_err()
                         {
@@ -106,7 +107,9 @@ impl<E: Executor + Send> Session<E> {
                 });
             let result = match &keep_alive {
                 Ok(_) => self.run(&channel, &status.superseded, stop),
-                Err(error) => Err(Error::Misuse(format!("cannot start a thread: {error}"))),
+                Err(error) => {
+                    Err(Error::Misuse(format!("cannot start the keep-alive thread: {error}")))
+                }
             };
             ended.store(true, Ordering::Relaxed);
             keep_alive.iter().for_each(|keep_alive| keep_alive.thread().unpark());
@@ -141,7 +144,7 @@ impl<E: Executor + Send> Session<E> {
                 }
                 Some(Incoming::Tensor(_, sink)) => self.finish_upload(sink, channel)?,
                 Some(Incoming::Finished) => {
-                    // The session has ended, even if the client does not learn of it.
+                    // The session has ended, even if the client does not receive the confirmation.
                     let _ = channel.lock().finish();
                     return Ok(());
                 }
@@ -159,7 +162,8 @@ impl<E: Executor + Send> Session<E> {
         }
     }
 
-    /// Runs the requests that have arrived, in order, until a reply must be waited for.
+    /// Runs the requests of the current batch in order. Stops early after a reply that the client
+    /// must acknowledge first.
     fn run_requests(&mut self, channel: &SharedChannel<E>) -> Result<(), Error> {
         let mut replied = false;
         while !self.batch.is_empty() && !self.awaits_ack {
@@ -196,7 +200,7 @@ impl<E: Executor + Send> Session<E> {
             });
             self.batch = batch.slice(batch.len() - requests.remaining_bytes()..);
             result?;
-            // Do not compute for a client that does not read its replies.
+            // Does not compute for a client that does not read its replies.
             while channel.lock().unsent_bytes() > MAX_UNSENT && !self.awaits_ack {
                 channel.lock().flush_within(SLICE)?;
             }
@@ -210,8 +214,8 @@ impl<E: Executor + Send> Session<E> {
         Ok(())
     }
 
-    /// Waits up to [`SLICE`] until the client has the reply that uses the memory of a storage.
-    /// Items that arrive before the acknowledgement go to the backlog.
+    /// Waits up to [`SLICE`] until the client has acknowledged the reply that may share the memory
+    /// of a storage. Items that arrive before the acknowledgement go to the backlog.
     fn wait_for_ack(&mut self, channel: &SharedChannel<E>) -> Result<(), Error> {
         let mut channel = channel.lock();
         if channel.unsent_bytes() > 0 {
@@ -220,15 +224,21 @@ impl<E: Executor + Send> Session<E> {
             self.awaits_ack = false;
         } else if let Some(item) = channel.next_within(SLICE)? {
             if matches!(item, Incoming::Announced(_)) {
-                // The acknowledgement may follow this tensor, which must be received first. The
-                // socket has taken the reply. If the link is lost, the copy is sent again.
+                // The acknowledgement may come after this tensor, so the session must not wait for
+                // it here. The socket has taken the reply. If the link is lost, the copy is sent.
                 channel.copy_unacked();
                 self.awaits_ack = false;
             }
             self.backlog.push_back(item);
             let bytes: usize = self.backlog.iter().map(Incoming::byte_len).sum();
             if bytes > MAX_UNACKED.bytes || self.backlog.len() > MAX_UNACKED.items {
-                let what = "too many requests while a reply is not acknowledged".into();
+                let what = format!(
+                    "the client sent {} messages and tensors of {bytes} bytes in total without \
+                     acknowledging a reply (expected at most {} and {} bytes)",
+                    self.backlog.len(),
+                    MAX_UNACKED.items,
+                    MAX_UNACKED.bytes
+                );
                 return Err(protocol_error(what));
             }
         }
@@ -242,13 +252,19 @@ impl<E: Executor + Send> Session<E> {
         channel: &SharedChannel<E>,
     ) -> Result<UploadSink<E::Sink>, Error> {
         let Some(&PendingUpload { request, storage, offset, bytes }) = self.upload.as_ref() else {
-            return Err(protocol_error("tensor without a RECEIVE request before it".into()));
+            let what = "the client sent a tensor without a RECEIVE request before it";
+            return Err(protocol_error(what.into()));
         };
         if bytes != info.storage_len {
-            let what = format!("tensor of {} bytes (expected {bytes})", info.storage_len);
+            let what = format!(
+                "the client sent a tensor of {} bytes (expected {bytes}, as in its RECEIVE \
+                 request)",
+                info.storage_len
+            );
             return Err(protocol_error(what));
         }
-        let mut sink = Err(OpFailure::new(OpFailureKind::Refused, ""));
+        let what = "the executor did not run the request: `Executor::batch` did not call `run`";
+        let mut sink = Err(OpFailure::new(OpFailureKind::Refused, what));
         self.executor.batch(&mut |executor| sink = executor.sink(storage, offset, bytes));
         Ok(match sink {
             Ok(sink) => UploadSink::Memory(sink),

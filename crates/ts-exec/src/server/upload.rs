@@ -13,16 +13,16 @@ pub(super) struct PendingUpload {
     pub(super) bytes: u64,
 }
 
-/// The memory that a server receives a tensor to.
+/// The memory into which a server receives a tensor.
 #[derive(Debug)]
 pub enum UploadSink<S> {
     /// Memory that the executor provides.
     Memory(S),
-    /// Nothing: the upload was refused, but its bytes must still be read from the socket.
+    /// No memory: the upload was refused, but its bytes must still be read from the socket.
     Discard {
         /** The length of the tensor in bytes. */
         bytes: u64,
-        /** A buffer that is overwritten again and again. */
+        /** A buffer that is overwritten until all bytes are read. */
         scratch: Vec<u8>,
     },
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Servers that break the protocol.
+//! Tests of clients whose server breaks the protocol.
 
 use proptest::prelude::*;
 
@@ -28,8 +28,8 @@ fn bind() -> Listener {
 fn a_missing_reply_ends_the_session_when_a_later_one_arrives() {
     let listener = bind();
     let options = options_for(listener.address());
-    // A CONTENT message with an empty ANSWER to reply 2: the SYNC that the client sends when reply
-    // 1 takes long.
+    // A CONTENT message with an empty ANSWER to reply 2: the client requests this reply with a SYNC
+    // when reply 1 takes long.
     let answer = vec![0, 1, 2, 0];
     let server = thread::spawn(move || {
         let mut link = send_after_handshake(&listener, &[answer])?;
@@ -95,7 +95,8 @@ proptest! {
     ) {
         let listener = bind();
         let options = options_for(listener.address()).with_reconnect_timeout(Duration::ZERO);
-        // The first two bytes are mostly a known type of message and a known kind of reply.
+        // In most messages, the first byte is a known type of message and the second a known kind
+        // of reply.
         let messages: Vec<_> = messages
             .into_iter()
             .map(|(kind, reply, rest)| [vec![kind, reply], rest].concat())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Sessions between a client and a server on the loopback interface.
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
+//! Tests of sessions between a client and a server on the loopback interface.
+#![allow(clippy::unwrap_used)] // a failing test panics
 
 mod hostile;
 mod operators;
@@ -69,7 +69,7 @@ fn connection_options() -> ConnectionOptions {
     ConnectionOptions::default().with_service(EXEC)
 }
 
-/// Options of a client that connects to `address`.
+/// Returns options for a client that connects to `address`.
 fn options_for(address: &Address) -> ClientOptions<Vec<u8>> {
     let address = address.clone();
     let dial = move || Link::connect(&address, connection_options());

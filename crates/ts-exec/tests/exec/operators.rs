@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Requests, replies and failures over links that hold.
+//! Tests of requests, replies and failures over links that are not lost.
 
 use super::*;
 use ts_exec::OpFailureKind;
@@ -21,7 +21,7 @@ fn operators_run_on_the_server_and_values_are_read_back() {
     };
     call(&client, "aten::mm", &[&sum, &transposed], vec![], new(&product));
     assert_eq!(read(&client, &product).unwrap(), [6.0; 4]);
-    // A write to a view is seen through other views of the storage.
+    // A write to a view is visible through other views of the storage.
     let row = TensorRef {
         storage: 2,
         view: StorageView { offset: 3, ..StorageView::contiguous(ScalarType::FLOAT32, vec![3]) },
@@ -85,14 +85,14 @@ fn large_tensors_are_uploaded_and_downloaded() {
     let create = Request::Create { storage: 1, bytes: bytes_of(&large), device: 0 };
     submit(&client, &create).unwrap();
     client.write(1, 0, bytes.clone().into()).unwrap();
-    // This runs after the upload and before the download.
+    // This request runs after the upload and before the download.
     let first = tensor(1, &[1]);
     call(&client, "aten::fill_.Scalar", &[&first], vec![Value::Int(-1)], Output::Known);
     assert!(client.delivered_within(TIMEOUT).unwrap());
     let mut expected = floats(&bytes);
     expected[0] = -1.0;
     assert_eq!(read(&client, &large).unwrap(), expected);
-    // An upload to a storage that does not exist, or is too short, fails alone.
+    // An upload to a storage that does not exist or is too short fails, and later requests run.
     client.write(9, 0, vec![0; 100_000].into()).unwrap();
     let WaitError::Failed { failure, .. } = sync(&client).unwrap_err() else { panic!() };
     assert_eq!(failure.kind, OpFailureKind::Stale);

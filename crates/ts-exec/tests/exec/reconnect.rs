@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Sessions over links that are lost, and the ends of sessions.
+//! Tests of sessions over links that are lost, and of the ends of sessions.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -8,15 +8,15 @@ use std::time::Instant;
 
 use super::*;
 
-/// A proxy between a client and a server that cuts connections.
+/// A proxy that cuts connections between a client and a server.
 pub(super) struct FaultyProxy {
     pub(super) address: Address,
     cuts: Arc<AtomicUsize>,
 }
 
 impl FaultyProxy {
-    /// Starts a proxy that cuts its first connections after `limits` bytes, one after the other,
-    /// and no later ones.
+    /// Starts a proxy that cuts its first connections, each after the number of bytes in `limits`.
+    /// It does not cut later connections.
     pub(super) fn start(server: &Address, limits: Vec<usize>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string().parse().unwrap();
@@ -69,7 +69,7 @@ fn requests_run_once_over_links_that_are_lost() {
         create(&client, &sum, 0.0);
         create(&client, &one, 1.0);
         for step in 1..=120u64 {
-            // The sum counts how often this has run.
+            // The sum counts how often these requests have run.
             let next = tensor(step + 2, &[2000]);
             call(&client, "aten::add.Tensor", &[&sum, &one], vec![], new(&next));
             call(&client, "aten::copy_", &[&sum, &next], vec![], Output::Known);
@@ -133,7 +133,7 @@ fn waits_end_when_the_server_is_gone() {
 }
 
 #[test]
-fn a_server_that_does_not_know_the_session_ends_it() {
+fn a_server_without_the_session_ends_it() {
     let (first, second) = (TestServer::start(), TestServer::start());
     let proxy = FaultyProxy::start(&first.address, vec![3000]);
     let addresses = [proxy.address.clone(), second.address.clone()];
@@ -158,7 +158,7 @@ fn connect_returns_the_error_of_the_dial_function() {
     assert!(matches!(error, Error::Misuse(_)), "{error}");
 }
 
-/// Accepts a connection, before the handshake of a session.
+/// Accepts a connection. Does not complete the handshake of a session.
 pub(super) fn accept(listener: &Listener) -> Result<Link<Vec<u8>>, Error> {
     let mut acceptor = Acceptor::<Vec<u8>>::new(connection_options());
     loop {
@@ -172,7 +172,7 @@ pub(super) fn accept(listener: &Listener) -> Result<Link<Vec<u8>>, Error> {
 fn a_link_that_ends_before_the_handshake_does_not_end_the_session() {
     let server = TestServer::start();
     let proxy = FaultyProxy::start(&server.address, vec![2000]);
-    // The second link is to a listener that accepts and ends the connection, without CLOSE.
+    // The second link leads to a listener that accepts the connection and ends it without CLOSE.
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap(), TIMEOUT).unwrap();
     let addresses = [&proxy.address, listener.address(), &server.address].map(Clone::clone);
     let accepted = thread::spawn(move || accept(&listener).map(drop));

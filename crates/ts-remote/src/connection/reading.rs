@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The reading half of a connection: where the next bytes go, and what they mean.
+//! The reading half of a connection: it selects the memory for the next bytes, and processes them.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -14,11 +14,12 @@ use crate::incoming::Incoming;
 use crate::ring::RingReader;
 use crate::{Error, Sink};
 
-/// The most control frames that may wait for the peer to read: more than its open streams need.
+/// The maximum number of control frames that may be queued for a peer that does not read.
 const MAX_CONTROL_FRAMES: usize = 4096;
-/// How many bytes are read at a time while frames are small.
+/// The length of the buffer into which small frames are read, in bytes.
 const SCRATCH_LEN: usize = 4 << 10;
-/// The shortest payload that is never read into `scratch`, in bytes.
+/// The length from which a piece of a payload is read into its own memory instead of `scratch`, in
+/// bytes.
 const BULK_LEN: u64 = SCRATCH_LEN as u64;
 
 pub(super) struct Reader {
@@ -26,21 +27,22 @@ pub(super) struct Reader {
     /// Bytes that have been read and not processed: `scratch[..have]`.
     scratch: Box<[u8; SCRATCH_LEN]>,
     have: usize,
-    /// The next bytes wait until the `Metadata` event of their tensor is delivered, so that the
-    /// user can provide memory for them first.
+    /// Whether the next bytes are postponed, so that the user can first take the `Metadata` event
+    /// of their tensor and provide memory for them.
     held: bool,
-    /// The body of the current frame, unless it is a plain payload, and how much of it has arrived.
+    /// The body of the current frame, unless the frame is a plain payload.
     body: Vec<u8>,
+    /// The number of bytes of `body` that have arrived.
     body_have: usize,
     decoder: Scratch,
-    /// Payloads are large: `scratch` gets at most `ahead` bytes, so that it gets none of the next
-    /// payload.
+    /// Whether the next payload is probably large. If so, `scratch` gets only the `ahead` bytes
+    /// that are expected before the payload, which is then read into its own memory.
     bulk: bool,
-    /// The expected number of bytes before the next payload.
+    /// The estimated number of bytes before the next payload.
     ahead: usize,
-    /// The length of the last META's body.
+    /// The length of the most recent META's body.
     meta_len: usize,
-    /// The length of the last first read target.
+    /// The length of the first buffer that [`Connection::read_targets`] last returned.
     planned: usize,
     discarded: Vec<u8>,
 }
@@ -73,19 +75,19 @@ impl fmt::Debug for Reader {
     }
 }
 
-/// What is read next.
+/// The part of a frame that is read next.
 enum ReadState {
     Preface,
     Header,
     /// A body that is collected in `body`.
     Body(Header),
-    /// A payload, of which `left` bytes are still to come.
+    /// A payload, of which `left` bytes have not arrived.
     Payload {
         header: Header,
         left: usize,
         hasher: Option<Box<XxHash3_64>>,
     },
-    /// A checksum, to be compared with `sum`.
+    /// A checksum. It must be equal to `sum`, unless this end has cancelled the stream.
     Sum {
         header: Header,
         sum: u64,
@@ -109,10 +111,11 @@ impl Reader {
         self.held
     }
 
-    /// Guesses how many bytes come before the next payload: the header of its DATA, and if this
-    /// frame has the `last` bytes of a tensor, also END and the META of the next tensor.
+    /// Estimates how many bytes precede the next payload: the header of its DATA frame, and
+    /// possibly more. If this frame has the `last` bytes of a tensor, END and the META of the next
+    /// tensor come first.
     ///
-    /// This saves a system call per header. If the guess is too high, a few bytes of a payload are
+    /// The estimate saves a system call per header. If it is too high, a few bytes of a payload are
     /// copied.
     fn look_ahead(&mut self, header: Header, last: bool) {
         let next = HEADER_LEN + self.meta_len + HEADER_LEN;
@@ -125,24 +128,28 @@ impl Reader {
 }
 
 impl<S: Sink> Connection<S> {
-    /// Returns where to read the next bytes: first into one buffer, then into the other. At most
-    /// one of them is empty. A buffer may be the memory of a tensor.
+    /// Returns two buffers for the next bytes. Fill the first one, then the second. At most one of
+    /// them is empty. The first one may be the memory of a tensor.
     ///
     /// # Errors
-    /// Returns the error that ended the connection, or an error of a [`Sink`].
+    /// Returns errors in bytes that were received earlier but processed only by
+    /// [`poll`](Self::poll) or by this call, and errors of a [`Sink`]. If received bytes contained
+    /// an error, later calls return [`Error::Closed`] after the peer's CLOSE, and
+    /// [`Error::Misuse`] otherwise.
     pub fn read_targets(&mut self) -> Result<[&mut [u8]; 2], Error> {
         self.settle()?;
         if let Some(reason) = &self.closed {
             return Err(Error::Closed { reason: reason.clone() });
         }
         if self.failed {
-            return Err(Error::Misuse("the connection has failed".into()));
+            return Err(Error::Misuse("cannot read: the connection failed earlier".into()));
         }
         let Reader {
             state, scratch, have, body, body_have, bulk, ahead, planned, discarded, ..
         } = &mut self.reader;
         let rest = &mut scratch[*have..];
-        // The second target gets no more bytes than are expected before the next payload.
+        // If payloads are large, the second buffer gets no more bytes than are expected before the
+        // next payload.
         let (first, next): (&mut [u8], usize) = match state {
             ReadState::Preface => (&mut [], PREFACE.len() + HEADER_LEN - *have),
             ReadState::Header if *bulk => (&mut [], (*ahead).max(HEADER_LEN) - *have),
@@ -173,12 +180,13 @@ impl<S: Sink> Connection<S> {
         Ok([first, &mut rest[..next]])
     }
 
-    /// Reports that `len` bytes were read into the last [`read_targets`](Self::read_targets).
+    /// Reports that `len` bytes were read into the buffers that
+    /// [`read_targets`](Self::read_targets) last returned.
     ///
     /// # Errors
     /// Returns [`Error::Protocol`] or [`Error::Damaged`] if the peer sent invalid bytes,
-    /// [`Error::Closed`] if it closed the connection, or an error of a [`Sink`]. Earlier events can
-    /// still be [polled](Self::poll).
+    /// [`Error::Closed`] if the peer closed the connection, or an error of a [`Sink`]. Earlier
+    /// events can still be [polled](Self::poll).
     pub fn filled(&mut self, len: usize) -> Result<(), Error> {
         self.stats.received_bytes += len as u64;
         let first = len.min(self.reader.planned);
@@ -187,19 +195,20 @@ impl<S: Sink> Connection<S> {
         self.check(done)
     }
 
-    /// Processes bytes that were held back, whether or not there is memory for them now.
+    /// Processes postponed bytes, even if the user has not provided memory for them.
     ///
     /// # Errors
-    /// As [`filled`](Self::filled).
+    /// Returns the same errors as [`filled`](Self::filled).
     pub(super) fn release_held(&mut self) -> Result<(), Error> {
         let done = self.process();
         self.check(done)
     }
 
-    /// Processes bytes that were held back until none are.
+    /// Processes postponed bytes until none are left.
     ///
     /// # Errors
-    /// As [`filled`](Self::filled), for bytes that [`poll`](Self::poll) processed too.
+    /// Returns the same errors as [`filled`](Self::filled), also for bytes that
+    /// [`poll`](Self::poll) processed earlier.
     pub(crate) fn settle(&mut self) -> Result<(), Error> {
         if let Some(error) = self.deferred_error.take() {
             return Err(error);
@@ -210,7 +219,8 @@ impl<S: Sink> Connection<S> {
         Ok(())
     }
 
-    /// Closes the connection on the first error.
+    /// Queues CLOSE with the reason on the first error, unless the peer has closed the connection
+    /// or has sent no valid preface. Too many queued control frames are an error too.
     fn check(&mut self, done: Result<(), Error>) -> Result<(), Error> {
         let done = done.and_then(|()| self.check_control_frames());
         if let Err(error) = &done
@@ -226,13 +236,17 @@ impl<S: Sink> Connection<S> {
         done
     }
 
-    /// Limits the memory of control frames that a peer provokes and does not read.
+    /// Limits how many control frames are queued, because a peer can request answers without
+    /// reading them.
     fn check_control_frames(&self) -> Result<(), Error> {
         let unread = self.writer.control_len();
         if unread <= MAX_CONTROL_FRAMES {
             return Ok(());
         }
-        let what = format!("{unread} unread control frames (at most {MAX_CONTROL_FRAMES})");
+        let what = format!(
+            "the peer does not read: {unread} unread control frames are queued (expected at most \
+             {MAX_CONTROL_FRAMES})"
+        );
         Err(Error::Protocol { stream: 0, what })
     }
 
@@ -247,7 +261,8 @@ impl<S: Sink> Connection<S> {
         }
     }
 
-    /// Counts bytes that were written to the memory of the last [`Incoming::space`].
+    /// Records that `len` bytes of a payload were written to the memory that [`Incoming::space`]
+    /// returned, or were dropped.
     fn payload_filled(&mut self, len: usize) -> Result<(), Error> {
         let ReadState::Payload { header, left, hasher } = &mut self.reader.state else {
             return Ok(());
@@ -274,7 +289,7 @@ impl<S: Sink> Connection<S> {
         Ok(())
     }
 
-    /// Processes the bytes in `scratch`, up to an incomplete item.
+    /// Processes the bytes in `scratch`, until an item is incomplete or must be postponed.
     fn process(&mut self) -> Result<(), Error> {
         let mut at = 0;
         let mut release = std::mem::take(&mut self.reader.held);
@@ -284,8 +299,8 @@ impl<S: Sink> Connection<S> {
                 ReadState::Preface => {
                     let known = unread.len().min(PREFACE.len());
                     if unread[..known] != PREFACE[..known] {
-                        let what = "invalid preface: the peer speaks another protocol, or another \
-                                    version of this one"
+                        let what = "invalid preface: the peer uses another protocol or version, \
+                                    or only one end uses TLS"
                             .into();
                         return Err(Error::Protocol { stream: 0, what });
                     }
@@ -367,7 +382,7 @@ impl<S: Sink> Connection<S> {
         self.incoming.get(&stream).is_some_and(Incoming::is_metadata_pending)
     }
 
-    /// Begins a frame.
+    /// Processes the header of a frame.
     fn begin(&mut self, header: Header) -> Result<(), Error> {
         self.stats.received_frames += 1;
         let is_progress = matches!(
@@ -377,30 +392,37 @@ impl<S: Sink> Connection<S> {
         self.progress += u64::from(is_progress || header.len > 0);
         let bad = |what: &str| Err(Error::Protocol { stream: header.stream, what: what.into() });
         if self.peer.is_none() && header.kind != Kind::Hello && header.kind != Kind::Close {
-            return bad("frame before HELLO");
+            return bad(&format!("received a {:?} frame before HELLO", header.kind));
         }
         self.reader.look_ahead(header, false);
         if header.kind != Kind::Data {
             if header.flags != 0 {
-                return bad("flags on a frame other than DATA");
+                let Header { kind, flags, .. } = header;
+                return bad(&format!(
+                    "received flags {flags:#04x} on a {kind:?} frame (expected 0)"
+                ));
             }
             self.begin_body(header);
             return if header.len == 0 { self.end_body() } else { Ok(()) };
         }
         let Some(incoming) = self.incoming.get_mut(&header.stream) else {
-            return bad("DATA on a stream that is not open");
+            return bad("received DATA on a stream that is not open");
         };
         let sum = if header.flags & CHECKED == 0 { 0 } else { 8 };
         if header.flags & SHARED != 0 {
-            if header.flags & ENCODED != 0 || header.body_len() != 8 + sum {
-                return bad("invalid SHARED DATA frame");
+            if header.flags & ENCODED != 0 {
+                return bad("received a DATA frame that is both SHARED and ENCODED");
+            }
+            if header.body_len() != 8 + sum {
+                let (len, expected) = (header.body_len(), 8 + sum);
+                return bad(&format!("received SHARED DATA of {len} bytes (expected {expected})"));
             }
             self.reader.bulk = false;
             self.begin_body(header);
             return Ok(());
         }
         let Some(left) = header.body_len().checked_sub(sum).filter(|&left| left > 0) else {
-            return bad("empty DATA");
+            return bad("received DATA without a payload");
         };
         if header.flags & ENCODED != 0 {
             incoming.begin_data(header.seq, None)?;
@@ -408,7 +430,8 @@ impl<S: Sink> Connection<S> {
             return Ok(());
         }
         if left > MAX_PIECE_LEN {
-            return bad("DATA longer than 1 MiB");
+            let most = MAX_PIECE_LEN;
+            return bad(&format!("received DATA of {left} bytes (expected at most {most})"));
         }
         incoming.begin_data(header.seq, Some(left as u64))?;
         let last = incoming.is_last(left as u64);
@@ -429,7 +452,7 @@ impl<S: Sink> Connection<S> {
     fn end_body(&mut self) -> Result<(), Error> {
         let ReadState::Body(header) = std::mem::replace(&mut self.reader.state, ReadState::Header)
         else {
-            unreachable!("the state is `Body`")
+            unreachable!("`end_body` is called only in the state `Body`")
         };
         let Header { kind, stream, seq, .. } = header;
         let body = std::mem::take(&mut self.reader.body);
@@ -445,14 +468,16 @@ impl<S: Sink> Connection<S> {
             Kind::Ping => {
                 self.writer.push_pong(seq);
             }
-            Kind::Pong if seq > self.pings => return bad("PONG without PING"),
+            Kind::Pong if seq > self.pings => {
+                return bad(&format!("received PONG for PING {seq}, which was not sent"));
+            }
             Kind::Pong => {}
             Kind::Credit if stream == 0 => match &mut self.ring_writer {
                 Some(ring) => ring.set_limit(seq)?,
-                None => return bad("CREDIT for shared memory that was not offered"),
+                None => return bad("received CREDIT for shared memory that was not offered"),
             },
             Kind::Share => self.map_shared_memory(stream, seq)?,
-            Kind::Credit if !own => return bad("CREDIT for the peer's own stream"),
+            Kind::Credit if !own => return bad("received CREDIT for the peer's own stream"),
             Kind::Credit => {
                 // The stream may have ended while the frame was in transit.
                 if let Some(outgoing) = self.outgoing.get_mut(&stream) {
@@ -461,12 +486,16 @@ impl<S: Sink> Connection<S> {
             }
             Kind::Finish if own && stream < self.next_stream => {
                 if !self.ending.remove(&stream) {
-                    return bad("FINISH for a stream that has not ended");
+                    return bad(if self.outgoing.contains_key(&stream) {
+                        "received FINISH for a stream that this end has not finished"
+                    } else {
+                        "received FINISH for a stream that the peer has already released"
+                    });
                 }
             }
             Kind::Cancel if own && stream < self.next_stream => {
                 self.ending.remove(&stream);
-                // CANCEL as the answer tells the peer that nothing follows.
+                // Answering with CANCEL tells the peer that nothing follows.
                 if self.outgoing.remove(&stream).is_some() {
                     self.writer.push_control(Kind::Cancel, stream, 0, &[]);
                     self.cancelled.push_back((stream, String::from_utf8_lossy(&body).into_owned()));
@@ -476,19 +505,25 @@ impl<S: Sink> Connection<S> {
                 self.incoming_frame(header, &body)?;
             }
         }
-        // Reuses the memory.
+        // The next body reuses the memory.
         self.reader.body = body;
         Ok(())
     }
 
-    /// Maps the shared memory that the peer offers. If that fails, sends no answer, and payloads
-    /// keep coming through the socket.
+    /// Maps the shared memory that the peer offers. If shared memory is disabled or cannot be
+    /// mapped, does not answer, and payloads continue to come through the socket.
     fn map_shared_memory(&mut self, stream: u32, len: u64) -> Result<(), Error> {
         if stream != 0 {
-            return Err(Error::Protocol { stream, what: "SHARE on a stream".into() });
+            return Err(Error::Protocol {
+                stream,
+                what: "received SHARE on a stream (expected stream 0)".into(),
+            });
         }
         if self.ring_reader.is_some() {
-            return Err(Error::Protocol { stream, what: "second SHARE".into() });
+            return Err(Error::Protocol {
+                stream,
+                what: "received a second SHARE (expected at most one)".into(),
+            });
         }
         let descriptor = self.descriptor.take().filter(|_| self.options.shared_bytes > 0);
         if let Some(ring) = descriptor.and_then(|descriptor| RingReader::open(&descriptor, len)) {
@@ -501,13 +536,19 @@ impl<S: Sink> Connection<S> {
     /// Reads a piece of a payload from shared memory.
     fn read_shared(&mut self, header: Header, body: &[u8]) -> Result<(), Error> {
         let stream = header.stream;
-        let incoming = self.incoming.get_mut(&stream).expect("the stream is open");
+        let incoming = self.incoming.get_mut(&stream).expect("the caller has found the stream");
         let bad = |what: &str| Error::Protocol { stream, what: what.into() };
         let (len, sum) =
-            body.split_first_chunk::<8>().ok_or_else(|| bad("truncated SHARED DATA frame"))?;
+            body.split_first_chunk::<8>().ok_or_else(|| bad("received truncated SHARED DATA"))?;
         let len = u64::from_le_bytes(*len);
         let ring = self.ring_reader.as_mut().filter(|ring| ring.allows(len));
-        let ring = ring.ok_or_else(|| bad("SHARED DATA that is not in the ring"))?;
+        let ring = ring.ok_or_else(|| {
+            let what = format!(
+                "received SHARED DATA for a piece of {len} bytes (expected 1 byte to 1 MiB inside \
+                 the granted part of the shared memory)"
+            );
+            bad(&what)
+        })?;
         incoming.begin_data(header.seq, Some(len))?;
         let found = incoming.read_shared(len as usize, ring, !sum.is_empty())?;
         if let (Some(found), Ok(expected)) = (found, sum.try_into().map(u64::from_le_bytes))
@@ -523,7 +564,7 @@ impl<S: Sink> Connection<S> {
         Ok(())
     }
 
-    /// Processes a frame of a stream that the peer sends.
+    /// Processes a frame on a stream of the peer.
     fn incoming_frame(&mut self, header: Header, body: &[u8]) -> Result<(), Error> {
         let Header { kind, stream, .. } = header;
         let bad = |what: &str| Err(Error::Protocol { stream, what: what.into() });
@@ -533,27 +574,34 @@ impl<S: Sink> Connection<S> {
             return if kind == Kind::Cancel {
                 Ok(())
             } else {
-                bad("frame on a stream that has ended")
+                bad(&format!("received a {kind:?} frame on a stream that has ended"))
             };
         }
         if !self.incoming.contains_key(&stream) {
             if stream == 0 || stream % 2 == self.next_stream % 2 {
-                return bad("frame on a stream whose number the peer may not use");
+                return bad(&format!(
+                    "received a {kind:?} frame with stream number {stream} (expected an odd number \
+                     from a connector, or an even number above 0 from an acceptor)"
+                ));
             }
             // A stream may end before anything was sent on it.
             if !opens {
                 if !matches!(kind, Kind::Cancel | Kind::Finish) {
-                    return bad("frame on a stream that is not open");
+                    return bad(&format!("received a {kind:?} frame on a stream that is not open"));
                 }
                 self.release_stream(stream);
                 return Ok(());
             }
             if self.incoming.len() >= self.options.max_streams as usize {
-                return bad("too many open streams");
+                let most = self.options.max_streams;
+                return bad(&format!(
+                    "the peer has too many open streams (expected at most {most})"
+                ));
             }
             self.incoming.insert(stream, Incoming::new(stream, self.options.window_bytes));
         }
-        let incoming = self.incoming.get_mut(&stream).expect("the stream is open");
+        let incoming =
+            self.incoming.get_mut(&stream).expect("the stream was found or inserted above");
         match kind {
             Kind::Meta => {
                 self.reader.meta_len = body.len();
@@ -577,16 +625,16 @@ impl<S: Sink> Connection<S> {
                 if let Some(sum) = sum
                     && XxHash3_64::oneshot(body) != u64::from_le_bytes(sum)
                 {
-                    let (tensor, offset) = incoming.current();
-                    let (end, what) =
-                        (offset + body.len() as u64, "wrong checksum of an encoded piece".into());
+                    let (tensor, offset, _) = incoming.current();
+                    let what = wrong_checksum(u64::from_le_bytes(sum), XxHash3_64::oneshot(body));
+                    let end = offset + body.len() as u64;
                     return Err(Error::Damaged { tensor, offset, end, what });
                 }
                 incoming.decode(body, &mut self.reader.decoder)?;
             }
-            _ => unreachable!("the caller passes frames of streams only"),
+            _ => unreachable!("`end_body` passes only frames that belong to a stream"),
         }
-        let incoming = self.incoming.get(&stream).expect("the stream is open");
+        let incoming = self.incoming.get(&stream).expect("`incoming` still has the stream");
         if incoming.is_ended() && incoming.is_refused() {
             self.incoming.remove(&stream);
             return Ok(());
@@ -600,12 +648,12 @@ impl<S: Sink> Connection<S> {
     fn receive_hello(&mut self, body: &[u8]) -> Result<(), Error> {
         let bad = |what: &str| Err(Error::Protocol { stream: 0, what: what.into() });
         if self.peer.is_some() {
-            return bad("second HELLO");
+            return bad("received a second HELLO (expected one)");
         }
         let mut peer = Hello::decode(body)?;
         if self.role == Role::Acceptor {
             if !peer.has_token(self.options.token.as_deref()) {
-                return bad("wrong token");
+                return bad("missing or wrong token");
             }
             self.send_hello();
         }

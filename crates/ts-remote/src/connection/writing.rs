@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The writing half of a connection: which frame is next, and where its bytes are.
+//! The writing half of a connection: it selects the next frame, and returns its bytes as slices.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -10,11 +10,12 @@ use crate::Sink;
 use crate::frame::{Kind, MAX_PIECE_LEN, PREFACE};
 use crate::outgoing::{OutFrame, Outgoing};
 
-/// How many bytes are queued for the socket at a time. Frames that are sent later wait for them.
+/// Once this many bytes are queued for the socket, no more frames are queued. A larger value would
+/// delay urgent frames.
 const MAX_QUEUED: usize = 2 << 20;
 /// The longest piece of a payload while several streams have something to send, in bytes.
 const MAX_PIECE_OF_SEVERAL: usize = 256 << 10;
-/// How many messages in a row may overtake a waiting payload.
+/// The maximum number of messages in a row that may overtake a waiting payload.
 const MAX_URGENT: u32 = 16;
 
 /// The frames to be written.
@@ -22,15 +23,16 @@ const MAX_URGENT: u32 = 16;
 pub(super) struct Writer {
     /// Control frames, which overtake payloads.
     control: VecDeque<OutFrame>,
-    /// The PING to answer.
+    /// The number of the most recent PING that has not been answered.
     pong: Option<u64>,
     /// Frames in the order in which they are written.
     queue: VecDeque<OutFrame>,
-    /// How many bytes of the first frame in `queue` have been written.
+    /// The number of bytes of the first frame in `queue` that have been written.
     queue_offset: usize,
     queued_bytes: usize,
-    /// The stream that last sent a frame, and how many messages overtook payloads since.
+    /// The stream whose frame was queued most recently.
     last_served: u32,
+    /// The number of messages in a row that have overtaken payloads.
     urgent_in_row: u32,
 }
 
@@ -53,7 +55,7 @@ impl Writer {
         self.pong = Some(ping);
     }
 
-    /// Returns how many control frames wait. Most answer frames of the peer.
+    /// Returns how many control frames are queued.
     pub(super) fn control_len(&self) -> usize {
         self.control.len()
     }
@@ -91,7 +93,8 @@ impl Writer {
 
     fn slices(&self, max_slices: usize) -> Vec<IoSlice<'_>> {
         let mut skip = self.queue_offset;
-        // A descriptor is attached to the first byte of a system call.
+        // A descriptor is attached to the first byte of a system call, so its frame must come
+        // first.
         let frames = self
             .queue
             .iter()
@@ -131,7 +134,7 @@ impl<S: Sink> Connection<S> {
             self.writer.queued_bytes += frame.len();
             let shared = frame.shared > 0;
             self.writer.queue.push_back(frame);
-            // The peer can read this piece while the next is written.
+            // Stops here, so that the peer can read this piece while the next one is written.
             if shared {
                 break;
             }
@@ -184,7 +187,7 @@ impl<S: Sink> Connection<S> {
         self.writer.slices(max_slices)
     }
 
-    /// Reports that `len` of these bytes were written.
+    /// Reports that the first `len` bytes of [`write_slices`](Self::write_slices) were written.
     pub fn written(&mut self, len: usize) {
         let is_ping = self.writer.queue.front().is_some_and(OutFrame::is_ping_or_pong);
         self.progress += u64::from(len > 0 && !is_ping);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Two ends that send to each other, each on a thread.
+//! Helpers for tests in which two ends send to each other, each on its own thread.
 
 use std::thread;
 use std::time::Duration;
@@ -24,8 +24,8 @@ pub(crate) fn payload(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|i| ((i / 7) as u8).wrapping_mul(3).wrapping_add(seed)).collect()
 }
 
-/// Sends tensors and a message, and receives the peer's until it has finished its stream. Returns
-/// the received payloads.
+/// Sends tensors and a message, and receives those of the peer until the peer has finished its
+/// stream. Returns the received payloads.
 pub(crate) fn exchange(
     link: &mut Link<Vec<u8>>,
     sizes: &[usize],
@@ -54,7 +54,7 @@ pub(crate) fn exchange(
     Ok(received)
 }
 
-/// Sends from both ends at once, and checks that all of it arrives.
+/// Sends from both ends at once, and checks that everything arrives.
 pub(crate) fn both_ways(
     listener: Listener,
     client: impl FnOnce(Socket) -> Result<Socket, Error>,
@@ -71,8 +71,8 @@ pub(crate) fn both_ways(
     let mut link = Link::<Vec<u8>>::new(socket, Role::Connector, options()).unwrap();
     let received = exchange(&mut link, &sizes, 2).unwrap();
     let expected = |seed| sizes.map(|len| payload(len, seed)).to_vec();
-    assert!(received == expected(1), "what the acceptor sent");
+    assert!(received == expected(1), "the payloads of the acceptor differ");
     let ended = link.next_event().unwrap_err();
     assert!(matches!(&ended, Error::Closed { reason } if reason == "done"), "{ended}");
-    assert!(other.join().unwrap().unwrap() == expected(2), "what the connector sent");
+    assert!(other.join().unwrap().unwrap() == expected(2), "the payloads of the connector differ");
 }

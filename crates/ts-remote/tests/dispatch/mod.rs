@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A dispatcher, and a listener that receives its connections.
+//! Helpers for tests with a dispatcher, and a listener that receives its connections.
 
 use std::os::fd::OwnedFd;
 
@@ -8,7 +8,7 @@ use ts_remote::{Dispatcher, Error, Listener, Socket};
 
 use crate::common::options;
 
-/// A channel for sockets, and the listener at its other end.
+/// Returns a channel for sockets, and the listener at its other end.
 pub(crate) fn channel() -> (OwnedFd, Listener) {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let (here, there) = pair.unwrap();
