@@ -8,8 +8,8 @@ use crate::unit::UnitId;
 
 /// A callback that can interrupt a blocking call.
 ///
-/// It is called about every 20 ms on the blocked thread, without any lock held. If it returns
-/// `true`, the call returns [`Error::Interrupted`](crate::Error::Interrupted).
+/// It is called about every 20 ms on the blocked thread, while the engine holds no lock. If it
+/// returns `true`, the call returns [`Error::Interrupted`](crate::Error::Interrupted).
 pub type Interrupt<'a> = &'a mut dyn FnMut() -> bool;
 
 /// Returns an [`Interrupt`] that never interrupts.
@@ -18,7 +18,7 @@ pub fn never_interrupt() -> Interrupt<'static> {
     Box::leak(Box::new(|| false))
 }
 
-/// Returns the time in nanoseconds. It must never go backwards.
+/// A function that returns the current time in nanoseconds. The time must never go backwards.
 pub type Clock = Box<dyn Fn() -> u64 + Send + Sync>;
 
 /// The configuration of an [`Engine`](crate::Engine).
@@ -34,49 +34,53 @@ pub type Clock = Box<dyn Fn() -> u64 + Send + Sync>;
 /// ```
 #[non_exhaustive]
 pub struct EngineConfig {
-    /// The memory for weights, in bytes. On the host it covers slots, bounce buffers and the
-    /// decoders' memory. For a device with its own memory it covers the slots on the device.
+    /// The most memory that the engine may use for weights, in bytes. On the host, the limit covers
+    /// the memory of units (their slots), the bounce buffers and the decoders' memory. For a device
+    /// with its own memory, it covers only the slots on the device.
     pub budget_bytes: usize,
-    /// The number of units that the staging memory on the host can hold, for devices with their own
-    /// memory. It is sized for the largest units. At least 1.
+    /// The number of units that fit into the staging memory on the host at the same time. The
+    /// memory is sized for the largest units. Used only for devices with their own memory; 0 counts
+    /// as 1.
     pub staging_units: usize,
-    /// The number of passes that may run at the same time. At least 1.
+    /// The number of passes that may run at the same time; 0 counts as 1.
     pub max_passes: usize,
-    /// The expected visits of a pass, in order; `None` for each unit once, in the order of their
-    /// ids. The engine replaces it with what it observes.
+    /// The units that a pass is expected to use, in order. `None` means each unit once, by
+    /// ascending id. The engine replaces this order with the order that it observes.
     pub order: Option<Vec<UnitId>>,
-    /// Known sets of units that one operation needs at the same time. The engine learns others.
+    /// Known sets of units that one operation needs at the same time. The engine adds the sets that
+    /// are passed to [`Engine::acquire_all`](crate::Engine::acquire_all).
     pub together: Vec<Vec<UnitId>>,
-    /// The name of the I/O backend; `None` for the best one that is available.
+    /// The name of the I/O backend; `None` for the available backend with the highest priority.
     pub backend: Option<String>,
     /// The available I/O backends.
     pub registry: Registry,
     /// The options of the I/O backend.
     pub io: BackendOptions,
-    /// The size of the largest single read, in bytes.
+    /// The maximum length of one read directly into a slot, in bytes. It is rounded up to the
+    /// alignment of direct reads.
     pub request_bytes: usize,
     /// How far to read ahead.
     pub prefetch: Prefetch,
     /// When to compare units with their checksums, if they have any.
     pub verify: Verify,
     /// The number of threads that compare checksums, decode chunks, and copy bytes that cannot be
-    /// read in place. At least 1.
+    /// read directly into a slot; 0 counts as 1.
     pub workers: usize,
-    /// The number of threads that populate the memory for units before the first reads arrive; 0
-    /// for none. Populated memory stays allocated even if it is never used.
+    /// The number of threads that pre-fault the host memory for units when the engine is created; 0
+    /// for none. Pre-faulted pages stay allocated even if no unit ever uses them.
     pub populate: usize,
     /// Whether [`Engine::modified_units`](crate::Engine::modified_units) reports writes to resident
-    /// units. It needs support of the system, units in host memory, and `populate` 0, because
-    /// populating a page looks like a write.
+    /// units. This works only if the system supports it, units live in host memory, and `populate`
+    /// is 0. Pre-faulting a page looks like a write.
     pub watch_writes: bool,
-    /// The rates that the first plan assumes. Later plans use measured bandwidth.
+    /// The speed of storage that the first plan assumes. Later plans use the measured bandwidth.
     pub rates: Rates,
     /// The clock for all measurements.
     pub clock: Clock,
 }
 
 impl EngineConfig {
-    /// Returns the default configuration for a budget in bytes.
+    /// Returns the default configuration with a budget of `budget_bytes`.
     pub fn with_budget(budget_bytes: usize) -> Self {
         Self {
             budget_bytes,
@@ -122,7 +126,7 @@ impl EngineConfig {
         Self { together, ..self }
     }
 
-    /// Sets [`backend`](Self::backend); accepts a name or an `Option` of one.
+    /// Sets [`backend`](Self::backend). Accepts a `String` or an `Option<String>`.
     #[must_use]
     pub fn with_backend(self, backend: impl Into<Option<String>>) -> Self {
         Self { backend: backend.into(), ..self }
@@ -196,9 +200,9 @@ pub enum Verify {
     /// After every read.
     #[default]
     EveryRead,
-    /// After the first read of each unit. Later reads of an unchanged file are trusted.
+    /// After each read of a unit until one read matches. Later reads of the unit are not compared.
     Once,
-    /// Never. Compressed chunks must still decode.
+    /// Never. A compressed chunk that cannot be decoded is still an error.
     Never,
 }
 
@@ -206,20 +210,20 @@ pub enum Verify {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Prefetch {
-    /// Not at all: a streamed unit is read when it is acquired.
+    /// Not at all: a unit is read when it is acquired.
     None,
     /// One unit ahead.
     NextLayer,
     /// As far as the memory for streamed units allows. The plan decides how much memory that is.
     #[default]
     Adaptive,
-    /// Like `Adaptive`, but with at least half of the budget for streamed units if possible. Passes
-    /// are then steadier on storage whose speed varies.
+    /// Like `Adaptive`, but with at least half of the budget for streamed units if possible. This
+    /// evens out the duration of passes on storage whose speed varies.
     Aggressive,
 }
 
 impl Prefetch {
-    /// Returns how many of the next visits may be read ahead.
+    /// Returns how many visits ahead of their use units may be read.
     pub(crate) fn reach(self) -> usize {
         match self {
             Prefetch::None => 0,

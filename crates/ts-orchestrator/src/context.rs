@@ -15,7 +15,7 @@ use crate::prepared::PreparedUnit;
 use crate::slot_pool::SlotPool;
 use crate::unit_load::RequestSizes;
 
-/// The immutable part of an engine, which [`EngineState`](crate::state::EngineState) works with.
+/// The immutable part of an engine, for the methods of [`EngineState`](crate::state::EngineState).
 #[derive(Debug)]
 pub(crate) struct EngineContext<D: Device> {
     pub(crate) units: Vec<PreparedUnit>,

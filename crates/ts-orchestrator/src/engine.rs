@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The engine as its callers see it.
+//! The public interface of the engine.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
@@ -83,11 +83,12 @@ impl Engine {
     /// [`FileId`](ts_format::FileId).
     ///
     /// # Errors
-    /// Returns [`Error::NeverFits`] if no plan works under the budget, [`Error::NoSuchFile`] or
-    /// [`Error::NoSuchUnit`] if the units or the configuration refer to a file or unit that does
-    /// not exist, [`Error::WrongChunks`] if the chunks of a compressed tensor are inconsistent,
-    /// [`Error::Storage`] if the backend is not available, and [`Error::System`] if the system
-    /// refuses memory or a thread.
+    /// - [`Error::NeverFits`] if the budget is too small for any plan.
+    /// - [`Error::NoSuchFile`] if a tensor refers to a file that is not in `sources`.
+    /// - [`Error::NoSuchUnit`] if the configuration contains the id of a unit that does not exist.
+    /// - [`Error::WrongChunks`] if the chunks of a compressed tensor are inconsistent.
+    /// - [`Error::Storage`] if the I/O backend is not available or cannot be started.
+    /// - [`Error::System`] if the system refuses memory or a thread.
     pub fn new(
         units: Vec<Unit>,
         sources: Vec<Arc<Source>>,
@@ -96,7 +97,8 @@ impl Engine {
         Self::build(None, units, sources, config)
     }
 
-    /// Returns the plan that an engine would start with, and the statistics of each unit under it.
+    /// Returns the plan that an engine in host memory would start with, and the initial statistics
+    /// of each unit.
     ///
     /// Reserves no memory for weights, starts no threads and reads nothing.
     ///
@@ -121,8 +123,11 @@ impl Engine {
 impl<D: Device> Engine<D> {
     /// Creates an engine whose units live in the memory of `device`.
     ///
+    /// The other parameters are those of [`new`](Engine::new).
+    ///
     /// # Errors
-    /// Returns the errors of [`new`](Engine::new).
+    /// Returns the errors of [`new`](Engine::new). [`Error::System`] also reports that the device
+    /// refuses memory or a stream.
     pub fn with_device(
         device: &D,
         units: Vec<Unit>,
@@ -165,16 +170,17 @@ impl<D: Device> Engine<D> {
 
     /// Ends a pass and returns whether a better plan is available.
     ///
-    /// If so, call [`replan`](Self::replan) when no lease is held. Does nothing if the pass has
-    /// already ended.
+    /// If so, call [`replan`](Self::replan) once all leases are dropped. If the pass has already
+    /// ended, only returns whether a better plan is available.
     pub fn end_pass(&self, pass: PassId) -> bool {
         self.inner.end_pass(pass)
     }
 
-    /// Switches to the plan that [`end_pass`](Self::end_pass) announced. Returns whether it did.
+    /// Switches to the plan that [`end_pass`](Self::end_pass) announced. Returns whether it
+    /// switched.
     ///
-    /// Waits for reads in flight first. Keeps the old plan while a pass is running, a unit is
-    /// leased, or a tensor of a unit is still referenced.
+    /// Keeps the old plan if a pass is running, a unit is leased, or a tensor of a unit is still
+    /// referenced. Unless a pass is running, blocks until reads in flight have ended.
     pub fn replan(&self) -> bool {
         self.replan_interruptible(never_interrupt()).expect("the wait is never interrupted")
     }
@@ -197,8 +203,10 @@ impl<D: Device> Engine<D> {
     /// - [`Error::Corrupt`] if the bytes do not match their checksum or cannot be decoded.
     /// - [`Error::Device`] if the copy to the device or the allocation on it failed.
     /// - [`Error::StillReferenced`] if tensors that outlived their lease occupy the memory.
-    /// - [`Error::Deadlock`] if every thread that holds memory is itself waiting for memory.
+    /// - [`Error::Deadlock`] if all threads that could free memory are themselves waiting for
+    ///   memory or for a pass, or if the staging memory cannot become free.
     /// - [`Error::Written`] if the unit's bytes changed after [`Lease::seal`].
+    /// - [`Error::System`] if a worker thread panicked while it loaded the unit.
     /// - [`Error::NoSuchUnit`] if the engine has no such unit.
     pub fn acquire(&self, pass: Option<PassId>, unit: UnitId) -> Result<Lease<D>, Error> {
         self.acquire_interruptible(pass, unit, never_interrupt())
@@ -226,7 +234,7 @@ impl<D: Device> Engine<D> {
     ///
     /// # Errors
     /// Returns the errors of [`acquire`](Self::acquire), and [`Error::NeverFits`] if the units
-    /// together are larger than the budget; nothing is read then.
+    /// together are larger than the engine's memory for units. Nothing is read in that case.
     pub fn acquire_all(
         &self,
         pass: Option<PassId>,
@@ -257,8 +265,8 @@ impl<D: Device> Engine<D> {
 
     /// Evicts a unit whose bytes were modified, so that the next use reads it again.
     ///
-    /// Tensors that are still referenced keep the modified bytes. Does nothing if the unit is not
-    /// in memory.
+    /// Tensors that are still referenced keep the modified bytes. Does nothing if no copy of the
+    /// unit is in memory.
     ///
     /// # Errors
     /// Returns [`Error::NoSuchUnit`] if the engine has no such unit.
@@ -270,16 +278,17 @@ impl<D: Device> Engine<D> {
 
     /// Returns the resident units whose memory was written to since they were read.
     ///
-    /// Each unit comes with the indices of its tensors that touch a modified page. Drop the tensors
-    /// of these units and call [`discard`](Self::discard). Always empty unless
-    /// [`EngineConfig::watch_writes`] is set and supported ([`EngineStats::watches_writes`]).
+    /// Each entry contains the id of a unit, and the indices of its tensors that overlap a modified
+    /// page. Drop the tensors of these units and call [`discard`](Self::discard). The result is
+    /// always empty unless [`EngineConfig::watch_writes`] is set and supported
+    /// ([`EngineStats::watches_writes`]).
     ///
-    /// Takes some microseconds, less than a thousandth of the time to read the units' bytes.
+    /// Queries the kernel for modified pages, and does not read the units' bytes.
     pub fn modified_units(&self) -> Vec<(UnitId, Vec<usize>)> {
         self.inner.written()
     }
 
-    /// Returns the number of units.
+    /// Returns the number of units. Their ids are 0 to this number minus 1.
     pub fn unit_count(&self) -> usize {
         self.inner.unit_count()
     }
@@ -296,8 +305,8 @@ impl<D: Device> Engine<D> {
 
     /// Returns whether this process is a fork of the process that created the engine.
     ///
-    /// A fork has neither the engine's threads nor its memory, so no other method may be called.
-    /// Dropping the engine there does nothing.
+    /// A fork has neither the engine's threads nor its memory, so no other method may be called in
+    /// it. Dropping the engine there does nothing.
     pub fn is_forked(&self) -> bool {
         self.inner.is_forked()
     }
@@ -306,7 +315,8 @@ impl<D: Device> Engine<D> {
 impl<D: Device> Drop for Engine<D> {
     fn drop(&mut self) {
         if self.inner.is_forked() {
-            // The threads belong to the parent process, and a lock may be held by one of them.
+            // The threads exist only in the parent process. One of them may have held a lock during
+            // the fork.
             std::mem::forget((self.populator.take(), self.loader.take()));
             std::mem::forget(Arc::clone(&self.inner));
             return;
@@ -331,7 +341,7 @@ fn spawn_loader<D: Device>(
         .map_err(|e| Error::System(format!("cannot start the loader thread: {e}")))
 }
 
-// Completions and freed slots are reported from any thread.
+// Any thread may report completions and freed slots, so the sender must be `Sync`.
 const _: fn() = || {
     fn sync<T: Sync>() {}
     sync::<Sender<Event<CpuDevice>>>();

@@ -12,13 +12,14 @@ use crate::plan::NeverFits;
 pub enum ErrorKind {
     /// The budget is too small for any plan.
     NeverFits,
-    /// The caller holds the memory that a unit needs.
+    /// Leases or tensors of the caller occupy the memory that a unit needs.
     Full,
     /// The bytes of a file are damaged.
     Corrupt,
-    /// Storage failed or the file has changed, or the system refused memory or a thread.
+    /// A read failed, a file has changed, the I/O backend is not available, the system refused
+    /// memory or a thread, or a thread of the engine failed.
     Storage,
-    /// The device that units live on failed.
+    /// The device that stores the units reported an error.
     Device,
     /// The arguments of the call are invalid.
     Misuse,
@@ -28,7 +29,7 @@ pub enum ErrorKind {
     Interrupted,
 }
 
-/// An error of an [`Engine`](crate::Engine).
+/// An error that an [`Engine`](crate::Engine) returns.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -36,120 +37,135 @@ pub enum Error {
     #[error(transparent)]
     NeverFits(#[from] NeverFits),
     /// A unit could not be read.
-    #[error("unit `{unit}`, tensor `{tensor}`: {source}")]
+    #[error("cannot read unit `{unit}`, tensor `{tensor}`: {source}")]
     Load {
-        /// The unit.
+        /// The name of the unit.
         unit: String,
-        /// The tensor whose bytes were being read.
+        /// The name of the tensor at the position where the read failed.
         tensor: String,
-        /// The cause.
+        /// The error of the read.
         source: ts_io::Error,
     },
     /// Bytes of a unit do not match their checksum or cannot be decoded.
     #[error(
-        "unit `{unit}`, tensor `{tensor}`: {}: {len} bytes at byte {offset} {what}: the file is \
-         damaged",
+        "unit `{unit}`, tensor `{tensor}`: {}: {len} bytes at byte {offset} {what}; the file is \
+         damaged, so restore or download it again",
         path.display()
     )]
     Corrupt {
-        /// The unit.
+        /// The name of the unit.
         unit: String,
-        /// The tensor.
+        /// The name of the tensor.
         tensor: String,
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// The offset of the damaged chunk in the file.
+        /// The offset in the file at which the damaged range begins, in bytes.
         offset: u64,
-        /// The length of the chunk, in bytes.
+        /// The length of the damaged range, in bytes.
         len: u64,
-        /// What is wrong, as the end of a sentence about the bytes.
+        /// The end of a sentence about the bytes, such as `do not match their checksum`.
         what: String,
     },
-    /// A unit could not be copied to its device, or the device failed to provide memory for it.
-    #[error("unit `{unit}`: {source}")]
+    /// A unit could not be copied to its device, or the device could not provide memory for it, or
+    /// a stream that uses the unit could not be recorded.
+    #[error("device error for unit `{unit}`: {source}")]
     Device {
-        /// The unit.
+        /// The name of the unit.
         unit: String,
-        /// The cause.
+        /// The error of the device or of its memory pool.
         source: Arc<ts_pool::Error>,
     },
-    /// Storage failed before a unit was read.
+    /// The I/O backend does not exist, is not available, or cannot be started.
     #[error(transparent)]
     Storage(#[from] ts_io::Error),
-    /// A unit needs memory that tensors of other units still occupy after their use.
+    /// Tensors that outlived their lease occupy the memory that a unit needs.
     #[error(
-        "no memory for unit `{unit}`: it needs {needed_bytes} bytes, but tensors that are still \
-         referenced occupy {held_bytes} bytes: {holders}; drop what keeps them alive (a view, an \
-         autograd graph) or raise the budget"
+        "no memory for unit `{unit}`: it needs {needed_bytes} bytes, but tensors of evicted units \
+         are still referenced and occupy {held_bytes} bytes (copies of units: {holders}); delete \
+         the views or autograd graphs that reference these tensors, or raise the budget"
     )]
     StillReferenced {
-        /// The unit, or several names joined by `` ` + ` ``.
+        /// The name of the unit. Several names are joined by `` ` + ` ``.
         unit: String,
-        /// The memory that it needs, in bytes.
+        /// The memory that the unit needs, in bytes.
         needed_bytes: usize,
-        /// The memory of units whose tensors outlived their use, in bytes.
+        /// The memory that the referenced tensors occupy, in bytes.
         held_bytes: usize,
-        /// These units, each with the number of its slots that are still referenced.
+        /// The units of the referenced tensors, each with the number of its copies in memory.
         holders: String,
     },
     /// Other code wrote to a unit through a tensor that outlived its lease.
     #[error(
         "unit `{unit}` was written to through a tensor that outlived its use; the next use reads \
-         it again"
+         the unit again"
     )]
     Written {
-        /// The unit.
+        /// The name of the unit.
         unit: String,
     },
-    /// All threads that hold memory are themselves waiting for memory.
+    /// All threads that could free memory are themselves waiting for memory or for a pass, or the
+    /// staging memory cannot become free.
     #[error(
-        "no memory for unit `{unit}`: it needs {needed_bytes} bytes, but {holders} use the memory, \
-         and all threads that could free it wait for memory too; raise the budget, or `max_passes` \
-         to plan for more concurrent passes"
+        "no memory for unit `{unit}`: it needs {needed_bytes} bytes, but no running thread can \
+         free memory{}; drop leases before acquiring other units, raise the budget, or raise \
+         `max_passes` to reserve memory for more units in use",
+        in_use_by(holders)
     )]
     Deadlock {
-        /// The unit, or several names joined by `` ` + ` ``.
+        /// The name of the unit. Several names are joined by `` ` + ` ``.
         unit: String,
-        /// The memory that it needs, in bytes.
+        /// The memory that the unit needs, in bytes.
         needed_bytes: usize,
-        /// What uses the memory: the names of units, or reads that timed out.
+        /// The users of the memory: the names of streamed units in use, or a description of what
+        /// fills the staging memory. Empty if there are no known users.
         holders: String,
     },
     /// The engine has no unit with this id.
-    #[error("unknown unit {unit}: the engine has {count} units")]
+    #[error("unknown unit id {unit}: expected an id below {count}, the number of units")]
     NoSuchUnit {
-        /// The id.
+        /// The id that was passed.
         unit: u32,
         /// The number of units.
         count: usize,
     },
-    /// The chunks of a tensor do not decode to its compressed parts.
+    /// The chunks of a tensor do not match its compressed parts: their lengths differ in total, or
+    /// the range of a chunk that is needed exceeds the decoded chunk.
     #[error(
-        "invalid tensor `{tensor}`: its chunks do not match the lengths of its compressed parts"
+        "invalid tensor `{tensor}`: its chunks do not match its compressed parts (expected equal \
+         total lengths, and ranges inside the decoded chunks)"
     )]
     WrongChunks {
-        /// The tensor.
+        /// The name of the tensor.
         tensor: String,
     },
     /// A tensor refers to a file that the engine does not have.
-    #[error("invalid tensor `{tensor}`: it is in file {file}, but the engine has {count} files")]
+    #[error(
+        "invalid tensor `{tensor}`: unknown file index {file}: expected an index below {count}, \
+         the number of files"
+    )]
     NoSuchFile {
-        /// The tensor.
+        /// The name of the tensor.
         tensor: String,
-        /// The index of the file.
+        /// The index of the file, counted from 0.
         file: u32,
         /// The number of files.
         count: usize,
     },
-    /// The system refused memory or a thread, or a thread of the engine failed.
+    /// The system refused memory or a thread, the device refused memory when the engine was
+    /// created, or a thread of the engine failed.
     #[error("{0}")]
     System(String),
     /// The caller's [`Interrupt`](crate::Interrupt) ended the call.
     #[error("interrupted while waiting for {what}")]
     Interrupted {
-        /// What the call waited for.
+        /// The end of a sentence: the event that the call waited for.
         what: String,
     },
+}
+
+/// Formats the users of memory for an error message. Returns an empty string if there are none.
+fn in_use_by(holders: &str) -> String {
+    if holders.is_empty() { String::new() } else { format!(" (memory in use by: {holders})") }
 }
 
 impl Error {

@@ -31,13 +31,13 @@ pub(crate) enum Event<D: Device> {
     },
     JobPanicked(PanickedJob),
     Uploaded(UploadResult<D>),
-    /// A lease was dropped where the engine's lock may not be taken.
+    /// A lease was dropped on a thread that must not take the engine's lock.
     Released {
         unit: UnitId,
         user: ThreadId,
         used_ns: u64,
     },
-    /// The memory of a slot returned to the pool.
+    /// The memory of a slot may have returned to the pool.
     Freed,
     Stop,
 }
@@ -47,7 +47,7 @@ pub(crate) enum Event<D: Device> {
 pub(crate) struct ChecksumMismatch {
     /// The index of the tensor in its unit.
     pub(crate) tensor: usize,
-    /// In bytes from the beginning of the tensor.
+    /// The range that does not match, in bytes from the beginning of the tensor.
     pub(crate) range: Range<usize>,
 }
 
@@ -55,11 +55,11 @@ pub(crate) struct ChecksumMismatch {
 #[derive(Debug)]
 pub(crate) struct DamagedChunk {
     pub(crate) chunk: Chunk,
-    /// What is wrong, as the end of a sentence about the bytes.
+    /// The end of a sentence about the bytes, such as `do not match their checksum`.
     pub(crate) what: String,
 }
 
-/// A job that panicked, and so dropped its buffers.
+/// A job that panicked. The panic dropped the buffers of the job.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum PanickedJob {
     /// `Job::FillPart` with this token.

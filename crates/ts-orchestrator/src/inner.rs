@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What an engine, its leases and its loader thread share.
+//! The state that an engine shares with its leases and its loader thread.
 
 mod acquire;
 mod build;
@@ -26,7 +26,7 @@ use crate::state::{EngineState, Presence};
 use crate::stats::{EngineStats, add_bytes};
 use crate::unit::UnitId;
 
-/// How often a blocked call asks its [`Interrupt`].
+/// How often a blocked call calls its [`Interrupt`].
 const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
 
 /// The shared part of an [`Engine`](crate::Engine).
@@ -36,7 +36,7 @@ pub(crate) struct EngineInner<D: Device> {
     /// Notified after every change that a blocked call may be waiting for.
     changed: Condvar,
     budget: Budget,
-    /// The memory that workers decode with.
+    /// The reservation for the memory of the workers' decoders.
     _decoders: Reservation,
     choice: Choice,
     max_passes: usize,
@@ -45,7 +45,7 @@ pub(crate) struct EngineInner<D: Device> {
     least_buffer_bytes: usize,
     rates: Rates,
     clock: Clock,
-    /// The process that created the engine.
+    /// The id of the process that created the engine.
     process: u32,
 }
 
@@ -60,6 +60,8 @@ impl<D: Device> EngineInner<D> {
         &self.context.units[unit.index()]
     }
 
+    /// Checks that a unit exists.
+    ///
     /// # Errors
     /// Returns [`Error::NoSuchUnit`] if the id is out of range.
     pub(crate) fn check_unit(&self, unit: UnitId) -> Result<(), Error> {
@@ -82,7 +84,7 @@ impl<D: Device> EngineInner<D> {
         self.lock().discard(&self.context, unit);
     }
 
-    /// Returns how many references to a unit's memory belong to the engine and to leases.
+    /// Returns how many references to a unit's memory the engine and its leases have together.
     pub(crate) fn owner_count(&self, unit: UnitId) -> usize {
         let state = self.lock();
         let unit = &state.units[unit.index()];
@@ -100,8 +102,9 @@ impl<D: Device> EngineInner<D> {
         }
         let used_ns = (self.clock)().saturating_sub(acquired_ns);
         let event = Event::Released { unit, user, used_ns };
-        // Work of a stream may run while this thread holds the lock, because a stream that is asked
-        // for memory may run it. So the loader thread releases the unit.
+        // Work of a stream can run on a thread that holds the lock: allocating memory for the
+        // stream may run it. Taking the lock here would then deadlock, so the loader thread
+        // releases the unit.
         if ts_streams::check_may_block().is_err() && self.context.events.send(event).is_ok() {
             return;
         }
@@ -117,7 +120,7 @@ impl<D: Device> EngineInner<D> {
     }
 
     pub(crate) fn written(&self) -> Vec<(UnitId, Vec<usize>)> {
-        // The kernel is asked without holding the lock.
+        // Queries the kernel without the lock, so that other threads do not wait for the scan.
         let watched = self.lock().watched();
         if !WriteWatch::any_written(watched.iter().map(|(_, bytes)| &**bytes)) {
             return Vec::new();
@@ -186,23 +189,23 @@ impl<D: Device> EngineInner<D> {
         }
     }
 
-    /// Drops the backend, then tells the loader thread to stop.
+    /// Drops the backend, and then stops the loader thread.
     pub(crate) fn stop_reading(&self) {
         // The loader receives the buffers that the backend returns while it is dropped, because
-        // Stop comes after them.
+        // [`Event::Stop`] is sent after these buffers.
         let backend = self.lock().backend.take();
         drop(backend);
         let _ = self.context.events.send(Event::Stop);
     }
 
-    /// Finishes the jobs of workers, and lets the pool unmap its memory when it is unused. Call it
-    /// after the loader thread has ended.
+    /// Waits for the jobs of the workers, and then makes the pool unmap its memory as soon as the
+    /// memory is unused. Call this after the loader thread has ended.
     pub(crate) fn stop_working(&self) {
-        // The jobs' buffers return to the pool when they are dropped.
+        // When the jobs are dropped, their buffers return to the pool.
         let workers = self.lock().workers.take();
         drop(workers);
-        // Only tensors still use memory now, and free it when they are dropped. Memory of a device
-        // is freed with the last of them.
+        // Only leases and tensors still use memory now, and free it when they are dropped. The
+        // memory of a device is freed with the last of them.
         self.context.slots.host.retire();
     }
 
@@ -211,7 +214,9 @@ impl<D: Device> EngineInner<D> {
         self.state.lock()
     }
 
-    /// Waits for a change, or until it is time to ask the caller whether to go on.
+    /// Waits for a change of the state, but at most [`INTERRUPT_PERIOD`]. Then calls `interrupt` if
+    /// the last call was at least that long ago. Returns [`Error::Interrupted`], in which `what`
+    /// names the awaited event, if `interrupt` returned `true`.
     fn wait<'a>(
         &'a self,
         mut state: StateGuard<'a, D>,
@@ -220,7 +225,7 @@ impl<D: Device> EngineInner<D> {
         what: impl Fn() -> String,
     ) -> Result<StateGuard<'a, D>, Error> {
         self.changed.wait_for(&mut state, INTERRUPT_PERIOD);
-        // Counts elapsed time, because changes may come more often than the period.
+        // Measures the elapsed time, because changes may come more often than the period.
         if timer.last_asked.elapsed() < INTERRUPT_PERIOD {
             return Ok(state);
         }
@@ -234,7 +239,7 @@ impl<D: Device> EngineInner<D> {
     }
 }
 
-/// When a blocked call last asked its [`Interrupt`].
+/// The time at which a blocked call last called its [`Interrupt`].
 struct InterruptTimer {
     last_asked: Instant,
 }

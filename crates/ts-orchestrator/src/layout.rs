@@ -5,21 +5,22 @@ use ts_format::{Chunk, FileId};
 
 use crate::unit::{PHASE_ALIGN, UnitTensor};
 
-/// Tensors at most this many bytes apart in a file are read together with the bytes between them.
+/// If tensors that are read in place are at most this many bytes apart in a file, they are read
+/// together, with the bytes between them.
 const MERGE_GAP: u64 = 4096;
 
-/// Where the tensors of a unit are in its slot, and the reads that put them there.
+/// The positions of a unit's tensors in its slot, and the reads that fill the slot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SlotLayout {
     /// The size of the slot, in bytes.
     pub(crate) len: usize,
-    /// The tensors of the unit, in their order.
+    /// The position of each tensor, indexed as in the unit.
     pub(crate) tensors: Vec<Placement>,
     /// The reads, disjoint in the slot and sorted by slot offset.
     pub(crate) reads: Vec<SlotRead>,
 }
 
-/// Where a tensor is in the slot.
+/// The position of a tensor in the slot, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Placement {
     pub(crate) offset: usize,
@@ -32,7 +33,8 @@ pub(crate) struct SlotRead {
     pub(crate) file: FileId,
     pub(crate) file_offset: u64,
     pub(crate) slot_offset: usize,
-    /// The length of the range in the slot. It may extend beyond the end of the file.
+    /// The length of the range in the slot, in bytes. A read in place may extend beyond the end of
+    /// the file.
     pub(crate) len: usize,
     /// The number of bytes of the file that must be read.
     pub(crate) required: usize,
@@ -42,22 +44,22 @@ pub(crate) struct SlotRead {
 /// How the bytes of a read reach the slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReadKind {
-    /// They are read into the slot.
+    /// The bytes are read directly into the slot.
     InPlace,
-    /// They are read into a bounce buffer and copied, because file and slot offset differ modulo
-    /// the alignment.
+    /// The bytes are read into a bounce buffer and copied, because their file offset does not give
+    /// the tensor its phase, or because the tensor has several parts.
     Copied,
     /// A chunk is read into a bounce buffer and decoded.
     Decoded {
         chunk: Chunk,
         /// The length of the decoded chunk, in bytes.
         raw_len: usize,
-        /// The number of decoded bytes before those that are needed.
+        /// The number of decoded bytes before the bytes that are needed.
         skip: usize,
     },
 }
 
-/// A range of a file whose tensors have the right phase if it is read in one piece.
+/// A range of a file. If it is read in one piece, its tensors have the right phase.
 struct Extent {
     file: FileId,
     begin: u64,
@@ -75,7 +77,7 @@ impl SlotLayout {
     pub(crate) fn new(tensors: &[UnitTensor], alignment: usize) -> Self {
         assert!(
             alignment.is_power_of_two() && alignment >= PHASE_ALIGN,
-            "the alignment {alignment} is not a power of two of at least {PHASE_ALIGN}"
+            "the alignment {alignment} must be a power of two and at least {PHASE_ALIGN}"
         );
         let mut layout = Self {
             len: 0,
@@ -133,7 +135,7 @@ impl SlotLayout {
             if part.is_virtual() {
                 let end = self.len + len;
                 while self.len < end {
-                    let part = chunks.next().expect("the chunks were checked against the parts");
+                    let part = chunks.next().expect("`Sizing::new` checked the chunks");
                     let (raw_len, skip) = (part.raw_len as usize, part.skip as usize);
                     self.reads.push(SlotRead {
                         file: part.file,
@@ -172,7 +174,7 @@ fn is_in_place(tensor: &UnitTensor) -> bool {
     }
 }
 
-/// Groups the tensors that can be read in place.
+/// Groups the tensors that can be read in place into ranges that are read in one piece.
 fn extents(tensors: &[UnitTensor]) -> Vec<Extent> {
     let mut in_place: Vec<usize> =
         (0..tensors.len()).filter(|&i| is_in_place(&tensors[i])).collect();
@@ -244,7 +246,7 @@ mod tests {
         /// In every layout, tensors have their phase, reads do not overlap, in-place reads are
         /// aligned, and every byte is read.
         #[test]
-        fn every_layout_keeps_the_rules(
+        fn every_tensor_has_its_phase(
             specs in prop::collection::vec(
                 (
                     prop::collection::vec((0u32..3, 0u64..100_000, 0u64..9000), 1..4),

@@ -12,10 +12,10 @@ use crate::inner::EngineInner;
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
 
-/// A unit in use.
+/// A lease of a unit, from [`Engine::acquire`](crate::Engine::acquire).
 ///
-/// [`Engine::acquire`](crate::Engine::acquire) returns it. While the lease exists, the unit stays
-/// in memory. [`tensor`](Self::tensor) returns the tensors, which stay valid after the lease.
+/// The unit stays in memory while the lease exists. [`tensor`](Self::tensor) returns its tensors,
+/// which stay valid after the lease is dropped.
 ///
 /// A lease may be dropped on any thread.
 ///
@@ -58,7 +58,7 @@ impl<D: Device> Lease<D> {
         self.inner.is_resident(self.unit)
     }
 
-    /// Ends the lease and evicts the unit, because its bytes were modified. The next use reads it
+    /// Ends the lease and evicts the unit, whose bytes were modified. The next use reads the unit
     /// again.
     ///
     /// Tensors that are still referenced keep the modified bytes.
@@ -66,25 +66,30 @@ impl<D: Device> Lease<D> {
         self.inner.discard(self.unit);
     }
 
-    /// Returns whether tensors of the unit are still referenced, from this lease or another one.
+    /// Returns whether any tensor of the unit is still referenced, from this lease or another
+    /// lease.
     ///
-    /// Drop your own references first.
+    /// The caller's own references count too, so drop them first.
     pub fn is_shared(&self) -> bool {
         let owners = Arc::strong_count(&self.memory);
         owners > 2 && owners > self.inner.owner_count(self.unit)
     }
 
-    /// Records checksums of the unit's bytes, which later leases of the same memory compare.
+    /// Records checksums of the unit's bytes. Acquiring the unit compares the bytes with these
+    /// checksums, as long as the unit stays in the same memory.
     ///
-    /// If the bytes differ then, the acquiring call returns [`Error::Written`]. Use it for a unit
-    /// that [is shared](Self::is_shared), whose tensors other code may write to. Reads all bytes of
-    /// the unit. Has no effect on a device with its own memory.
+    /// If the bytes differ, the acquiring call returns [`Error::Written`]. Seal a unit that [is
+    /// shared](Self::is_shared), because other code may write to its tensors. Sealing reads all
+    /// bytes of the unit. Sealing has no effect on a device with its own memory.
     pub fn seal(&self) {
         self.memory.seal();
     }
 
+    /// Compares the unit's bytes with the checksums that [`seal`](Self::seal) recorded.
+    ///
     /// # Errors
-    /// Returns [`Error::Written`] if the bytes differ from the sealed ones, and evicts the unit.
+    /// Returns [`Error::Written`] and evicts the unit if the bytes do not match the recorded
+    /// checksums.
     pub(crate) fn check_seal(&self) -> Result<(), Error> {
         if self.memory.is_intact() {
             return Ok(());
@@ -103,8 +108,8 @@ impl<D: Device> Lease<D> {
         self.inner.unit(self.unit).layout.tensors.len()
     }
 
-    /// Returns the bytes of a tensor, little-endian and row-major, at an address with its
-    /// [`Phase`](crate::Phase).
+    /// Returns the bytes of a tensor without copying them. They are little-endian and row-major,
+    /// and their address has the tensor's [`Phase`](crate::Phase).
     ///
     /// `index` is the index of the tensor in its [`Unit`](crate::Unit).
     ///
@@ -116,15 +121,16 @@ impl<D: Device> Lease<D> {
         TensorBytes { memory: Arc::clone(&self.memory), range }
     }
 
-    /// Declares that work on `stream` uses the unit.
+    /// Declares that work on `stream` uses the unit. Does not block.
     ///
-    /// Once the lease and its tensors are dropped, the memory is not reused before the work that
-    /// was submitted to the stream by then has finished. Neither this call nor the stream waits,
-    /// because the unit is already in memory. An engine remembers at most 65,536 streams of a
-    /// device with its own memory.
+    /// After the lease and its tensors are dropped, the memory is not reused until the stream has
+    /// finished all work that was submitted to it before the drop. The stream does not wait for the
+    /// unit, because the unit is already in memory. If the device has its own memory, an engine can
+    /// record at most 65,536 different streams in its lifetime.
     ///
     /// # Errors
-    /// Returns [`Error::Device`] if the stream cannot be recorded.
+    /// Returns [`Error::Device`] if the stream cannot be recorded, for example because the engine
+    /// has recorded the maximum number of streams.
     pub fn record_stream(&self, stream: &D::Stream) -> Result<(), Error> {
         self.memory.use_on(stream).map_err(|e| Error::device(self.unit_name(), e))
     }
@@ -140,10 +146,11 @@ impl<D: Device> Drop for Lease<D> {
     }
 }
 
-/// The bytes of one tensor, in memory of the engine's device.
+/// The bytes of one tensor, in the memory of the engine's device.
 ///
-/// The bytes stay valid until the last clone is dropped, on any thread, even after the lease, the
-/// pass and the engine. If the device is a [`CpuDevice`], it dereferences to a slice.
+/// The bytes stay valid until the last clone is dropped, even if the lease, the pass or the engine
+/// ends earlier. Clones may be dropped on any thread. On a [`CpuDevice`], `TensorBytes`
+/// dereferences to a slice.
 #[derive(Debug)]
 pub struct TensorBytes<D: Device = CpuDevice> {
     memory: Arc<UnitMemory<D>>,
@@ -157,7 +164,7 @@ impl<D: Device> Clone for TensorBytes<D> {
 }
 
 impl<D: Device> TensorBytes<D> {
-    /// Returns the memory range of the bytes, for work on streams that were declared with
+    /// Returns the memory range of the bytes, for work on streams that are declared with
     /// [`Lease::record_stream`].
     pub fn range(&self) -> MemoryRange {
         self.memory.range().slice(self.range.clone())

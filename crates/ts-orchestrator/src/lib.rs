@@ -6,7 +6,8 @@
 //! the plan out: it reads units ahead of the computation and returns a [`Lease`] for each use.
 //! Tensors of a lease stay valid as long as they are referenced.
 //!
-//! This crate does not know PyTorch. It maps no modules and computes nothing.
+//! This crate does not depend on PyTorch. It runs no computation and does not map tensors to
+//! modules.
 //!
 //! ```
 //! use ts_format::{CatalogReader, FileId};
@@ -42,15 +43,16 @@
 //! ```
 //!
 //! # Invariants
-//! - A slot is reused only after the last tensor in it is dropped, on any thread, even after the
-//!   engine.
-//! - Slots, bounce buffers and decoders are reserved from one [`ts_pool::Budget`] when the engine
-//!   is created. Nothing is reserved later.
-//! - A budget that is too small is refused before the first read.
-//! - Every wait ends with a lease, a typed error, or an interruption by the caller.
+//! - The memory of a unit (its slot) is reused only after the last tensor in it is dropped. Tensors
+//!   may be dropped on any thread, even after the engine.
+//! - All memory for weights is reserved when the engine is created: slots, bounce buffers, decoders
+//!   and staging memory. [`EngineConfig::budget_bytes`] lists the memory that the budget covers.
+//! - If the budget is too small, creating the engine fails before the first read.
+//! - A call that needs memory which no thread can free returns an error instead of blocking
+//!   forever.
 //!
 //! # Features
-//! `cuda` (off by default): engines on NVIDIA GPUs.
+//! `cuda` (off by default): enables engines on NVIDIA GPUs.
 #![forbid(unsafe_code)]
 
 mod config;

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use crate::unit::UnitId;
 
-/// The id of a pass, from [`Engine::begin_pass`](crate::Engine::begin_pass) to
-/// [`Engine::end_pass`](crate::Engine::end_pass).
+/// The id of a pass. [`Engine::begin_pass`](crate::Engine::begin_pass) returns it, and
+/// [`Engine::end_pass`](crate::Engine::end_pass) accepts it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PassId(pub u64);
 
@@ -15,7 +15,7 @@ pub struct PassId(pub u64);
 pub(crate) struct Passes {
     order: Vec<UnitId>,
     running: BTreeMap<PassId, PassProgress>,
-    /// The pass with the latest visit. Prefetching runs ahead of it.
+    /// The pass that prefetching runs ahead of, usually the pass with the latest visit.
     lead: Option<PassId>,
     /// The position in the order at which the next visit is expected while no pass is running.
     idle_position: usize,
@@ -27,7 +27,7 @@ struct PassProgress {
     /// The position in the order at which the next visit is expected.
     position: usize,
     visits: Vec<UnitId>,
-    /// No other pass has run at the same time, so the visits tell the order.
+    /// Whether this pass has always run alone. Only such a pass changes the order.
     alone: bool,
 }
 
@@ -56,8 +56,8 @@ impl Passes {
         self.last_id
     }
 
-    /// Ends a pass. Returns whether its visits differ from the `expected` order, or `None` if they
-    /// do not tell, because other passes ran at the same time or there were none.
+    /// Ends a pass. Returns whether its visits differ from the `expected` order. Returns `None` if
+    /// other passes ran at the same time, if there were no visits, or if the pass is not running.
     pub(crate) fn end(&mut self, id: PassId, expected: &[UnitId]) -> Option<bool> {
         let progress = self.running.remove(&id)?;
         self.lead = self.running.keys().next_back().copied();
@@ -86,7 +86,7 @@ impl Passes {
         progress.visits.push(unit);
         let found = distance(&self.order, progress.position, unit);
         if progress.alone {
-            // If the order is wrong at this position, moves the visited unit here.
+            // If the order is wrong at this position, moves the visited unit here or inserts it.
             match found {
                 Some(d) if progress.position + d < self.order.len() => {
                     self.order[progress.position..=progress.position + d].rotate_right(1);
@@ -106,7 +106,7 @@ impl Passes {
     }
 
     /// Returns the number of visits before the next expected visit to `unit` in any pass, or
-    /// `usize::MAX` if none is expected.
+    /// `usize::MAX` if no visit is expected.
     pub(crate) fn next_use(&self, unit: UnitId) -> usize {
         let idle = self.running.is_empty().then_some(self.idle_position);
         let positions = self.running.values().map(|p| p.position).chain(idle);
@@ -119,7 +119,8 @@ impl Passes {
     }
 }
 
-/// Returns the number of steps from `position` to the next visit to `unit` in the cyclic `order`.
+/// Returns the number of steps from `position` to the next visit to `unit` in the cyclic `order`,
+/// or `None` if the order does not contain the unit.
 fn distance(order: &[UnitId], position: usize, unit: UnitId) -> Option<usize> {
     (0..order.len()).find(|d| order[(position + d) % order.len()] == unit)
 }
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_pass_the_next_one_is_expected() {
+    fn after_a_pass_the_first_unit_is_expected() {
         let mut passes = Passes::new(ids(&[0, 1, 2]));
         let id = passes.begin();
         for unit in ids(&[0, 1, 2]) {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the planner is asked, and its answer.
+//! The input and the output of the planner.
 
 use std::fmt;
 
 use crate::unit::UnitId;
 
-/// What the planner needs to know about a unit.
+/// The sizes and the computation time of a unit, for the planner.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct UnitDemand {
@@ -13,14 +13,14 @@ pub struct UnitDemand {
     pub name: String,
     /// The memory that the unit occupies, in bytes.
     pub slot_bytes: usize,
-    /// The number of bytes to read to load the unit.
+    /// The number of bytes that are read from storage to load the unit.
     pub read_bytes: u64,
-    /// The time that one visit computes with the unit, in seconds.
+    /// The duration of the computation in one visit to the unit, in seconds.
     pub compute_s: f64,
 }
 
 impl UnitDemand {
-    /// Returns the demand of a unit of `slot_bytes` bytes, which are all read, and whose
+    /// Returns the demand of a unit of `slot_bytes` bytes. All of them are read, and the
     /// computation takes no time.
     pub fn new(name: impl Into<String>, slot_bytes: usize) -> Self {
         Self { name: name.into(), slot_bytes, read_bytes: slot_bytes as u64, compute_s: 0.0 }
@@ -69,18 +69,19 @@ impl Default for Rates {
 pub struct PlanRequest<'a> {
     /// All units, indexed by [`UnitId`].
     pub units: &'a [UnitDemand],
-    /// The visits of one pass, in order. A unit may occur several times or not at all.
+    /// The units that one pass visits, in order. A unit may occur several times or not at all.
     pub order: &'a [UnitId],
-    /// Sets of units that one operation needs at the same time. A unit in no set is needed alone.
+    /// Sets of units that one operation needs at the same time. A unit that is in no set is needed
+    /// alone.
     pub together: &'a [Vec<UnitId>],
     /// The memory for slots, in bytes.
     pub budget_bytes: usize,
-    /// The number of passes that may run at the same time, at least 1.
+    /// The number of passes that may run at the same time; 0 counts as 1.
     pub max_passes: usize,
     /// The speed of storage.
     pub rates: Rates,
-    /// The memory to leave for streamed units if possible, in bytes; 0 for what makes the fastest
-    /// plan.
+    /// The minimum memory to leave for streamed units, if possible, in bytes. With 0, only the
+    /// predicted speed decides.
     pub least_ring_bytes: usize,
 }
 
@@ -124,21 +125,21 @@ impl<'a> PlanRequest<'a> {
     }
 }
 
-/// How a plan holds a unit.
+/// Whether a plan keeps a unit in memory or reads it for each visit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Residency {
-    /// It is read once and kept in memory.
+    /// The unit is read once and kept in memory.
     Resident,
-    /// It is read for each visit and evicted afterwards.
+    /// The unit is read for each visit and evicted afterwards.
     Streamed,
 }
 
-/// What limits the speed of a pass.
+/// The part of a pass that limits its speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Bottleneck {
-    /// Reading.
+    /// Reading from storage.
     Storage,
     /// Computation.
     Compute,
@@ -153,42 +154,42 @@ impl fmt::Display for Bottleneck {
     }
 }
 
-/// How each unit is held, and what follows from it.
+/// The residency of each unit, and the resulting memory use and speed.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Plan {
-    /// How each unit is held, indexed by [`UnitId`].
+    /// The residency of each unit, indexed by [`UnitId`].
     pub residency: Vec<Residency>,
     /// The memory for resident units, in bytes.
     pub resident_bytes: usize,
-    /// The memory for streamed units, in bytes; 0 if none is streamed.
+    /// The memory for streamed units, in bytes; 0 if no unit is streamed.
     pub ring_bytes: usize,
     /// The size of the largest streamed unit, in bytes.
     pub largest_streamed_bytes: usize,
-    /// The number of bytes that each pass after the first reads.
+    /// The number of bytes read by each pass after the first.
     pub streamed_bytes_per_pass: u64,
-    /// The predicted duration of such a pass, in seconds.
+    /// The predicted duration of each pass after the first, in seconds.
     pub predicted_pass_s: f64,
-    /// What limits such a pass.
+    /// The predicted bottleneck of each pass after the first.
     pub bottleneck: Bottleneck,
     /// The smallest budget for which a plan exists, in bytes.
     pub smallest_budget_bytes: usize,
 }
 
 impl Plan {
-    /// Returns the most memory that the plan uses, in bytes.
     /// Returns the plan with a smallest budget that also covers buffers of this size, in bytes.
     pub(crate) fn with_buffers(mut self, bytes: usize) -> Self {
         self.smallest_budget_bytes = self.smallest_budget_bytes.saturating_add(bytes);
         self
     }
 
+    /// Returns the most memory that the plan uses, in bytes.
     pub fn peak_bytes(&self) -> usize {
         self.resident_bytes + self.ring_bytes
     }
 
-    /// Returns the duration of a pass, slightly increased by the size of the ring. So the smallest
-    /// of equally fast plans has the least cost.
+    /// Returns the duration of a pass, slightly increased by the size of the ring. Among equally
+    /// fast plans, the plan with the smallest ring has the least cost.
     pub(crate) fn cost(&self) -> f64 {
         self.predicted_pass_s * (1.0 + 1e-12 * self.ring_bytes as f64)
     }
@@ -197,17 +198,17 @@ impl Plan {
 /// The budget is too small for any plan.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "a budget of {budget_bytes} bytes is too small: `{largest_unit}` needs {largest_bytes} bytes \
-     at once; the smallest budget that works is {smallest_budget_bytes} bytes"
+    "a budget of {budget_bytes} bytes is too small: the smallest budget that works is \
+     {smallest_budget_bytes} bytes, of which `{largest_unit}` needs {largest_bytes} bytes at once"
 )]
 #[non_exhaustive]
 pub struct NeverFits {
     /// The budget, in bytes.
     pub budget_bytes: usize,
-    /// The unit, or the units of one operation, with the largest need. Several names are joined by
-    /// `` ` + ` ``.
+    /// The name of the unit that needs the most memory. If one operation needs several units at
+    /// once, their names are joined by `` ` + ` ``.
     pub largest_unit: String,
-    /// The memory that they need, in bytes.
+    /// The memory that `largest_unit` needs, in bytes.
     pub largest_bytes: usize,
     /// The smallest budget that works, in bytes.
     pub smallest_budget_bytes: usize,

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The planner: decides which units are resident and which are streamed.
 //!
-//! It is a pure function of sizes, order, budget and rates. Passes scan all units in a cycle, which
-//! is the worst case for caches by recency: LRU evicts each unit just before it is needed again. So
-//! a plan keeps some units and streams the others through a ring that is filled ahead of the
-//! computation. The size of the ring is chosen by simulating a pass for each candidate.
+//! The planner is a pure function of sizes, order, budget and rates. Passes scan all units in a
+//! cycle, which is the worst case for least-recently-used (LRU) eviction: LRU evicts each unit just
+//! before it is needed again. So a plan keeps some units in memory and streams the others through a
+//! ring buffer, which is filled ahead of the computation. The planner simulates a pass for each
+//! candidate ring size, and chooses the size with the fastest pass.
 
 use std::collections::VecDeque;
 
@@ -86,11 +87,11 @@ struct SmallestPlan {
 fn smallest(sets: &WorkingSets<'_>) -> SmallestPlan {
     let size = |i: usize| sets.units[i].slot_bytes;
     let count = sets.units.len();
-    // Tries to make resident the sets that need the most memory.
+    // Tries to make the sets that need the most memory resident, one more set at a time.
     let mut order: Vec<&Vec<usize>> = sets.all.iter().collect();
     order.sort_by_key(|set| std::cmp::Reverse(sets.set_bytes(set, |_| true)));
-    // A resident unit costs its size, and saves at most its size in each pass. So it never pays for
-    // a single pass.
+    // A resident unit costs its size, and saves at most its size in each pass. So with one pass at
+    // a time, a resident unit never reduces the smallest budget.
     let sets_to_try = if sets.max_passes == 1 { 0 } else { order.len() };
     let ring = sets.ring_bytes(|_| true);
     let mut best = (ring, ring, 0);
@@ -118,10 +119,11 @@ fn smallest(sets: &WorkingSets<'_>) -> SmallestPlan {
     SmallestPlan { budget_bytes, ring_bytes, residency }
 }
 
-/// Returns the plan with the shortest predicted pass.
+/// Returns the plan with the shortest predicted pass. Prefers plans that stream nothing or leave
+/// [`least_ring_bytes`](PlanRequest::least_ring_bytes) for streamed units.
 ///
 /// # Errors
-/// Returns [`NeverFits`] if no plan keeps the budget.
+/// Returns [`NeverFits`] if the budget is too small for any plan.
 ///
 /// # Panics
 /// Panics if the request contains the id of a unit that does not exist.
@@ -151,8 +153,8 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
     let rings = planner.ring_candidates();
     let mut candidates: Vec<Plan> =
         rings.into_iter().filter_map(|ring| planner.try_ring(ring)).collect();
-    // The plan for the smallest budget works under every budget, but the greedy choice of
-    // `try_ring` may miss it.
+    // The plan for the smallest budget also works under every larger budget, but the greedy choice
+    // of `try_ring` may miss it.
     candidates.extend(planner.fill(smallest.residency, smallest.ring_bytes));
     let cheaper = |a: &&Plan, b: &&Plan| a.cost().total_cmp(&b.cost());
     let wide =
@@ -162,7 +164,7 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
     Ok(best.expect("the plan for the smallest budget is a candidate").clone())
 }
 
-/// Returns the plan that holds units according to `residency`, or `None` if it exceeds the budget.
+/// Returns the plan with this `residency`, or `None` if the plan exceeds the budget.
 ///
 /// # Panics
 /// Panics if `residency` does not have one entry for each unit, or if the request contains the id
@@ -178,7 +180,7 @@ pub fn predict(request: &PlanRequest<'_>, residency: &[Residency]) -> Option<Pla
 struct Planner<'a> {
     request: &'a PlanRequest<'a>,
     sets: WorkingSets<'a>,
-    /// The number of visits of a pass to each unit.
+    /// How many times a pass visits each unit.
     visits: Vec<u32>,
     smallest_budget_bytes: usize,
 }
@@ -200,8 +202,8 @@ impl<'a> Planner<'a> {
         self.request.units[i].slot_bytes
     }
 
-    /// Returns the ring sizes to try: 0, and the size of each working set and larger ones, in steps
-    /// of a quarter.
+    /// Returns the ring sizes to try, in bytes: 0, the whole budget, and sizes that begin at each
+    /// working set and grow in steps of a quarter.
     fn ring_candidates(&self) -> Vec<usize> {
         let budget = self.request.budget_bytes;
         let slots = self.sets.all.iter().map(|set| self.sets.set_bytes(set, |_| true));
@@ -209,7 +211,7 @@ impl<'a> Planner<'a> {
         sizes.sort_unstable();
         sizes.dedup();
         let mut rings = vec![0];
-        // Most models have few distinct sizes. Of many, about 64 are enough.
+        // Most models have few distinct sizes. If a model has many, at most 64 of them are tried.
         let step = sizes.len().div_ceil(64).max(1);
         for &size in sizes.iter().rev().step_by(step) {
             let growth = std::iter::successors(Some(size), |&s| Some(s + s.div_ceil(4)));
@@ -221,8 +223,9 @@ impl<'a> Planner<'a> {
         rings
     }
 
-    /// Returns a plan with about this ring: makes resident what the ring cannot hold, and then what
-    /// the rest of the budget can hold.
+    /// Returns a plan with a ring of about `ring` bytes, or `None` if there is none. First makes
+    /// units resident until the others fit into the ring. Then makes more units resident in the
+    /// rest of the budget.
     fn try_ring(&self, ring: usize) -> Option<Plan> {
         let mut residency = vec![Residency::Streamed; self.request.units.len()];
         let mut room = self.request.budget_bytes - ring;
@@ -240,13 +243,13 @@ impl<'a> Planner<'a> {
         self.fill(residency, ring)
     }
 
-    /// Makes more units resident, in the memory that `residency` and the ring leave.
+    /// Makes more units resident, in the memory that the resident units and the ring do not use.
     fn fill(&self, mut residency: Vec<Residency>, ring: usize) -> Option<Plan> {
         let mut room =
             (self.request.budget_bytes - ring).checked_sub(self.resident_bytes(&residency))?;
-        // Units that save the most time per byte come first. Among units that save about the same,
-        // such as the layers of a model, the choice is spread evenly over the pass, because reading
-        // ahead works best if resident and streamed units alternate.
+        // Units that save the most time per byte come first. Units that save about the same, such
+        // as the layers of a model, are chosen evenly over the pass. Reading ahead works best if
+        // resident and streamed units alternate.
         let streamed = |i: &usize| residency[*i] == Residency::Streamed && self.visits[*i] > 0;
         let mut order: Vec<usize> = (0..residency.len()).filter(streamed).collect();
         let spread = self.spread();
@@ -265,15 +268,16 @@ impl<'a> Planner<'a> {
         (0..residency.len()).filter(kept).map(|i| self.size(i)).sum()
     }
 
-    /// Returns the time per byte that a resident unit saves, on a logarithmic scale that ignores
-    /// differences below about a fifth.
+    /// Returns the time per byte that a resident unit saves, on a logarithmic scale that is rounded
+    /// to steps of about a fifth.
     fn worth(&self, i: usize) -> i32 {
         let per_byte = f64::from(self.visits[i]) * self.read_s(i) / self.size(i).max(1) as f64;
         (per_byte.max(1e-30).ln() * 5.0).round() as i32
     }
 
-    /// Returns a rank for each unit, such that the units up to any rank are spread evenly over the
-    /// pass. It is the bit-reversal (van der Corput) sequence of their positions.
+    /// Returns a rank for each unit. For any number of units, those with the lowest ranks are
+    /// spread evenly over the pass. The ranks are the bit-reversed positions in the order (a van
+    /// der Corput sequence).
     fn spread(&self) -> Vec<u32> {
         let mut rank = vec![u32::MAX; self.request.units.len()];
         for (position, unit) in (0u32..).zip(self.request.order) {
@@ -323,7 +327,7 @@ impl<'a> Planner<'a> {
         })
     }
 
-    /// Simulates passes, and returns the duration of one in the steady state, in seconds.
+    /// Simulates passes, and returns the duration of a pass in the steady state, in seconds.
     ///
     /// One device reads streamed units in order, as soon as the ring has room. One processor
     /// computes visits in order, as soon as their unit is in memory.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Populates the memory of a pool ahead of the reads that fill it.
+//! Pre-faults the memory of a pool before reads fill it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -7,10 +7,10 @@ use std::thread::JoinHandle;
 
 use ts_pool::HostPool;
 
-/// How much is populated at a time, in bytes: a few huge pages.
+/// The number of bytes that a thread pre-faults at a time: a few huge pages.
 const STEP: usize = 8 << 20;
 
-/// Threads that populate a pool from beginning to end. Dropping it stops them.
+/// Threads that pre-fault a pool from beginning to end. Dropping the populator stops them.
 #[derive(Debug)]
 pub(crate) struct Populator {
     stop: Arc<AtomicBool>,
@@ -18,8 +18,8 @@ pub(crate) struct Populator {
 }
 
 impl Populator {
-    /// Starts up to this many threads. Ignores threads that cannot start, because pages are also
-    /// allocated when they are first written.
+    /// Starts up to `threads` threads. Ignores threads that cannot start, because the system also
+    /// allocates pages when they are first written to.
     pub(crate) fn new(pool: &HostPool, threads: usize) -> Self {
         let (stop, next) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let len = pool.stats().capacity_bytes;

@@ -14,7 +14,7 @@ use crate::worker::TensorCheck;
 pub(crate) struct PreparedUnit {
     pub(crate) unit: Unit,
     pub(crate) layout: SlotLayout,
-    /// The length of the layout, rounded up to whole blocks of the pool.
+    /// The length of the layout, rounded up to whole blocks of the pool: at least one block.
     pub(crate) slot_bytes: usize,
     /// The number of bytes that a load reads.
     pub(crate) read_bytes: u64,
@@ -23,7 +23,7 @@ pub(crate) struct PreparedUnit {
 }
 
 impl PreparedUnit {
-    /// Returns the statistics before the first use.
+    /// Returns the unit's statistics before its first use.
     pub(crate) fn initial_stats(&self) -> UnitStats {
         UnitStats {
             name: self.unit.name.clone(),
@@ -32,8 +32,8 @@ impl PreparedUnit {
         }
     }
 
-    /// Returns what the planner needs to know. `compute_s` is the measured time of a visit, in
-    /// seconds. Without it, the time is estimated.
+    /// Returns the input of the planner for this unit. `compute_s` is the measured duration of a
+    /// visit, in seconds. If it is `None`, the duration is estimated.
     pub(crate) fn demand(&self, compute_s: Option<f64>) -> UnitDemand {
         UnitDemand {
             name: self.unit.name.clone(),
@@ -44,7 +44,8 @@ impl PreparedUnit {
     }
 }
 
-/// Assumes a matrix-vector product, which reads each weight once at the speed of memory.
+/// Estimates the duration of a visit, in seconds. Assumes a matrix-vector product, which reads each
+/// weight once at the speed of memory.
 fn estimate_compute_s(bytes: usize) -> f64 {
     const MEMORY_BYTES_PER_S: f64 = 10e9;
     bytes as f64 / MEMORY_BYTES_PER_S

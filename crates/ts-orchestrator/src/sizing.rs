@@ -17,9 +17,10 @@ use crate::unit::{PHASE_ALIGN, Unit, UnitId};
 use crate::unit_load::{RequestSizes, bounce_bytes};
 use crate::worker::{DECODER_BYTES, TensorCheck};
 
-/// The least number of bounce buffers. It is enough if none is decoded.
+/// The minimum number of bounce buffers. It is enough if there are no compressed chunks.
 const LEAST_BOUNCE_COUNT: usize = 2;
-/// More bounce buffers, for compressed chunks, may take the budget divided by this.
+/// With compressed chunks, bounce buffers may use up to the budget divided by this number, or more
+/// if that is less than the minimum number of buffers needs.
 const BOUNCE_SHARE: usize = 16;
 
 /// The sizes of everything that an engine reserves, and its first plan.
@@ -34,15 +35,16 @@ pub(crate) struct Sizing {
     pub(crate) decoder_total: usize,
     /// The size of the staging memory, in bytes.
     pub(crate) staging_total: usize,
-    /// What the budget leaves for slots, in bytes. A multiple of the block size.
+    /// The part of the budget that is left for slots, in bytes. A multiple of the block size.
     pub(crate) slot_budget: usize,
-    pub(crate) plan: Plan,
     /// The least memory of the budget that is not for slots, in bytes.
     pub(crate) least_buffer_bytes: usize,
+    pub(crate) plan: Plan,
 }
 
 impl Sizing {
-    /// With `staged`, units live on a device with its own memory.
+    /// Computes all sizes and the first plan. `staged` means that units live on a device with its
+    /// own memory.
     pub(crate) fn new(
         units: Vec<Unit>,
         sources: &[Arc<Source>],
@@ -89,8 +91,8 @@ impl Sizing {
             })?;
             Ok::<_, NeverFits>((plan, bounce_total, slot_budget))
         };
-        // Compressed chunks are small, so there is a bounce buffer for each read in flight and each
-        // worker, if the share of the budget allows it and a plan exists.
+        // Compressed chunks are small. So each read in flight and each worker gets a bounce buffer,
+        // if these buffers fit their share of the budget and leave enough memory for a plan.
         let many = if decodes {
             let share = config.budget_bytes / BOUNCE_SHARE / bounce_bytes;
             share.min(config.io.in_flight + config.workers.max(1)).max(LEAST_BOUNCE_COUNT)
@@ -103,23 +105,24 @@ impl Sizing {
         sizes.sort_unstable_by(|a, b| b.cmp(a));
         let staging_total =
             if staged { sizes.iter().take(config.staging_units.max(1)).sum() } else { 0 };
-        Ok(Self {
-            units,
         let least_buffer_bytes =
             if staged { 0 } else { LEAST_BOUNCE_COUNT * bounce_bytes + decoder_total };
+        Ok(Self {
+            units,
             order,
             requests,
             bounce_total,
             decoder_total,
             staging_total,
             slot_budget,
+            least_buffer_bytes,
             plan,
         })
-            least_buffer_bytes,
     }
 }
 
-/// Checks that all ids, files and chunks exist and are consistent.
+/// Checks that all unit ids and file indices exist, and that the chunks of each tensor match its
+/// compressed parts.
 fn check<'a>(
     units: &[Unit],
     mut ids: impl Iterator<Item = &'a UnitId>,
@@ -155,10 +158,10 @@ fn check<'a>(
 
 fn prepare(unit: Unit, sources: &[Arc<Source>], alignment: usize) -> PreparedUnit {
     let layout = SlotLayout::new(&unit.tensors, alignment);
+    let read_bytes = layout.read_bytes(alignment, |file| sources[file.0 as usize].len());
     let slot_bytes = layout.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
     let digests = unit.tensors.iter().zip(&layout.tensors).enumerate();
     let digests = digests.filter_map(|(index, (tensor, placement))| {
-    let read_bytes = layout.read_bytes(alignment, |file| sources[file.0 as usize].len());
         let digest = Arc::clone(tensor.digest.as_ref()?);
         let range = placement.offset..placement.offset + placement.len;
         Some(TensorCheck { tensor: index, range, digest })

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Allocates the memory that units live in, and the memory that they are read to.
+//! Allocates slots for units, and staging memory for units on a device with its own memory.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,7 +15,7 @@ use crate::event::Event;
 use crate::unit_memory::UnitMemory;
 use crate::upload::{Upload, Uploader};
 
-/// The memory of an engine for units.
+/// The memory that an engine uses for units.
 #[derive(Debug)]
 pub(crate) struct SlotPool<D: Device> {
     /// The slots if units live in host memory, else the staging memory.
@@ -23,7 +23,7 @@ pub(crate) struct SlotPool<D: Device> {
     device: Option<DeviceSlots<D>>,
     /// Detects writes to resident units.
     watch: Option<Arc<WriteWatch>>,
-    /// The number of references to host slots that are held until a stream has finished its work.
+    /// The number of references to host slots that streams drop when they have finished their work.
     stream_references: Arc<AtomicUsize>,
 }
 
@@ -35,7 +35,7 @@ struct DeviceSlots<D: Device> {
     _reservation: Reservation,
 }
 
-/// The memory that a unit occupies while it is loaded.
+/// The slot of a unit, in host memory or on a device.
 #[derive(Debug)]
 pub(crate) enum Slot<D: Device> {
     Host(Buffer),
@@ -61,20 +61,20 @@ impl<D: Device> LoadBuffers<D> {
     }
 }
 
-/// Why memory for a unit cannot be allocated now.
+/// The reason why memory for a unit cannot be allocated now.
 #[derive(Debug)]
 pub(crate) enum AllocationError {
-    /// Other units occupy the slots.
+    /// There is no free memory for the slot.
     SlotsFull,
-    /// Other loads occupy the staging memory.
+    /// There is no free staging memory.
     StagingFull,
     /// The device failed.
     Device(ts_pool::Error),
 }
 
 impl<D: Device> SlotPool<D> {
-    /// Reserves slots in host memory. With `watch`, writes to resident units are detected if the
-    /// system supports it.
+    /// Reserves `bytes` bytes for slots in host memory. If `watch` is set and the system supports
+    /// it, the pool detects writes to resident units.
     pub(crate) fn on_host(
         budget: &Budget,
         bytes: usize,
@@ -85,7 +85,8 @@ impl<D: Device> SlotPool<D> {
         Ok(Self { host, device: None, watch, stream_references: Arc::default() })
     }
 
-    /// Reserves slots in the memory of a device, and `staging_bytes` on the host.
+    /// Reserves `bytes` bytes for slots in the memory of a device, and `staging_bytes` bytes on the
+    /// host.
     pub(crate) fn on_device(
         device: &D,
         budget: &Budget,
@@ -118,7 +119,7 @@ impl<D: Device> SlotPool<D> {
         }
     }
 
-    /// Allocates a slot.
+    /// Allocates a slot of `len` bytes.
     pub(crate) fn allocate(&self, len: usize) -> Result<Slot<D>, AllocationError> {
         let Some(DeviceSlots { pool, uploader, .. }) = &self.device else {
             return self.host.allocate(len).map(Slot::Host).map_err(|_| AllocationError::SlotsFull);
@@ -132,14 +133,14 @@ impl<D: Device> SlotPool<D> {
         }
     }
 
-    /// Allocates the memory to load a unit, using the slot in `reserved` if there is one. If there
-    /// is no memory, `reserved` is unchanged.
+    /// Allocates the memory to load a unit of `len` bytes, using the slot in `reserved` if there is
+    /// one. If the allocation fails, `reserved` is unchanged.
     pub(crate) fn allocate_for_load(
         &self,
         len: usize,
         reserved: &mut Option<Slot<D>>,
     ) -> Result<LoadBuffers<D>, AllocationError> {
-        // Staging memory comes first, because `reserved` must not be lost if there is none.
+        // Allocates staging memory first, because the reserved slot must not be lost if this fails.
         let staging = match self.device {
             Some(_) => Some(self.host.allocate(len).map_err(|_| AllocationError::StagingFull)?),
             None => None,
@@ -148,19 +149,19 @@ impl<D: Device> SlotPool<D> {
         Ok(match (slot, staging) {
             (Slot::Host(host), _) => LoadBuffers { host, device: None },
             (Slot::Device(device), Some(host)) => LoadBuffers { host, device: Some(device) },
-            (Slot::Device(_), None) => unreachable!("only a pool on a device has such slots"),
+            (Slot::Device(_), None) => unreachable!("a pool in host memory has no device slots"),
         })
     }
 
     /// Starts to copy a unit from staging memory to its slot on the device. The result is an
     /// [`Event::Uploaded`].
     pub(crate) fn upload(&self, load: u32, staging: Buffer, slot: DeviceBuffer<D>) {
-        let slots = self.device.as_ref().expect("only a pool on a device has such slots");
+        let slots = self.device.as_ref().expect("only units on a device are uploaded");
         slots.uploader.submit(Upload { load, staging, slot });
     }
 
-    /// Makes a loaded unit of a slot that was filled. Writes to it are detected only if it is
-    /// `resident`.
+    /// Returns the memory of a unit whose slot was filled. Watches it for writes only if the unit
+    /// is `resident`.
     pub(crate) fn loaded(
         &self,
         slot: Slot<D>,
@@ -170,7 +171,7 @@ impl<D: Device> SlotPool<D> {
         match (slot, &self.device) {
             (Slot::Host(buffer), _) => {
                 let buffer = buffer.freeze();
-                // Streamed units are read again soon, so watching them is not worth its cost.
+                // Streamed units are read again soon, so watching them is not worth the cost.
                 let watched = self
                     .watch
                     .as_ref()
@@ -182,7 +183,7 @@ impl<D: Device> SlotPool<D> {
             (Slot::Device(buffer), Some(slots)) => {
                 UnitMemory::device(buffer, slots.pool.clone(), events)
             }
-            (Slot::Device(_), None) => unreachable!("only a pool on a device has such slots"),
+            (Slot::Device(_), None) => unreachable!("a pool in host memory has no device slots"),
         }
     }
 
@@ -191,7 +192,7 @@ impl<D: Device> SlotPool<D> {
         self.watch.is_some()
     }
 
-    /// Returns whether streams hold references to slots that the engine has freed.
+    /// Returns whether streams still reference host slots that the engine has freed.
     pub(crate) fn waits_for_streams(&self) -> bool {
         self.stream_references.load(Ordering::Acquire) > 0
     }
@@ -203,7 +204,7 @@ impl<D: Device> SlotPool<D> {
             .map_or_else(|| self.host.stats().capacity_bytes, |on| on.pool.stats().capacity_bytes)
     }
 
-    /// Returns how many bytes of slots are in use, now and at most so far.
+    /// Returns how many bytes of slots are in use now, and the maximum so far.
     pub(crate) fn in_use_bytes(&self) -> (usize, usize) {
         match &self.device {
             Some(on) => {

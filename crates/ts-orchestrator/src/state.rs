@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The mutable state of an engine, and its transitions. All of it runs under the lock of the engine
-//! and never blocks.
+//! The mutable state of an engine, and its transitions. All methods run under the lock of the
+//! engine and never block.
 
 mod demand;
 mod loading;
@@ -40,14 +40,14 @@ pub(crate) struct EngineState<D: Device> {
     pub(crate) plan: Plan,
     /// A better plan, to switch to when nothing is in use.
     pub(crate) pending_plan: Option<Plan>,
-    /// The sets of units that operations need at the same time. None contains another.
+    /// The sets of units that operations need at the same time. No set contains another.
     pub(crate) together: Vec<Vec<UnitId>>,
-    /// The plan does not suit the use: a new set of units was used together, or a resident unit had
+    /// Whether to compute a new plan: a new set of units was used together, or a resident unit had
     /// to be evicted.
     pub(crate) plan_outdated: bool,
     /// The most memory that streamed units needed when a resident unit was evicted, in bytes.
     pub(crate) streamed_high_water: usize,
-    /// Prefetching is paused until loads in flight have ended.
+    /// Whether prefetching is paused until loads in flight have ended.
     pub(crate) paused: bool,
     pub(crate) counters: EngineCounters,
     /// The threads that wait for memory.
@@ -56,7 +56,8 @@ pub(crate) struct EngineState<D: Device> {
     pub(crate) waiting_for_pass: HashSet<ThreadId>,
     /// The streamed units that are present and that no thread uses or waits for.
     idle: BTreeSet<UnitId>,
-    /// The number of expected visits for which units are present or being loaded.
+    /// How many expected visits ahead prefetching reaches. A released unit that is not needed
+    /// within these visits is evicted.
     horizon: usize,
     loads: HashMap<u32, UnitLoad<D>>,
     next_load: u32,
@@ -64,12 +65,12 @@ pub(crate) struct EngineState<D: Device> {
     queue: VecDeque<QueuedRead>,
     /// The number of submitted reads that have not ended.
     in_flight: usize,
-    /// The time since which a read has always been in flight.
+    /// The time at which the current period with reads in flight began, in nanoseconds.
     busy_since_ns: u64,
-    /// The parts of slots that wait for their bounce buffer to be read, by token, with the range of
-    /// the bounce buffer that they need.
+    /// The parts of slots that wait for a read into a bounce buffer, by token. The range is the
+    /// part of the bounce buffer to copy or decode.
     targets: HashMap<u64, (Buffer, Range<usize>, ReadKind)>,
-    /// The number of parts that workers copy or decode.
+    /// The number of parts that workers are copying or decoding.
     filling: usize,
     /// `None` once the engine is dropped.
     pub(crate) backend: Option<Box<dyn Backend>>,
@@ -81,30 +82,31 @@ pub(crate) struct EngineState<D: Device> {
 pub(crate) struct UnitState<D: Device> {
     pub(crate) presence: Presence<D>,
     pub(crate) resident: bool,
-    /// The slot of a resident unit that is not loaded.
+    /// The slot that is reserved for a resident unit while the unit is not loaded.
     reserved: Option<Slot<D>>,
     /// The threads that use the unit, one entry for each lease.
     pub(crate) users: Vec<ThreadId>,
     /// The number of calls that wait for the unit.
     waiters: usize,
-    /// Memory of the unit that was evicted while tensors still referenced it.
+    /// The memory of earlier loads, evicted while leases or tensors still referenced it.
     evicted: Vec<EvictedMemory<D>>,
-    /// Why the last load failed. Reported to the next call that acquires the unit.
+    /// The error of the most recent load, if it failed. A call that waits for the unit takes this
+    /// error.
     pub(crate) failure: Option<Error>,
     used_since_load: bool,
-    /// The unit was loaded and matched its checksums.
+    /// Whether a load of the unit has matched its checksums.
     verified: bool,
-    /// The shortest use, in nanoseconds. The first use is not counted, because it also warms up
-    /// caches.
+    /// The duration of the shortest use, in nanoseconds. The first use does not count, because it
+    /// also warms up caches.
     fastest_use_ns: Option<u64>,
     pub(crate) stats: UnitStats,
 }
 
-/// Memory of an evicted unit that tensors may still reference.
+/// Memory of an evicted unit that leases or tensors may still reference.
 #[derive(Debug)]
 struct EvictedMemory<D: Device> {
     memory: Weak<UnitMemory<D>>,
-    /// The bytes were written to, so the memory must not be leased again.
+    /// Whether the bytes were written to. If so, the memory must not be leased again.
     modified: bool,
 }
 
@@ -117,7 +119,7 @@ pub(crate) enum Presence<D: Device> {
     Present(Arc<UnitMemory<D>>),
 }
 
-/// What an engine counts, except for the counts of single units.
+/// The counters of an engine, except for the counters of single units.
 #[derive(Debug, Default)]
 pub(crate) struct EngineCounters {
     pub(crate) passes: u64,
@@ -183,7 +185,7 @@ impl<D: Device> EngineState<D> {
         self.plan_outdated = true;
     }
 
-    /// Returns how each unit is held now. Fewer units may be resident than in the plan.
+    /// Returns the current residency of each unit. Fewer units may be resident than in the plan.
     pub(crate) fn residency(&self) -> Vec<Residency> {
         let residency = |unit: &UnitState<D>| {
             if unit.resident { Residency::Resident } else { Residency::Streamed }
@@ -191,7 +193,7 @@ impl<D: Device> EngineState<D> {
         self.units.iter().map(residency).collect()
     }
 
-    /// Reserves the slots of resident units. This comes before other allocations, so that the slots
+    /// Reserves the slots of resident units. Call this before other allocations, so that the slots
     /// are adjacent and the ring is one piece of memory.
     fn reserve_residents(&mut self, context: &EngineContext<D>) {
         for (i, unit) in self.units.iter_mut().enumerate() {
@@ -200,14 +202,14 @@ impl<D: Device> EngineState<D> {
             unit.stats.resident = unit.resident;
         }
         for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.resident) {
-            // An empty pool has room for all of them. If memory is only just being freed, the slot
-            // is allocated when the unit is loaded.
+            // An empty pool has room for all slots. If some memory is not free yet, the slot is
+            // allocated when the unit is loaded.
             unit.reserved = context.slots.allocate(context.units[i].layout.len).ok();
         }
     }
 
     /// Switches to the pending plan, unless a unit is in use, referenced or being loaded. Returns
-    /// whether it did.
+    /// whether it switched.
     pub(crate) fn apply_pending_plan(&mut self, context: &EngineContext<D>) -> bool {
         let referenced = self.units.iter_mut().any(|unit| unit.referenced_evictions() > 0);
         let busy = self.units.iter().any(|unit| match &unit.presence {
@@ -218,7 +220,7 @@ impl<D: Device> EngineState<D> {
         if referenced || busy || self.pending_plan.is_none() {
             return false;
         }
-        self.plan = self.pending_plan.take().expect("it was just checked");
+        self.plan = self.pending_plan.take().expect("the pending plan is set, as checked above");
         self.planned_order = self.passes.order().to_vec();
         self.counters.replans += 1;
         self.idle.clear();
@@ -232,7 +234,7 @@ impl<D: Device> EngineState<D> {
         true
     }
 
-    /// Returns the number of bytes read.
+    /// Returns the number of bytes that the engine has read from storage.
     pub(crate) fn read_bytes(&self) -> u64 {
         self.counters.read_bytes.iter().map(|(_, bytes)| bytes).sum()
     }
@@ -260,7 +262,7 @@ impl<D: Device> EngineState<D> {
         let take = |&id: &UnitId| {
             let unit = &mut self.units[id.index()];
             let Presence::Present(memory) = &unit.presence else {
-                unreachable!("it was just checked")
+                unreachable!("all units are present")
             };
             unit.users.push(std::thread::current().id());
             unit.used_since_load = true;
@@ -269,7 +271,7 @@ impl<D: Device> EngineState<D> {
         Some(ids.iter().map(take).collect())
     }
 
-    /// Returns the units in memory whose writes are detected.
+    /// Returns the units in memory that are watched for writes, with their memory.
     pub(crate) fn watched(&self) -> Vec<(UnitId, Arc<WatchedBuffer>)> {
         let watched = |(i, unit): (usize, &UnitState<D>)| match &unit.presence {
             Presence::Present(memory) => Some((UnitId(i as u32), Arc::clone(memory.watched()?))),
@@ -315,8 +317,8 @@ impl<D: Device> EngineState<D> {
         self.update_idle(id);
     }
 
-    /// Ends one use of a unit by `user`. A streamed unit is evicted, unless it is expected within
-    /// the visits that memory suffices for.
+    /// Ends one use of a unit by `user`. Evicts the unit if it is idle now, unless its next visit
+    /// is within the horizon.
     pub(crate) fn release(&mut self, id: UnitId, user: ThreadId, used_ns: u64) {
         let unit = &mut self.units[id.index()];
         if unit.stats.uses > 0 {
@@ -336,7 +338,8 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Records that a call waits for a unit, which is not evicted meanwhile.
+    /// Records that a call waits for a unit. Meanwhile, other calls do not evict the unit to free
+    /// memory.
     pub(crate) fn add_waiter(&mut self, id: UnitId) {
         self.units[id.index()].waiters += 1;
         self.idle.remove(&id);
@@ -349,7 +352,7 @@ impl<D: Device> EngineState<D> {
         self.update_idle(id);
     }
 
-    /// Adds a unit to the idle ones if it is idle.
+    /// Adds a unit to the set of idle units if it is idle.
     fn update_idle(&mut self, id: UnitId) {
         let unit = &self.units[id.index()];
         let present = matches!(unit.presence, Presence::Present(_));
@@ -363,7 +366,7 @@ impl<D: Device> EngineState<D> {
         if matches!(self.units[id.index()].presence, Presence::Present(_)) {
             self.evict(id);
             let unit = &mut self.units[id.index()];
-            // The unit stays resident only if its slot is free again.
+            // The unit stays resident only if there is a free slot for it.
             if unit.resident && unit.referenced_evictions() == 0 {
                 unit.reserved = context.slots.allocate(context.units[id.index()].layout.len).ok();
             }
@@ -373,7 +376,7 @@ impl<D: Device> EngineState<D> {
         self.units[id.index()].evicted.iter_mut().for_each(|evicted| evicted.modified = true);
     }
 
-    /// Evicts a unit. Its memory is freed when the last tensor in it is dropped.
+    /// Evicts a unit. Its memory is freed when the last lease or tensor in it is dropped.
     fn evict(&mut self, id: UnitId) {
         self.idle.remove(&id);
         let unit = &mut self.units[id.index()];
@@ -414,7 +417,7 @@ impl<D: Device> UnitState<D> {
         }
     }
 
-    /// Returns how many evicted copies of the unit tensors still reference.
+    /// Returns how many evicted copies of the unit are still referenced by leases or tensors.
     fn referenced_evictions(&mut self) -> usize {
         self.evicted.retain(|evicted| evicted.memory.strong_count() > 0);
         self.evicted.len()

@@ -13,25 +13,27 @@ pub struct UnitStats {
     pub name: String,
     /// Whether the unit is resident.
     pub resident: bool,
-    /// The size of its slot, in bytes.
+    /// The size of the unit's slot, in bytes.
     pub slot_bytes: usize,
-    /// The number of times it was read from storage.
+    /// The number of times that the unit was read from storage.
     pub loads: u64,
-    /// The number of bytes that these reads delivered.
+    /// The number of bytes of the unit that were read from storage, over all loads.
     pub read_bytes: u64,
-    /// The total duration of its loads, from the first request to the end, in nanoseconds.
+    /// The total duration of the unit's loads, in nanoseconds. A load lasts from the
+    /// time its reads are queued until the unit is usable or the load has failed.
     pub load_ns: u64,
-    /// The number of times it was used.
+    /// The number of leases of the unit that have ended.
     pub uses: u64,
-    /// The total time that it was leased, in nanoseconds.
+    /// The total duration of the unit's leases, in nanoseconds.
     pub use_ns: u64,
-    /// The number of uses that had to wait for it.
+    /// The number of calls that returned a lease of the unit after a wait, for this unit or for
+    /// another unit of the same call.
     pub stalls: u64,
-    /// The total time that these uses waited, in nanoseconds.
+    /// The total duration of the calls that `stalls` counts, in nanoseconds.
     pub stall_ns: u64,
 }
 
-/// The memory and the statistics of an engine.
+/// The memory use and the statistics of an engine.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct EngineStats {
@@ -43,21 +45,21 @@ pub struct EngineStats {
     pub in_use_high_water_bytes: usize,
     /// The memory that units and buffers occupy now, in bytes.
     pub in_use_bytes: usize,
-    /// The staging memory on the host, which the budget does not include, in bytes; 0 if units live
-    /// in host memory.
+    /// The size of the staging memory on the host, in bytes; 0 if units live in host memory. The
+    /// budget does not include this memory.
     pub staging_bytes: usize,
     /// The name of the I/O backend.
     pub backend: &'static str,
-    /// The backends with a higher priority that are not used, with the reasons.
+    /// The name of each backend that has a higher priority but is not available, and the reason.
     pub passed_over: Vec<(&'static str, String)>,
     /// Whether [`Engine::modified_units`](crate::Engine::modified_units) detects writes to resident
     /// units.
     pub watches_writes: bool,
     /// The number of passes that have begun.
     pub passes: u64,
-    /// The number of bytes read by each path.
+    /// The number of bytes that were read on each path from storage to memory.
     pub read_bytes: Vec<(ReadPath, u64)>,
-    /// The number of times that a unit was evicted unused.
+    /// The number of times that a unit was read and evicted without being used.
     pub wasted_loads: u64,
     /// The number of times that the engine switched to a new plan.
     pub replans: u64,
@@ -68,23 +70,24 @@ pub struct EngineStats {
 }
 
 impl EngineStats {
-    /// Returns the number of bytes read.
+    /// Returns the number of bytes that were read from storage.
     pub fn total_read_bytes(&self) -> u64 {
         self.read_bytes.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Returns the total time that uses waited for units, in nanoseconds.
+    /// Returns the total time that calls have waited for units, in nanoseconds. The time of a call
+    /// counts once for each of its units.
     pub fn stall_ns(&self) -> u64 {
         self.units.iter().map(|unit| unit.stall_ns).sum()
     }
 
-    /// Returns the number of uses that waited for a unit.
+    /// Returns how many times calls had to wait for units. Each unit of a call counts.
     pub fn stalls(&self) -> u64 {
         self.units.iter().map(|unit| unit.stalls).sum()
     }
 }
 
-/// Adds to the bytes of a path.
+/// Adds `bytes` to the count of a read path.
 pub(crate) fn add_bytes(counts: &mut Vec<(ReadPath, u64)>, path: ReadPath, bytes: u64) {
     match counts.iter_mut().find(|(p, _)| *p == path) {
         Some((_, count)) => *count += bytes,

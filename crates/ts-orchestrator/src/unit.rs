@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use ts_format::{Catalog, ChunkPart, Digest, TensorEntry};
 
-/// The alignment of tensors, in bytes, that affects rounding.
+/// The address alignment, in bytes, that can affect the rounding of results.
 ///
-/// Vector code handles the elements before the first aligned address separately. So a tensor at
-/// another address modulo 64 can give results that differ in their last bits.
+/// Vector code handles the elements before the first aligned address separately. So results can
+/// differ in their last bits if a tensor has another address modulo 64.
 pub const PHASE_ALIGN: usize = 64;
 
-/// The id of a unit: its index among the units of an engine.
+/// The id of a unit, which is its index among the units of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct UnitId(pub u32);
 
@@ -27,7 +27,7 @@ impl UnitId {
 pub struct Unit {
     /// The name, for error messages and statistics.
     pub name: String,
-    /// The tensors.
+    /// The tensors of the unit.
     pub tensors: Vec<UnitTensor>,
 }
 
@@ -49,11 +49,11 @@ pub struct UnitTensor {
 /// A tensor's address modulo [`PHASE_ALIGN`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// The address that a memory mapping of the file gives: the offset of the first byte in the
-    /// file.
+    /// The phase that a memory mapping of the file gives: the file offset of the first byte, modulo
+    /// [`PHASE_ALIGN`].
     Mapped,
-    /// A given phase, for example 0 for a tensor that the reference implementation copies, or
-    /// `data_ptr() % 64` of a live tensor.
+    /// A given phase: for example `data_ptr() % 64` of an existing PyTorch tensor, or 0 for a
+    /// tensor that PyTorch would copy to newly allocated memory.
     At(u8),
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The load of one unit: its slot is split into parts, and each part is filled by one read.
+//! The load of one unit: its slot is split into parts, and at most one read fills each part.
 
 use std::path::PathBuf;
 
@@ -44,11 +44,11 @@ pub(crate) struct QueuedRead {
 #[derive(Debug)]
 pub(crate) struct UnitLoad<D: Device> {
     pub(crate) unit: UnitId,
-    /// The slot on the device, if the unit is copied there when it is read.
+    /// The slot on the device, if the unit is copied to a device after it is read.
     pub(crate) device: Option<DeviceBuffer<D>>,
-    /// The parts of the memory that is read to.
+    /// The parts of the slot or the staging memory, in order. Some are gaps that no read fills.
     parts: Vec<Part>,
-    /// The number of parts that are being read.
+    /// The number of parts that are not filled yet.
     pending: usize,
     pub(crate) error: Option<Error>,
     pub(crate) started_ns: u64,
@@ -57,7 +57,7 @@ pub(crate) struct UnitLoad<D: Device> {
 
 #[derive(Debug)]
 struct Part {
-    /// `None` while the part is being read.
+    /// `None` while a read or a job uses the buffer.
     buffer: Option<Buffer>,
     slot_offset: usize,
     len: usize,
@@ -65,12 +65,12 @@ struct Part {
     file_offset: u64,
 }
 
-/// Returns a number that identifies a part of a load.
+/// Returns a token, which is a number that identifies a part of a load.
 fn token(load: u32, part: usize) -> u64 {
     u64::from(load) << 32 | part as u64
 }
 
-/// Returns the load and the part of a token.
+/// Returns the load and the part that a token identifies.
 pub(crate) fn split_token(token: u64) -> (u32, usize) {
     ((token >> 32) as u32, token as u32 as usize)
 }
@@ -127,11 +127,12 @@ impl<D: Device> UnitLoad<D> {
         });
     }
 
-    /// Takes a part back after its read. Returns whether it was the last pending one. `buffer` is
-    /// `None` if the system may still write to it after a timeout.
+    /// Takes a part back after its read. Returns whether it was the last pending part. `buffer` is
+    /// `None` if the buffer is lost: the system may still write to it after a timeout, or a job
+    /// panicked and dropped it.
     pub(crate) fn return_part(&mut self, part: usize, buffer: Option<Buffer>) -> bool {
         let returned = &mut self.parts[part].buffer;
-        assert!(returned.is_none(), "a part is read once");
+        assert!(returned.is_none(), "each part is returned only once");
         *returned = buffer;
         self.pending -= 1;
         self.pending == 0
@@ -194,8 +195,8 @@ impl<D: Device> UnitLoad<D> {
         add_bytes(&mut self.read_bytes, path, bytes as u64);
     }
 
-    /// Joins the parts, and returns the memory. Returns `None` if the system may still write to a
-    /// part after a timeout; the memory is then freed together with that part.
+    /// Joins the parts, and returns the memory. Returns `None` if the buffer of a part is lost. If
+    /// the system may still write to that part, the memory is freed together with it.
     pub(crate) fn join(&mut self) -> Option<Buffer> {
         let parts: Option<Vec<Buffer>> = self.parts.drain(..).map(|part| part.buffer).collect();
         let mut parts = parts?.into_iter();
@@ -213,7 +214,7 @@ fn take_front(rest: &mut Buffer, len: usize) -> Buffer {
     std::mem::replace(rest, tail)
 }
 
-/// Splits a read of a layout into requests.
+/// Splits a read of a layout into requests for the backend.
 fn requests(read: &SlotRead, sizes: RequestSizes) -> impl Iterator<Item = SlotRead> + '_ {
     // Long reads are split at aligned offsets of the file, so that no bytes are read twice.
     let lead = (read.file_offset % sizes.alignment as u64) as usize;
@@ -241,7 +242,7 @@ fn requests(read: &SlotRead, sizes: RequestSizes) -> impl Iterator<Item = SlotRe
     })
 }
 
-/// Returns the size of a bounce buffer for these layouts, or 0 if all reads are in place.
+/// Returns the size of a bounce buffer for these layouts, in bytes; 0 if all reads are in place.
 pub(crate) fn bounce_bytes<'a>(
     layouts: impl Iterator<Item = &'a SlotLayout>,
     alignment: usize,

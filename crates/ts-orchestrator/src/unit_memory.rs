@@ -18,13 +18,13 @@ use crate::event::Event;
 #[derive(Debug)]
 pub(crate) struct UnitMemory<D: Device> {
     watched: Option<Arc<WatchedBuffer>>,
-    /// `None` only while dropping.
+    /// `None` only while this value is dropped.
     bytes: Option<Bytes<D>>,
     /// Receives [`Event::Freed`].
     events: Sender<Event<D>>,
     /// The checksums of the bytes at the time of [`seal`](Self::seal).
     seal: Mutex<Option<Digest>>,
-    /// The process that loaded the unit.
+    /// The id of the process that loaded the unit.
     process: u32,
 }
 
@@ -43,7 +43,8 @@ enum Bytes<D: Device> {
 }
 
 impl<D: Device> UnitMemory<D> {
-    /// `stream_references` counts the references that streams hold after the drop.
+    /// `stream_references` counts the references that streams still have after the memory is
+    /// dropped.
     pub(crate) fn host(
         buffer: SharedBuffer,
         watched: Option<Arc<WatchedBuffer>>,
@@ -68,7 +69,7 @@ impl<D: Device> UnitMemory<D> {
     }
 
     fn bytes(&self) -> &Bytes<D> {
-        self.bytes.as_ref().expect("the bytes exist until drop")
+        self.bytes.as_ref().expect("the bytes exist until this value is dropped")
     }
 
     /// Returns the bytes if they are in host memory.
@@ -85,7 +86,7 @@ impl<D: Device> UnitMemory<D> {
                 MemoryRange::new(buffer.as_ptr().cast_mut(), buffer.len())
             }
             Bytes::Device { buffer, .. } => {
-                buffer.range().expect("the upload stream's memory is never freed as a whole")
+                buffer.range().expect("`free_for_stream` is never called for the upload stream")
             }
         }
     }
@@ -100,7 +101,8 @@ impl<D: Device> UnitMemory<D> {
         *self.seal.lock() = self.on_host().map(Digest::of);
     }
 
-    /// Returns whether the bytes are unchanged since they were sealed. Unsealed bytes are intact.
+    /// Returns whether the bytes are unchanged since they were sealed. Returns `true` for bytes
+    /// that were not sealed.
     pub(crate) fn is_intact(&self) -> bool {
         let seal = self.seal.lock();
         match (&*seal, self.on_host()) {
@@ -109,7 +111,8 @@ impl<D: Device> UnitMemory<D> {
         }
     }
 
-    /// Delays the reuse of the memory, once it is dropped, until a stream has finished its work.
+    /// Delays the reuse of the memory. After this value is dropped, the memory is not reused until
+    /// the stream has finished all work that was submitted to it before the drop.
     pub(crate) fn use_on(&self, stream: &D::Stream) -> Result<(), ts_pool::Error> {
         match self.bytes() {
             Bytes::Device { buffer, pool } => pool.record_use(buffer, stream),
@@ -129,8 +132,8 @@ impl<D: Device> Drop for UnitMemory<D> {
     /// engine.
     fn drop(&mut self) {
         if self.process != std::process::id() {
-            // In a forked child the memory is not mapped, and the locks of the pool may be held by
-            // threads that do not exist.
+            // In a forked child, the memory is not mapped. Threads that exist only in the parent
+            // process may have locked the pool during the fork.
             std::mem::forget((self.bytes.take(), self.watched.take()));
             return;
         }
@@ -139,16 +142,17 @@ impl<D: Device> Drop for UnitMemory<D> {
             for (_, stream) in streams.into_inner() {
                 let reference =
                     StreamReference::new(buffer.clone(), self.events.clone(), &stream_references);
-                // A stream that accepts no work has none left to wait for.
+                // A stream that accepts no work has no work left to wait for.
                 let _ = stream.launch_host_fn(HostFn::new(move || drop(reference)));
             }
         }
-        // Fails only if the engine is gone, which then needs no memory.
+        // Fails only if the engine is gone. It then needs no memory.
         let _ = self.events.send(Event::Freed);
     }
 }
 
-/// A reference to host memory that is dropped when a stream reaches this point.
+/// A reference to host memory. A host function on a stream drops it after the stream's earlier
+/// work.
 struct StreamReference<D: Device> {
     buffer: Option<SharedBuffer>,
     events: Sender<Event<D>>,

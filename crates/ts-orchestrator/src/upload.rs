@@ -18,7 +18,8 @@ pub(crate) struct Upload<D: Device> {
     pub(crate) slot: DeviceBuffer<D>,
 }
 
-/// A thread that copies units to a device, one at a time. Dropping it finishes submitted copies.
+/// A thread that copies units to a device, one at a time. Dropping the uploader finishes submitted
+/// copies.
 #[derive(Debug)]
 pub(crate) struct Uploader<D: Device> {
     stream: D::Stream,
@@ -38,11 +39,12 @@ impl<D: Device> Uploader<D> {
                 let copy = catch_unwind(AssertUnwindSafe(|| slot.write(0, &staging)));
                 let result = copy.unwrap_or_else(|_| {
                     let (stream, what) =
-                        (copies.id(), "copying a unit panicked: this is a bug".into());
+                        (copies.id(), "copying the unit panicked (a bug in TensorStream)".into());
                     Err(ts_streams::Error::Failed { stream, what }.into())
                 });
                 if result.is_err() {
-                    // The error is reported for this unit. Later uploads start without it.
+                    // Clears the error of the stream, so that later uploads can run. The error is
+                    // reported for this unit.
                     drop(copies.take_error());
                 }
                 drop(staging);
@@ -55,14 +57,14 @@ impl<D: Device> Uploader<D> {
         Ok(Self { stream, queue: Some(queue), thread: Some(thread) })
     }
 
-    /// Returns the stream that copies. Slots must be allocated for it, so that a copy into a slot
-    /// runs after all work that used the slot before.
+    /// Returns the stream that copies. Slots must be allocated for this stream, so that a copy into
+    /// a slot runs after all work that used the slot before.
     pub(crate) fn stream(&self) -> &D::Stream {
         &self.stream
     }
 
     pub(crate) fn submit(&self, upload: Upload<D>) {
-        let queue = self.queue.as_ref().expect("the queue exists until drop");
+        let queue = self.queue.as_ref().expect("the queue exists until the uploader is dropped");
         queue.send(upload).expect("the thread receives until the queue is dropped");
     }
 }
@@ -70,8 +72,8 @@ impl<D: Device> Uploader<D> {
 impl<D: Device> Drop for Uploader<D> {
     fn drop(&mut self) {
         self.queue = None;
-        // Work of a stream must not wait for the thread, whose copy may be queued after that work.
-        // The thread ends by itself.
+        // A host function of a stream must not wait for the thread, whose copy may be queued after
+        // that function. The thread ends on its own.
         if let Some(thread) = self.thread.take().filter(|_| check_may_block().is_ok()) {
             let _ = thread.join();
         }

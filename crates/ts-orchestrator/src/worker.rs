@@ -41,12 +41,12 @@ pub(crate) enum Job {
 pub(crate) struct TensorCheck {
     /// The index of the tensor in its unit.
     pub(crate) tensor: usize,
-    /// Where the tensor is in the slot.
+    /// The byte range of the tensor in the slot.
     pub(crate) range: Range<usize>,
     pub(crate) digest: Arc<Digest>,
 }
 
-/// Runs [`Job`]s on streams of the host. Dropping it finishes submitted jobs.
+/// Runs [`Job`]s on streams of the host. Dropping the workers finishes submitted jobs.
 #[derive(Debug)]
 pub(crate) struct Workers<D: Device> {
     streams: StreamPool<CpuDevice>,
@@ -58,8 +58,8 @@ pub(crate) struct Workers<D: Device> {
 impl<D: Device> Workers<D> {
     pub(crate) fn new(threads: usize, events: &Sender<Event<D>>) -> Result<Self, Error> {
         let new = || {
-            // A stream runs its work in order, but jobs are independent. So there is a stream per
-            // thread, for each priority.
+            // A stream runs its work in order, but jobs are independent. So each priority has one
+            // stream per thread.
             let priorities =
                 [vec![StreamPriority::High; threads], vec![StreamPriority::Normal; threads]];
             let device = CpuDevice::with_threads(threads)?;
@@ -70,7 +70,7 @@ impl<D: Device> Workers<D> {
             )
         };
         let streams =
-            new().map_err(|e| Error::System(format!("cannot start worker threads: {e}")))?;
+            new().map_err(|e| Error::System(format!("cannot create the engine's workers: {e}")))?;
         Ok(Self { streams, decoders: Arc::default(), events: events.clone() })
     }
 
@@ -85,12 +85,12 @@ impl<D: Device> Workers<D> {
             // Fails only if the engine is gone. Then the buffers return to their pool here.
             let _ = events.send(event.unwrap_or(Event::JobPanicked(panicked)));
         });
-        stream.launch_host_fn(work).expect("a job never fails its stream");
+        stream.launch_host_fn(work).expect("panics of jobs are caught, so no stream fails");
     }
 }
 
 impl Job {
-    /// Returns what to report if the job panics.
+    /// Returns the value to report if the job panics.
     fn if_panicked(&self) -> PanickedJob {
         match self {
             Job::FillPart { token, .. } => PanickedJob::FillPart(*token),
@@ -122,7 +122,7 @@ impl TensorCheck {
     }
 }
 
-/// The most memory that a [`Decoder`] uses, in bytes.
+/// The maximum memory use of a [`Decoder`], in bytes.
 pub(crate) const DECODER_BYTES: usize = Scratch::BYTES + CHUNK_LEN as usize;
 
 /// Copies or decodes bounce buffers.

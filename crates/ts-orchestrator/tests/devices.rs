@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Engines on devices: the same passes on the host and on a simulated GPU that stalls and fails.
-//! Its race detector reports memory that is reused before the work that uses it has finished.
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
+//! Tests of engines on devices. They run the same passes on the host and on a simulated GPU that
+//! stalls and fails. The race detector of the simulated GPU reports memory that is reused too
+//! early: before the work that uses it has finished.
+#![allow(clippy::unwrap_used)] // a failing test panics
 
 mod testing;
 
@@ -18,7 +19,7 @@ use ts_streams::{
 
 use testing::{KIB, Model, buffered, with_backend};
 
-/// The copies of tensors that work on streams made.
+/// Copies of tensors that were made by work on streams.
 type Copies<D> = Arc<Mutex<Vec<TensorCopy<D>>>>;
 
 struct TensorCopy<D: Device> {
@@ -31,7 +32,7 @@ struct TensorCopy<D: Device> {
 }
 
 impl<D: Device> TensorCopy<D> {
-    /// Returns whether the copy has the right bytes. Call it when all work has finished.
+    /// Returns whether the copy has the right bytes. Call this after all work has finished.
     fn is_right(&self, model: &Model) -> bool {
         let expected = model.expected(self.unit, self.tensor);
         let mut bytes = vec![0; expected.len()];
@@ -41,14 +42,14 @@ impl<D: Device> TensorCopy<D> {
     }
 }
 
-/// Makes work on a stream copy all tensors of a unit, some time later.
+/// Submits work to a stream that copies all tensors of a unit after a delay.
 fn compute<D: Device>(
     device: &D,
     stream: &D::Stream,
     lease: &Lease<D>,
     copies: &Copies<D>,
 ) -> Result<(), ts_streams::Error> {
-    // The lease may be dropped before this work has finished.
+    // Delays the copies, so that the lease may be dropped before they run.
     stream.launch_host_fn(HostFn::new(|| std::thread::sleep(Duration::from_micros(300))))?;
     for index in 0..lease.tensor_count() {
         let (unit, range) = (lease.unit().0 as usize, lease.tensor(index).range());
@@ -59,16 +60,17 @@ fn compute<D: Device>(
         let number = all.len();
         all.push(TensorCopy { unit, tensor: index, memory, done: false });
         drop(all);
-        // SAFETY: both memories stay allocated until the work has finished. The unit's memory is
-        // reused before that only if the stream was not declared with `use_on`, which the race
-        // detector reports.
+        // SAFETY: both memories stay allocated until the work has finished. `copies` owns the
+        // target, and the engine's pool keeps the source allocated. If the source is reused too
+        // early, because a test did not call `record_stream`, the copy reads wrong bytes and the
+        // race detector reports it.
         unsafe { stream.copy(to, range) }?;
         stream.launch_host_fn(HostFn::new(move || done.lock().unwrap()[number].done = true))?;
     }
     Ok(())
 }
 
-/// Runs a pass that visits units in this order, and switches to a better plan.
+/// Runs a pass that visits units in this order. Then switches to a better plan, if there is one.
 fn pass_in<D: Device>(engine: &Engine<D>, order: &[u32]) {
     let pass = engine.begin_pass();
     for &unit in order {
@@ -78,8 +80,8 @@ fn pass_in<D: Device>(engine: &Engine<D>, order: &[u32]) {
     engine.replan();
 }
 
-/// Runs passes whose leases are dropped before their work has finished. Returns how often the
-/// device or the file failed.
+/// Runs passes that drop each lease before the work that uses it has finished. Returns how often
+/// the device or the file failed.
 fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize) -> usize {
     let streams =
         [StreamPriority::Normal, StreamPriority::High].map(|p| device.create_stream(p).unwrap());
@@ -94,10 +96,10 @@ fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize
                     Err(error) => {
                         assert!(
                             matches!(error.kind(), ErrorKind::Device | ErrorKind::Storage),
-                            "only injected faults are errors: {error}"
+                            "only injected faults cause errors: {error}"
                         );
                         failures += 1;
-                        assert!(failures < 10_000, "a fault does not repeat for ever: {error}");
+                        assert!(failures < 10_000, "a fault does not repeat forever: {error}");
                     }
                 }
             };
@@ -125,7 +127,7 @@ fn config(budget_bytes: usize) -> EngineConfig {
     EngineConfig::with_budget(budget_bytes).with_request_bytes(16 * KIB)
 }
 
-/// Makes a share of the reads fail, or come short or late.
+/// Makes a share of the reads fail, return too few bytes, or end late.
 fn with_faulty_reads(config: EngineConfig, seed: u64, share: f64) -> EngineConfig {
     let decide = move |attempt: &ts_io::fault::Attempt<'_>| {
         let chance = (seed ^ attempt.number).wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -141,7 +143,7 @@ fn with_faulty_reads(config: EngineConfig, seed: u64, share: f64) -> EngineConfi
 }
 
 const SIZES: [usize; 7] = [30 * KIB, 70 * KIB, 20 * KIB, 70 * KIB + 5, 41 * KIB, 1000, 64 * KIB];
-/// Less than half of the memory of all units.
+/// Less than the memory of all units, so that some of them are streamed.
 const BUDGET: usize = 360 * KIB;
 
 #[test]
@@ -164,7 +166,7 @@ fn a_device_uses_no_more_memory_than_its_budget() {
     let on_device = device.memory().in_use_bytes;
     assert!(
         on_device <= BUDGET + engine.stats().staging_bytes,
-        "{on_device} bytes, including pinned memory"
+        "{on_device} bytes are in use, including pinned memory"
     );
     assert_eq!(passes(&model, &engine, &device, 10), 0);
     assert_eq!(
@@ -188,8 +190,8 @@ fn a_device_uses_no_more_memory_than_its_budget() {
     assert_eq!(error.kind(), ErrorKind::NeverFits);
 }
 
-/// The slots of resident units are adjacent after a new plan too, because the ring needs one piece
-/// of memory.
+/// Checks that the ring of each new plan gets one piece of memory: the slots of resident units are
+/// adjacent.
 fn new_plans_find_memory_in_one_piece<D: Device>(device: &D) {
     let model = Model::assembled(&[20, 20, 20, 140, 20, 20, 20, 60].map(|kib| kib * KIB));
     let new =
@@ -238,7 +240,7 @@ fn a_gpu_streams_units() {
 }
 
 #[test]
-fn a_stream_without_use_on_is_a_race() {
+fn a_stream_without_record_stream_is_a_race() {
     let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
     let engine =
         Engine::with_device(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
@@ -253,8 +255,8 @@ fn a_stream_without_use_on_is_a_race() {
     assert_ne!(device.races(), [], "a slot was reused while a stream read it");
 }
 
-/// Work of a stream owns the leases and drops them when it runs: possibly while the engine asks the
-/// streams for memory, or after the engine was dropped.
+/// Moves each lease into work of a stream. The work drops the lease, possibly while the engine
+/// allocates memory, or after the engine was dropped.
 fn work_drops_leases<D: Device>(device: &D) {
     let model = Model::assembled(&SIZES);
     let engine = Engine::with_device(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Streaming from real files: correct bytes within the budget.
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
+//! Tests that engines stream correct bytes from real files within the budget.
+#![allow(clippy::unwrap_used)] // a failing test panics
 
 mod testing;
 
@@ -116,7 +116,7 @@ fn a_discarded_unit_is_read_again() {
 }
 
 #[test]
-fn a_write_to_a_resident_unit_is_found() {
+fn a_write_to_a_resident_unit_is_detected() {
     let model = Model::new(&[200 * KIB; 8]);
     for budget in [700 * KIB, 4 << 20] {
         let engine = model.engine(config(budget).with_watch_writes(true)).unwrap();
@@ -136,7 +136,8 @@ fn a_write_to_a_resident_unit_is_found() {
                 .expect("some units are resident");
             let tensor = acquire_tensor(&engine, kept as u32).unwrap();
             let address = tensor.range().as_ptr();
-            // SAFETY: the address is in the tensor, and no other thread reads the tensor now.
+            // SAFETY: `tensor` keeps its 200 KiB allocated, so the address is in bounds. No
+            // reference to its bytes exists, and no other thread accesses them now.
             unsafe {
                 address.add(100 * KIB).write_volatile(!address.add(100 * KIB).read_volatile());
             };
@@ -181,7 +182,7 @@ fn a_budget_that_is_too_small_is_refused() {
 #[test]
 fn the_plan_follows_the_learned_order() {
     let model = Model::new(&[200 * KIB; 8]);
-    // Enough for the four units in use, and a slot for another.
+    // Enough for the four units in use, and a slot for another unit.
     let engine = model.engine(config(1030 * KIB)).unwrap();
     let order = [7, 5, 3, 1];
     let mut proposed = model.pass(&engine, &order);
@@ -333,7 +334,7 @@ proptest! {
     /// For random models, budgets and visits: the bytes are correct, the budget is kept, and
     /// nothing hangs.
     #[test]
-    fn random_programs_stay_right_and_within_budget(
+    fn random_programs_get_correct_bytes_within_budget(
         sizes in prop::collection::vec(1usize..120_000, 1..14),
         spare in 0usize..600_000,
         visits in prop::collection::vec((any::<prop::sample::Index>(), any::<bool>()), 0..60),

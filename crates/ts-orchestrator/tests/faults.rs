@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Damaged files and failing storage: always an error, never wrong bytes.
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
+//! Tests that damaged files and failing storage cause errors, and never wrong bytes.
+#![allow(clippy::unwrap_used)] // a failing test panics
 
 mod testing;
 
@@ -64,7 +64,7 @@ fn a_modified_file_with_its_old_time_is_an_error() {
     let engine = model.engine(config(450 * KIB).with_prefetch(Prefetch::None)).unwrap();
     model.pass(&engine, &[0, 1, 2, 3, 4, 5]);
     let before = fs::metadata(&model.path).unwrap().modified().unwrap();
-    // Longer than a tick of the file system clock.
+    // Sleeps longer than a tick of the file system clock, so that the change time differs.
     std::thread::sleep(Duration::from_millis(20));
     let file = fs::OpenOptions::new().write(true).open(&model.path).unwrap();
     std::io::Write::write_all(&mut &file, &vec![0; model.content.len()]).unwrap();
@@ -75,10 +75,10 @@ fn a_modified_file_with_its_old_time_is_an_error() {
         .chain([streamed])
         .find_map(|unit| acquire_tensor(&engine, unit as u32).err())
         .expect("the change is detected");
-    assert!(error.to_string().contains("modification time was set back"), "{error}");
+    assert!(error.to_string().contains("its ctime changed"), "{error}");
 }
 
-/// The backend `buffered`, with a count of the requests whose buffers were not returned.
+/// The backend `buffered`, which also counts the requests whose buffers were not returned.
 struct CountingProvider(Arc<AtomicUsize>);
 
 struct CountingBackend {
@@ -164,7 +164,7 @@ fn an_engine_dropped_while_reading_gets_every_buffer_back() {
 }
 
 #[test]
-fn units_and_files_that_do_not_exist_are_named() {
+fn errors_name_units_and_files_that_do_not_exist() {
     let model = Model::new(&[1000]);
     let engine = model.engine(config(64 * KIB)).unwrap();
     assert!(matches!(acquire_tensor(&engine, 7), Err(Error::NoSuchUnit { unit: 7, count: 1 })));
@@ -176,7 +176,7 @@ fn units_and_files_that_do_not_exist_are_named() {
 }
 
 #[test]
-fn a_checksum_mismatch_is_an_error_that_says_where() {
+fn a_checksum_mismatch_reports_its_location() {
     let mut model = Model::new(&[3 << 20, 40 * KIB, 40 * KIB]);
     for (i, unit) in model.units.clone().iter().enumerate() {
         let digest = Digest::of(&model.expected(i, 0));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Waiting for memory and for passes: interruptions, and threads that block each other.
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
+//! Tests of calls that wait for memory or for passes. The calls are interrupted, or their threads
+//! block each other.
+#![allow(clippy::unwrap_used)] // a failing test panics
 
 mod testing;
 
@@ -45,7 +46,7 @@ fn a_thread_that_waits_for_itself_gets_an_error() {
 }
 
 #[test]
-fn a_lease_held_while_waiting_for_a_pass_is_an_error() {
+fn a_lease_kept_while_waiting_for_a_pass_is_an_error() {
     let model = Model::new(&[200 * KIB; 2]);
     let engine = model.engine(config(210 * KIB)).unwrap();
     let (queueing, over) = (Barrier::new(2), AtomicBool::new(false));

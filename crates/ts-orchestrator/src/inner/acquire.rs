@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Waiting for units.
+//! Acquires units: starts to load them, and waits until they are in memory.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -16,17 +16,17 @@ use crate::unit_memory::UnitMemory;
 
 use super::{EngineInner, InterruptTimer, StateGuard};
 
-/// How often to look again before a lack of memory is an error.
+/// How many times a call tries again before it reports a lack of memory as an error.
 const SHORTAGE_TRIES: u32 = 3;
 
-/// The memory of each unit.
+/// The memory of each acquired unit.
 type Memory<D> = Vec<Arc<UnitMemory<D>>>;
 /// The memory of each unit, and whether the caller had to wait for it.
 type Acquired<D> = (Memory<D>, bool);
 
 impl<D: Device> EngineInner<D> {
-    /// Blocks until all units are in memory. Returns their memory, marked as used by this thread,
-    /// and the time.
+    /// Blocks until all units are in memory. Marks the units as used by this thread. Returns their
+    /// memory, and the current time in nanoseconds.
     pub(crate) fn acquire(
         &self,
         pass: Option<PassId>,
@@ -58,6 +58,8 @@ impl<D: Device> EngineInner<D> {
         Ok((memory, now_ns))
     }
 
+    /// Checks that units which are acquired together fit into memory.
+    ///
     /// # Errors
     /// Returns [`Error::NeverFits`] if several units together are larger than all slots.
     fn check_size(&self, units: &[UnitId]) -> Result<(), Error> {
@@ -76,7 +78,7 @@ impl<D: Device> EngineInner<D> {
         }))
     }
 
-    /// Waits until all units are present. Returns their memory, and whether it had to wait. Blocks.
+    /// Blocks until all units are present. Returns their memory, and whether the call had to wait.
     fn wait_for_units<'a>(
         &'a self,
         mut state: StateGuard<'a, D>,
@@ -132,8 +134,8 @@ impl<D: Device> EngineInner<D> {
                 state.waiting_for_memory.remove(&this_thread);
                 Ok(())
             }
-            // Another thread may be about to drop the last reference: look again before it is an
-            // error.
+            // Another thread may be about to drop the last reference, so the call tries again
+            // before this is an error.
             Err(Shortage::Deadlock { holders }) if *tries >= SHORTAGE_TRIES => {
                 Err(Error::Deadlock {
                     unit: self.names(&absent),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reserves memory and starts what an engine needs.
+//! Creates the state of an engine: reserves memory, and starts the I/O backend and the workers.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -23,7 +23,7 @@ use super::EngineInner;
 
 impl<D: Device> EngineInner<D> {
     /// Plans, reserves memory, and starts the backend and the workers. `device` is `None` if units
-    /// live in host memory. The events are for [`run`](Self::run).
+    /// live in host memory. The returned receiver is for [`run`](Self::run).
     pub(crate) fn new(
         device: Option<&D>,
         units: Vec<Unit>,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The beginning and the end of passes, and new plans between them.
+//! Begins and ends passes, and switches to new plans between passes.
 
 use ts_streams::Device;
 
@@ -12,9 +12,10 @@ use crate::state::EngineState;
 
 use super::{EngineInner, InterruptTimer};
 
-/// The share of a pass that a new plan must promise to save.
+/// While the current residency still fits, a new plan is used only if it is predicted to save more
+/// than this share of a pass's duration.
 const REPLAN_GAIN: f64 = 0.05;
-/// The number of passes within which a new plan must pay for reading the resident units again.
+/// The number of passes within which a new plan must save the time to read its resident units.
 const REPLAN_PASSES: f64 = 8.0;
 
 impl<D: Device> EngineInner<D> {
@@ -23,7 +24,7 @@ impl<D: Device> EngineInner<D> {
         let this_thread = std::thread::current().id();
         let mut timer = InterruptTimer::new();
         while state.passes.running() >= self.max_passes {
-            // A thread that waits here frees no memory, which other threads must take into account.
+            // A thread that waits here frees no memory. Other threads must take this into account.
             state.waiting_for_pass.insert(this_thread);
             state = self.wait(state, &mut timer, interrupt, || "another pass to end".into())?;
         }
@@ -70,7 +71,7 @@ impl<D: Device> EngineInner<D> {
         Ok(applied)
     }
 
-    /// Computes a plan from what was measured, and makes it the pending plan if it is worth
+    /// Computes a plan from the measurements, and makes it the pending plan if it is worth
     /// switching to.
     fn propose_plan(&self, state: &mut EngineState<D>) {
         let demands = state.demands(&self.context);
@@ -83,13 +84,13 @@ impl<D: Device> EngineInner<D> {
             budget_bytes: self.slot_budget,
             max_passes: self.max_passes,
             rates: self.measured_rates(state),
-            // Assumes that the streamed units will need as much memory again.
+            // Assumes that the streamed units will need as much memory as before.
             least_ring_bytes: least.max(state.streamed_high_water),
         };
         let Ok(better) = plan(&request) else { return };
         let kept = predict(&request, &state.residency());
-        // A new plan reads its resident units again, which must pay within a few passes. The arena
-        // has the size of the first plan's peak, so a larger plan cannot be used.
+        // A new plan reads its resident units again, and this must pay off within a few passes. All
+        // slots together have the size of the first plan's peak, so a larger plan cannot be used.
         let fresh_start_s = better.resident_bytes as f64 / request.rates.read_bytes_per_s;
         let pays = kept.as_ref().is_none_or(|kept| {
             let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
@@ -105,7 +106,7 @@ impl<D: Device> EngineInner<D> {
         }
     }
 
-    /// Returns the measured read bandwidth over the time in which reads were in flight, or the
+    /// Returns rates with the bandwidth that was measured while reads were in flight. Returns the
     /// configured rates if too little was measured.
     fn measured_rates(&self, state: &EngineState<D>) -> Rates {
         const SAMPLE_NS: u64 = 20_000_000;

@@ -83,7 +83,8 @@ fn a_unit_that_is_never_visited_is_streamed() {
 
 #[test]
 fn the_ring_is_small_if_storage_is_the_bottleneck() {
-    // The shape of a 1.1B model: a large embedding and head, 22 layers of 7 matrices.
+    // The sizes of a model with 1.1 billion parameters: a large embedding and head, and 22 layers
+    // of 7 matrices.
     let mut sizes = vec![131_000_000];
     for _ in 0..22 {
         sizes.extend([

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Loading units that a call waits for: what is evicted for them, and why there may be no memory.
+//! Loads the units that a call waits for, and evicts other units if memory is short.
 
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -12,14 +12,16 @@ use crate::unit::UnitId;
 
 use super::{EngineState, Presence, UnitState};
 
-/// Why there is no memory for units that a call waits for.
+/// The reason why there is no memory for units that a call waits for.
 #[derive(Debug)]
 pub(crate) enum Shortage {
-    /// Memory will be freed by loads in flight, by streams, or by threads that are not waiting.
+    /// Loads in flight, streams or other threads will free memory.
     Temporary,
-    /// Only tensors that outlived their lease occupy memory.
+    /// Tensors that outlived their lease occupy memory.
     StillReferenced { bytes: usize, holders: Vec<String> },
-    /// All threads that use units wait for memory.
+    /// All threads that use units wait for memory or for a pass, or the staging memory cannot
+    /// become free. `holders` names the streamed units in use, or describes what fills the staging
+    /// memory.
     Deadlock { holders: Vec<String> },
     /// The device failed.
     Device(ts_pool::Error),
@@ -46,7 +48,7 @@ impl<D: Device> EngineState<D> {
                     return Ok(());
                 }
                 Err(AllocationError::SlotsFull) => {}
-                // Loads in flight end in any case.
+                // Loads in flight will end, and may then free the memory.
                 Err(AllocationError::StagingFull | AllocationError::Device(_))
                     if self.is_loading() =>
                 {
@@ -54,7 +56,11 @@ impl<D: Device> EngineState<D> {
                 }
                 Err(AllocationError::StagingFull) => {
                     return Err(Shortage::Deadlock {
-                        holders: vec!["reads that timed out".into()],
+                        holders: vec![
+                            "units of this call or reads that timed out; they fill the staging \
+                             memory, so raise `staging_units`"
+                                .into(),
+                        ],
                     });
                 }
                 Err(AllocationError::Device(error)) => return Err(Shortage::Device(error)),
@@ -68,8 +74,8 @@ impl<D: Device> EngineState<D> {
             }
             match self.shortage(context, set) {
                 Shortage::Temporary => return Err(Shortage::Temporary),
-                // Nothing else will free memory, so a resident unit is evicted, and at last the
-                // present units of the set itself.
+                // Nothing else will free memory. So evicts a resident unit, or if there is none,
+                // the present units of the set itself.
                 _ if self.evict_resident(context, set) => {}
                 _ if !compacted && self.evict_set(set) => compacted = true,
                 shortage => return Err(shortage),
@@ -77,7 +83,8 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Allocates memory to load each of some absent units, or none.
+    /// Allocates memory to load all of these absent units. If this fails for one unit, allocates
+    /// nothing.
     fn allocate_all(
         &mut self,
         context: &EngineContext<D>,
@@ -100,8 +107,8 @@ impl<D: Device> EngineState<D> {
         Ok(allocated.into_iter().map(|(id, buffers, _)| (id, buffers)).collect())
     }
 
-    /// Evicts the last resident unit that no thread uses, or frees its reserved slot. Returns
-    /// whether there was one. It is the last one so that free memory stays in one piece.
+    /// Evicts a resident unit that no thread uses, or frees its reserved slot. Returns whether
+    /// there was such a unit. Takes the last such unit, so that free memory stays in one piece.
     fn evict_resident(&mut self, context: &EngineContext<D>, set: &[UnitId]) -> bool {
         let evictable = |unit: &UnitState<D>| {
             let free = match &unit.presence {
@@ -133,7 +140,7 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Evicts the present units of a set that only this call waits for, so that the whole set can
-    /// be loaded into one piece of memory. Returns whether there was one.
+    /// be loaded into one piece of memory. Returns whether it evicted any unit.
     fn evict_set(&mut self, set: &[UnitId]) -> bool {
         let mut any = false;
         for &id in set {
@@ -151,7 +158,7 @@ impl<D: Device> EngineState<D> {
         any
     }
 
-    /// Returns why there is no memory although no unit is idle.
+    /// Returns the reason why there is no memory, given that no unit is idle.
     fn shortage(&mut self, context: &EngineContext<D>, set: &[UnitId]) -> Shortage {
         let this_thread = std::thread::current().id();
         let is_waiting = |user: &ThreadId| {
@@ -159,7 +166,7 @@ impl<D: Device> EngineState<D> {
                 || self.waiting_for_memory.contains(user)
                 || self.waiting_for_pass.contains(user)
         };
-        // Another call is about to take these units, and will then release them.
+        // Another call waits for these units. It will take them soon, and release them later.
         let own_waits = |id: usize| set.iter().filter(|own| own.index() == id).count();
         let is_awaited = |(id, unit): (usize, &UnitState<D>)| {
             unit.waiters > own_waits(id)

@@ -46,7 +46,8 @@ impl<D: Device> EngineState<D> {
     /// Submits queued reads to the backend, as many as keep it busy.
     pub(super) fn submit_reads(&mut self, context: &EngineContext<D>, now_ns: u64) {
         let Some(backend) = &self.backend else { return };
-        // Twice what it works on at a time, so that it never waits until this thread is scheduled.
+        // Twice the maximum number of reads in flight, so that the backend has work until this
+        // thread is scheduled again.
         let limit = 2 * backend.capabilities().max_in_flight;
         let mut rejected = Vec::new();
         while self.in_flight < limit
@@ -64,7 +65,8 @@ impl<D: Device> EngineState<D> {
                         self.queue.push_front(read);
                         break;
                     }
-                    // The system may still write to all bounce buffers, after reads that timed out.
+                    // No bounce buffer is free, because the system may still write to all of them
+                    // after reads that timed out.
                     _ => {
                         let (path, offset) = (source.path().into(), read.offset);
                         let (len, timeout) = (read.required, context.timeout);
@@ -82,12 +84,12 @@ impl<D: Device> EngineState<D> {
                 let alignment = context.sizes.alignment;
                 let skip = (read.offset % alignment as u64) as usize;
                 let (offset, required) = (read.offset - skip as u64, skip + read.required);
-                ReadRequest::new(read.token, source, offset, required, bounce)
-            } else {
                 let mut bounce = bounce;
                 // A backend fills the memory that it is given.
                 drop(bounce.split_off(required.next_multiple_of(alignment)));
                 self.targets.insert(read.token, (read.target, skip..required, read.kind));
+                ReadRequest::new(read.token, source, offset, required, bounce)
+            } else {
                 ReadRequest::new(read.token, source, read.offset, read.required, read.target)
             };
             if self.in_flight == 0 {
@@ -100,8 +102,8 @@ impl<D: Device> EngineState<D> {
             }
         }
         for completion in rejected {
-            // The loader thread handles them later, because the state must not change in the middle
-            // of a transition.
+            // The loader thread handles the rejected reads later, because the state must not change
+            // in the middle of a transition.
             let _ = context.events.send(Event::Read(completion));
         }
     }
@@ -120,7 +122,7 @@ impl<D: Device> EngineState<D> {
         let Completion { token, mut buffers, result } = completion;
         let buffer = buffers.pop();
         let (load_id, part) = split_token(token);
-        let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
+        let load = self.loads.get_mut(&load_id).expect("a load exists until its reads have ended");
         let delivered = match result {
             Ok(transfer) => {
                 transfer.paths.iter().for_each(|&(path, bytes)| load.count(path, bytes));
@@ -147,8 +149,8 @@ impl<D: Device> EngineState<D> {
                 );
             }
             Some((target, ..)) => {
-                // Frees the bounce buffer for the next read. If the system may still write to it
-                // after a timeout, it returns to its pool later.
+                // Frees the bounce buffer for the next read. If the system may still write to the
+                // buffer after a timeout, the buffer returns to its pool later.
                 drop(buffer);
                 self.return_part(context, load_id, part, Some(target), now_ns);
             }
@@ -169,7 +171,7 @@ impl<D: Device> EngineState<D> {
         self.filling -= 1;
         let (load_id, part) = split_token(token);
         if let Some(damage) = damage {
-            let load = self.loads.get_mut(&load_id).expect("a part belongs to a load");
+            let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
             let prepared = &context.units[load.unit.index()];
             let file = load.file(part);
             let path = context.sources[file.0 as usize].path().to_path_buf();
@@ -178,7 +180,7 @@ impl<D: Device> EngineState<D> {
         self.return_part(context, load_id, part, Some(target), now_ns);
     }
 
-    /// Handles a job that panicked: its load fails.
+    /// Handles a job that panicked, by failing its load.
     pub(crate) fn on_job_panicked(
         &mut self,
         context: &EngineContext<D>,
@@ -189,10 +191,10 @@ impl<D: Device> EngineState<D> {
             PanickedJob::FillPart(token) => split_token(token).0,
             PanickedJob::Check(load) => load,
         };
-        let load = self.loads.get_mut(&load_id).expect("a job belongs to a load");
+        let load = self.loads.get_mut(&load_id).expect("a load exists until its jobs have ended");
         let unit = &context.units[load.unit.index()].unit.name;
         load.error.get_or_insert(Error::System(format!(
-            "unit `{unit}`: a worker thread panicked: this is a bug"
+            "cannot load unit `{unit}`: a worker thread panicked (a bug in TensorStream)"
         )));
         match job {
             PanickedJob::FillPart(token) => {
@@ -211,15 +213,15 @@ impl<D: Device> EngineState<D> {
         buffer: Option<Buffer>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(&load_id).expect("a read belongs to a load");
+        let load = self.loads.get_mut(&load_id).expect("a load exists until its reads have ended");
         if load.return_part(part, buffer) {
             self.on_all_read(context, load_id, now_ns);
         }
     }
 
-    /// Continues when all parts are filled: verifies the unit if necessary.
+    /// Continues a load when all its reads have ended. Verifies the unit first if necessary.
     fn on_all_read(&mut self, context: &EngineContext<D>, load_id: u32, now_ns: u64) {
-        let load = self.loads.get_mut(&load_id).expect("the load exists until it is finished");
+        let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
         let slot = load.join();
         let checks = &context.units[load.unit.index()].checks;
         let unit = &self.units[load.unit.index()];
@@ -242,7 +244,7 @@ impl<D: Device> EngineState<D> {
         mismatch: Option<ChecksumMismatch>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(&load_id).expect("a check belongs to a load");
+        let load = self.loads.get_mut(&load_id).expect("a load exists until its check has ended");
         if let Some(ChecksumMismatch { tensor, range }) = mismatch {
             let unit = &context.units[load.unit.index()].unit;
             let part = unit.tensors[tensor].entry.parts[0];
@@ -259,7 +261,7 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Copies a unit to its device if it lives there, else finishes its load. `host` is `None` if
-    /// the memory that was read to is lost.
+    /// the load has lost the memory that it read to, after a timeout or a panic.
     fn upload_or_finish(
         &mut self,
         context: &EngineContext<D>,
@@ -267,7 +269,7 @@ impl<D: Device> EngineState<D> {
         host: Option<Buffer>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(&load_id).expect("the load exists until it is finished");
+        let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
         match (host, load.device.take()) {
             (Some(staging), Some(slot)) if load.error.is_none() => {
                 context.slots.upload(load_id, staging, slot);
@@ -285,14 +287,15 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
     ) {
         let UploadResult { load: load_id, slot, result } = upload;
-        let load = self.loads.get_mut(&load_id).expect("an upload belongs to a load");
+        let load = self.loads.get_mut(&load_id).expect("a load exists until its upload has ended");
         if let Err(error) = result {
             load.error = Some(Error::device(&context.units[load.unit.index()].unit.name, error));
         }
         self.finish(context, load_id, Some(Slot::Device(slot)), now_ns);
     }
 
-    /// Ends a load. `slot` is `None` if the memory is lost, which is an error.
+    /// Ends a load. `slot` is `None` if the load has lost its memory. Such a load always has an
+    /// error.
     fn finish(
         &mut self,
         context: &EngineContext<D>,
@@ -300,7 +303,7 @@ impl<D: Device> EngineState<D> {
         slot: Option<Slot<D>>,
         now_ns: u64,
     ) {
-        let mut load = self.loads.remove(&load_id).expect("a load is finished once");
+        let mut load = self.loads.remove(&load_id).expect("a load exists until it is finished");
         let id = load.unit;
         let unit = &mut self.units[id.index()];
         for &(path, bytes) in &load.read_bytes {
@@ -315,7 +318,7 @@ impl<D: Device> EngineState<D> {
             unit.reserved = slot.filter(|_| unit.resident);
             return;
         }
-        let slot = slot.expect("a load that lost its memory failed");
+        let slot = slot.expect("a load without an error still has its slot");
         let resident = self.plan.residency[id.index()] == Residency::Resident;
         let memory = context.slots.loaded(slot, resident, context.events.clone());
         unit.presence = Presence::Present(Arc::new(memory));

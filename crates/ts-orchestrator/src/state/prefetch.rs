@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Reading ahead of the computation.
+//! Prefetches the units that are expected next.
 
 use ts_streams::Device;
 
@@ -27,7 +27,7 @@ impl<D: Device> EngineState<D> {
                         self.horizon = distance;
                         break;
                     }
-                    // There may be memory again when loads in flight have ended.
+                    // Loads in flight may free memory when they end.
                     Err(AllocationError::StagingFull | AllocationError::Device(_)) => break,
                 };
                 let reads = self.start_load(context, id, buffers, now_ns);
@@ -57,7 +57,7 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Allocates memory to load a unit, without evicting another.
+    /// Allocates memory to load a unit, without evicting another unit.
     pub(super) fn allocate(
         &mut self,
         context: &EngineContext<D>,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Models on disk and engines over them, for the tests of this crate.
-#![allow(dead_code)] // each test program uses a part
+//! Test models on disk, and engines that stream them.
+#![allow(dead_code)] // each test program uses only a part of this module
 
 use std::fs;
 use std::path::PathBuf;
@@ -30,7 +30,7 @@ impl Model {
     }
 
     /// Creates units of two tensors over the same bytes of the file: one that is read in place, and
-    /// one that is assembled of three parts in another order.
+    /// one that is assembled from three parts in another order.
     pub(crate) fn assembled(sizes: &[usize]) -> Self {
         Self::build(0, sizes, |i, begin, len| {
             let third = len / 3;
@@ -115,7 +115,7 @@ pub(crate) fn config(budget_bytes: usize) -> EngineConfig {
     EngineConfig::with_budget(budget_bytes).with_request_bytes(64 * KIB)
 }
 
-/// Makes an engine read with this backend.
+/// Returns a configuration that reads with this backend.
 pub(crate) fn with_backend(
     config: EngineConfig,
     provider: impl BackendProvider + 'static,
