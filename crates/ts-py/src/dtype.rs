@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The table of dtypes, with their names and their numbers in PyTorch and DLPack, and the class
-//! `DType`.
+//! Defines the table of dtypes, with their names and their numbers in PyTorch and DLPack, and the
+//! class `DType`.
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -15,11 +15,11 @@ const BFLOAT: u8 = 4;
 const COMPLEX: u8 = 5;
 const BOOL: u8 = 6;
 
-/// A dtype of PyTorch, and its equivalents.
+/// A dtype of PyTorch, and its equivalents in files and in DLPack.
 pub(crate) struct Row {
-    /// The name in PyTorch and, where it has the dtype, NumPy.
+    /// The name in PyTorch, which is also the name in NumPy if NumPy has the dtype.
     pub(crate) name: &'static str,
-    /// The dtype in files, if files can have it.
+    /// The dtype in checkpoints. `None` if checkpoints cannot contain it.
     pub(crate) format: Option<Dtype>,
     /// PyTorch's number (`c10::ScalarType`), also used in requests to remote machines.
     pub(crate) scalar_type: u8,
@@ -39,7 +39,8 @@ const fn row(
     Row { name, format, scalar_type, bytes, dlpack }
 }
 
-/// Every dtype of PyTorch that has whole bytes and no quantization parameters.
+/// The dtypes of PyTorch whose elements have whole bytes. The table lacks quantized dtypes, packed
+/// dtypes such as `float4_e2m1fn_x2`, and dtypes without operators, such as `bits8`.
 #[rustfmt::skip]
 pub(crate) const TABLE: [Row; 21] = [
     row("uint8", Some(Dtype::U8), 0, 1, UINT),
@@ -66,24 +67,28 @@ pub(crate) const TABLE: [Row; 21] = [
 ];
 
 impl Row {
-    /// DLPack's type code and bits.
+    /// Returns DLPack's type code, and the size of an element in bits.
     pub(crate) fn dlpack_type(&self) -> (u8, u8) {
         (self.dlpack, (self.bytes * 8) as u8)
     }
 }
 
-/// Returns the row of a dtype of files. Dtypes with elements of less than one byte have none.
+/// Returns the row of a dtype of checkpoints. `None` if its elements are smaller than a byte.
 pub(crate) fn row_of(dtype: Dtype) -> Option<&'static Row> {
     TABLE.iter().find(|row| row.format == Some(dtype))
 }
 
-/// Returns name, safetensors name, PyTorch's number and element size in bytes of each dtype.
+/// Returns, for each dtype, the name, the safetensors name (`None` if checkpoints cannot contain
+/// the dtype), PyTorch's number, and the size of an element in bytes.
 pub(crate) fn rows() -> Vec<(&'static str, Option<&'static str>, u8, u64)> {
     let row = |row: &Row| (row.name, row.format.map(Dtype::name), row.scalar_type, row.bytes);
     TABLE.iter().map(row).collect()
 }
 
-/// Parses the safetensors name of a dtype, and returns the metadata of a tensor.
+/// Returns the metadata of a tensor with this shape and the dtype of this safetensors name.
+///
+/// # Errors
+/// ValueError if the name is unknown.
 pub(crate) fn tensor_meta(dtype: &str, shape: Vec<u64>) -> PyResult<TensorMeta> {
     let known = Dtype::from_name(dtype);
     let dtype = known.ok_or_else(|| {
@@ -92,6 +97,26 @@ pub(crate) fn tensor_meta(dtype: &str, shape: Vec<u64>) -> PyResult<TensorMeta> 
         ))
     })?;
     Ok(TensorMeta { dtype, shape })
+}
+
+/// Returns the name of the dtype with this number, or None if the table lacks it.
+pub(crate) fn name_of(number: ScalarType) -> Option<&'static str> {
+    TABLE.iter().find(|row| row.scalar_type == number.0).map(|row| row.name)
+}
+
+/// Returns the error message for a dtype that [`TorchDtypes::get`] lacks. `place` is where this
+/// process runs, as the reader of the message sees it.
+pub(crate) fn missing_dtype(number: ScalarType, place: &str) -> String {
+    match name_of(number) {
+        Some(name) => format!(
+            "unsupported dtype {name}: the PyTorch of {place} lacks it; upgrade PyTorch there"
+        ),
+        None => format!(
+            "unknown dtype number {}: the tensorstream of {place} does not support it; upgrade \
+             tensorstream there",
+            number.0
+        ),
+    }
 }
 
 /// A dtype of the installed PyTorch.
@@ -104,7 +129,7 @@ pub(crate) struct TorchDtype {
 pub(crate) struct TorchDtypes(Vec<Option<TorchDtype>>);
 
 impl TorchDtypes {
-    /// Looks the dtypes up in the module `torch`.
+    /// Looks up the dtypes in the module `torch`. Skips those that this version of PyTorch lacks.
     pub(crate) fn load(torch: &Bound<'_, PyModule>) -> PyResult<Self> {
         let mut dtypes = Vec::new();
         for row in &TABLE {
@@ -119,12 +144,12 @@ impl TorchDtypes {
         Ok(Self(dtypes))
     }
 
-    /// Returns the dtype with this number, or None if PyTorch has none.
+    /// Returns the dtype with this number, or None if the installed PyTorch or the table lacks it.
     pub(crate) fn get(&self, number: ScalarType) -> Option<&TorchDtype> {
         self.0.get(usize::from(number.0))?.as_ref()
     }
 
-    /// Returns the number of a `torch.dtype`.
+    /// Returns the number of a `torch.dtype`, or None if the table lacks it.
     pub(crate) fn number(&self, object: &Bound<'_, PyAny>) -> Option<ScalarType> {
         let is = |dtype: &Option<TorchDtype>| {
             dtype.as_ref().is_some_and(|dtype| dtype.object.as_ptr() == object.as_ptr())
@@ -134,15 +159,24 @@ impl TorchDtypes {
 }
 
 /// The element type of a tensor.
+///
+/// Examples:
+///     >>> import tensorstream as ts, torch
+///     >>> ts.DType.of(torch.bfloat16)
+///     DType(bfloat16)
+///     >>> ts.DType.of("F32") == ts.DType.float32()
+///     True
+///     >>> ts.DType.float32().itemsize
+///     4
 #[pyclass(frozen, eq, hash, module = "tensorstream", name = "DType")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PyDtype(pub(crate) Dtype);
 
 impl PyDtype {
-    /// Converts a `DType`, a `torch.dtype`, a NumPy dtype, or the name of one.
+    /// Converts a `DType`, a `torch.dtype`, a NumPy dtype, or the name of one of these.
     ///
     /// # Errors
-    /// TypeError if the object is none of these.
+    /// TypeError if the object is none of these, or checkpoints cannot contain the dtype.
     pub(crate) fn extract(value: &Bound<'_, PyAny>) -> PyResult<Dtype> {
         if let Ok(dtype) = value.cast::<Self>() {
             return Ok(dtype.get().0);
@@ -155,17 +189,17 @@ impl PyDtype {
         Self::from_name(&text)
     }
 
-    /// Parses a name of PyTorch, NumPy or safetensors.
+    /// Returns the dtype with this name in PyTorch, NumPy or safetensors.
     ///
     /// # Errors
-    /// TypeError if the name is unknown.
+    /// TypeError if the name is unknown, or checkpoints cannot contain the dtype.
     pub(crate) fn from_name(text: &str) -> PyResult<Dtype> {
         let name = text.strip_prefix("torch.").unwrap_or(text);
         let known = TABLE.iter().find(|row| row.name == name).and_then(|row| row.format);
         known.or_else(|| Dtype::from_name(name)).ok_or_else(|| {
             PyTypeError::new_err(format!(
-                "invalid dtype {text:?}: expected a tensorstream.DType, torch.dtype, NumPy dtype \
-                 or a name such as \"float32\""
+                "invalid dtype {text:?}: checkpoints have no such dtype (expected one such as \
+                 torch.float32, numpy.float32 or \"float32\")"
             ))
         })
     }
@@ -183,23 +217,26 @@ macro_rules! dtypes {
                 }
             )*
 
-            /// Converts a ``DType``, a ``torch.dtype``, a NumPy dtype, or a name of PyTorch, NumPy
-            /// or safetensors.
+            /// Converts a dtype of another library, or the name of a dtype.
+            ///
+            /// Args:
+            ///     value: A ``DType``, a ``torch.dtype``, a NumPy dtype, or a name in PyTorch,
+            ///         NumPy or safetensors.
             ///
             /// Raises:
-            ///     TypeError: The value is none of these.
+            ///     TypeError: The value is none of these, or checkpoints cannot contain the dtype.
             #[staticmethod]
             fn of(value: &Bound<'_, PyAny>) -> PyResult<Self> {
                 Self::extract(value).map(Self)
             }
 
-            /// The name in PyTorch, such as "float32".
+            /// The name in PyTorch, such as "float32". The safetensors name if PyTorch has none.
             #[getter]
             pub(crate) fn name(&self) -> &'static str {
                 row_of(self.0).map_or(self.0.name(), |row| row.name)
             }
 
-            /// The size of an element in bytes; 0 if it is smaller than a byte.
+            /// The size of an element in bytes, or 0 if an element is smaller than a byte.
             #[getter]
             fn itemsize(&self) -> u32 {
                 self.0.bits() / 8

@@ -6,7 +6,7 @@ use pyo3::types::PyType;
 use tensorstream::exec::OpFailureKind;
 use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
-/// Converts an error of the facade.
+/// Converts an error of the crate `tensorstream` to a Python exception.
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     exception(py, class_name(error), &error.to_string())
 }
@@ -26,12 +26,12 @@ pub(crate) fn cross_machine_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "CrossMachineError", message)
 }
 
-/// Converts an error of a connection.
+/// Converts an error of a connection to a Python exception.
 pub(crate) fn wire_error(py: Python<'_>, error: &remote::Error) -> PyErr {
     wire_error_at(py, error, "")
 }
 
-/// Converts an error of a connection, with `place` before its message.
+/// Converts an error of a connection to a Python exception, whose message begins with `place`.
 pub(crate) fn wire_error_at(py: Python<'_>, error: &remote::Error, place: &str) -> PyErr {
     let name = match (error, error.kind()) {
         (remote::Error::Damaged { .. }, _) => "ChecksumError",
@@ -44,7 +44,21 @@ pub(crate) fn wire_error_at(py: Python<'_>, error: &remote::Error, place: &str) 
     exception(py, name, &format!("{place}{error}"))
 }
 
-/// Converts an error of a memory pool.
+/// Converts an error of [`remote::TensorInfo`] to a Python exception. The message does not mention
+/// sending, because the tensor may never be sent.
+pub(crate) fn tensor_error(py: Python<'_>, error: &remote::Error) -> PyErr {
+    match error {
+        remote::Error::Unsendable { tensor, reason } if tensor.is_empty() => {
+            configuration_error(py, &format!("invalid tensor: {reason}"))
+        }
+        remote::Error::Unsendable { tensor, reason } => {
+            configuration_error(py, &format!("invalid tensor {tensor:?}: {reason}"))
+        }
+        error => wire_error(py, error),
+    }
+}
+
+/// Converts an error of a memory pool to a Python exception.
 pub(crate) fn pool_error(py: Python<'_>, error: &pool::Error) -> PyErr {
     let name = match error.kind() {
         pool::ErrorKind::Misuse => "ConfigurationError",
@@ -53,7 +67,7 @@ pub(crate) fn pool_error(py: Python<'_>, error: &pool::Error) -> PyErr {
     exception(py, name, &error.to_string())
 }
 
-/// Creates a ConnectionTimeout: nothing happened within the caller's timeout.
+/// Creates a ConnectionTimeout: what the caller waits for did not happen within its timeout.
 pub(crate) fn timeout_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "ConnectionTimeout", message)
 }
@@ -66,12 +80,13 @@ pub(crate) fn configuration_error(py: Python<'_>, message: &str) -> PyErr {
 /// Creates a ModelError: the streamed weights `names` were written to.
 pub(crate) fn written_error(py: Python<'_>, names: &str) -> PyErr {
     let message = format!(
-        "{names} was written to in place: a streamed weight cannot be changed; restore(model) first"
+        "{names} was written to in place: a streamed weight cannot be changed; call restore(model) \
+         first"
     );
     exception(py, "ModelError", &message)
 }
 
-/// Creates an exception of a class of `tensorstream.errors`.
+/// Creates an exception whose class is `name` in `tensorstream.errors`.
 fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
     let class = py
         .import("tensorstream.errors")

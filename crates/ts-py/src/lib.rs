@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `tensorstream._native`, the extension module of the Python package.
 //!
-//! It is thin: it converts arguments, calls the facade with the GIL released, and converts results
-//! and errors.
+//! It converts arguments, calls the crate `tensorstream`, and converts results and errors. Most
+//! calls that may block release the GIL.
 
 // PyO3 extracts arguments as owned values.
 #![allow(clippy::needless_pass_by_value)]
@@ -23,7 +23,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tensorstream::{available_bytes, parse_bytes as parse};
 
-/// Parses a size such as "600MiB". Returns bytes.
+/// Returns the number of bytes that a size such as "600MiB" stands for.
 ///
 /// Raises:
 ///     ValueError: The text is not a size.
@@ -32,14 +32,21 @@ fn parse_bytes(text: &str) -> PyResult<u64> {
     parse(text).map_err(|e| PyValueError::new_err(e.to_string()))
 }
 
-/// Returns the memory that is still available within the limits of the system and of the memory
-/// cgroup, in bytes; None if unknown.
+/// Returns the memory that this process can still allocate without swapping, in bytes.
+///
+/// That is the available memory of the system, or less if a memory cgroup limits the process.
+/// Returns None if the available memory cannot be detected.
 #[pyfunction]
 fn available_memory() -> Option<u64> {
     available_bytes()
 }
 
-/// Returns the names of the I/O backends. The preferred one is first.
+/// Returns the names of the I/O backends in this build. The preferred one is first.
+///
+/// Examples:
+///     >>> import tensorstream as ts
+///     >>> next(iter(ts.backends()))
+///     'adaptive'
 #[pyfunction]
 fn backends() -> Vec<&'static str> {
     tensorstream::io::Registry::builtin().names()

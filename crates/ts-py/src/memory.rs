@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Memory of tensors that Rust and Python share.
 //!
-//! Python code can write to a tensor at any time, as in every array library. If it writes while
+//! Python code can write to a tensor at any time, as with NumPy and PyTorch. If it writes while
 //! Rust sends the tensor or receives into it, the result is a mixture of old and new bytes.
 
 use std::alloc::Layout;
@@ -29,7 +29,7 @@ pub(crate) struct Memory {
     owner: Owner,
 }
 
-/// Keeps the bytes at their address.
+/// The owner of the bytes, which keeps them at their address.
 enum Owner {
     Buffer(TensorBuffer),
     Pooled { _block: PooledBuffer<AnyDevice> },
@@ -37,22 +37,23 @@ enum Owner {
     Zeroed { _allocation: ZeroedAllocation },
 }
 
-/// Zeroed memory of the system. Its pages are allocated when they are first touched.
+/// Zeroed memory from the allocator. The pages of large allocations are mapped when they are first
+/// touched.
 struct ZeroedAllocation {
     bytes: *mut u8,
     layout: Layout,
 }
 
-/// The alignment of allocated memory, which DLPack asks for. jax copies tensors that are aligned to
-/// less than 64 bytes.
+/// The alignment of allocated memory in bytes, as DLPack requires. JAX copies tensors whose
+/// alignment is less than 64 bytes.
 const ALIGN: usize = 256;
 
 impl ZeroedAllocation {
-    /// Allocates `len` bytes and room to align them. Returns None if there is too little memory.
+    /// Allocates `len` bytes and space to align them. Returns None if there is too little memory.
     fn new(len: usize) -> Option<Self> {
-        // With a larger alignment, the allocator would write zeros instead of mapping zero pages.
+        // With the alignment `ALIGN`, the allocator would write zeros, not map zero pages.
         let layout = Layout::from_size_align(len.checked_add(ALIGN)?, 1).ok()?;
-        // SAFETY: the size is not zero, but at least `ALIGN`.
+        // SAFETY: the size is at least `ALIGN`, so it is not zero.
         let bytes = unsafe { std::alloc::alloc_zeroed(layout) };
         (!bytes.is_null()).then_some(Self { bytes, layout })
     }
@@ -60,16 +61,16 @@ impl ZeroedAllocation {
 
 impl Drop for ZeroedAllocation {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with this layout. The `Memory` that points into it is being
-        // dropped too.
+        // SAFETY: `new` allocated `bytes` with this layout. The `Memory` that points into them is
+        // being dropped too.
         unsafe { std::alloc::dealloc(self.bytes, self.layout) };
     }
 }
 
-// SAFETY: the owner keeps the bytes at their address, and they may be used on any thread. The
-// module documentation says what happens if several threads do.
+// SAFETY: the owner keeps the bytes at their address and can be dropped on any thread. The module
+// documentation describes concurrent use.
 unsafe impl Send for Memory {}
-// SAFETY: as for `Send`.
+// SAFETY: shared references only read the fields. For the bytes, the reasons for `Send` apply.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -87,20 +88,25 @@ impl Memory {
         })
     }
 
-    /// Takes the memory of a buffer. `ordinal` is the number of its GPU, if it is on one.
+    /// Takes ownership of a buffer. `ordinal` is the number of its GPU. It is ignored for a buffer
+    /// on the host.
+    ///
+    /// # Errors
+    /// Returns [`pool::Error::Stale`] if the memory on the GPU was freed with its stream.
     pub(crate) fn from_buffer(mut buffer: TensorBuffer, ordinal: i32) -> Result<Self, pool::Error> {
         let len = buffer.len();
         let (data, device) = match buffer.as_mut_slice() {
             Some(bytes) => (bytes.as_mut_ptr(), (CPU, 0)),
             None => {
-                let device = buffer.as_device().expect("it is on a device if not on the host");
+                let device =
+                    buffer.as_device().expect("a buffer that is not on the host is on a device");
                 (device.range()?.as_ptr(), (CUDA, ordinal))
             }
         };
         Ok(Self { data, len, device, read_only: false, owner: Owner::Buffer(buffer) })
     }
 
-    /// Takes the memory of a pool's block. Returns None if it is not on the host.
+    /// Takes ownership of a block of a pool. Returns None if the block is not on the host.
     pub(crate) fn from_pool(mut block: PooledBuffer<AnyDevice>) -> Option<Self> {
         let bytes = block.host_bytes_mut()?;
         let (data, len) = (bytes.as_mut_ptr(), bytes.len());
@@ -113,11 +119,11 @@ impl Memory {
         })
     }
 
-    /// Takes the memory of an imported tensor: the `len` bytes at `data`, which contain all of its
-    /// elements.
+    /// Takes ownership of an imported tensor, whose elements are in the `len` bytes at `data`.
+    /// `device` is DLPack's device type and device number.
     ///
     /// # Safety
-    /// The bytes are valid until `tensor` is dropped.
+    /// The bytes must be valid until `tensor` is dropped, and writable unless `read_only`.
     pub(crate) unsafe fn from_import(
         tensor: Imported,
         data: *mut u8,
@@ -128,15 +134,16 @@ impl Memory {
         Self { data, len, device, read_only, owner: Owner::Imported { _tensor: tensor } }
     }
 
-    /// Takes the memory of the tensor in a DLPack capsule.
+    /// Takes ownership of the tensor in a DLPack capsule.
     ///
     /// # Errors
-    /// As [`CapsuleBytes::from_capsule`].
+    /// The same as [`CapsuleBytes::from_capsule`].
     pub(crate) fn from_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Arc<Self>> {
         let bytes = CapsuleBytes::from_capsule(capsule)?;
         let read_only = bytes.is_read_only();
         let (tensor, data, len) = bytes.into_parts();
-        // SAFETY: the tensor's data is valid until its deleter runs.
+        // SAFETY: `into_parts` returns the bytes of the tensor. They are valid until the tensor is
+        // dropped, and writable unless DLPack marks them as read-only.
         Ok(Arc::new(unsafe { Self::from_import(tensor, data, len, (CPU, 0), read_only) }))
     }
 
@@ -154,12 +161,16 @@ impl Memory {
         self.read_only
     }
 
-    /// Returns the address of a byte, or of the end.
+    /// Returns the address of the byte at `offset`, or of the end of the memory.
     ///
     /// # Panics
     /// Panics if `offset` is greater than the length.
     pub(crate) fn address(&self, offset: usize) -> *mut u8 {
-        assert!(offset <= self.len, "offset {offset} is beyond {} bytes", self.len);
+        assert!(
+            offset <= self.len,
+            "offset {offset} is beyond the end of a memory of {} bytes",
+            self.len
+        );
         self.data.wrapping_add(offset)
     }
 
@@ -167,42 +178,45 @@ impl Memory {
     pub(crate) fn bytes(&self) -> Option<&[u8]> {
         match (self.device.0, self.len) {
             (CPU, 0) => Some(&[]),
-            // SAFETY: the owner keeps `len` bytes at this address. The module documentation says
-            // what happens if Python code writes to them.
+            // SAFETY: the owner keeps `len` bytes at this address. The module documentation
+            // describes what happens if Python code writes to them.
             (CPU, _) => Some(unsafe { std::slice::from_raw_parts(self.data, self.len) }),
             _ => None,
         }
     }
 
     /// Copies the bytes to the host. Blocks if they are on a GPU.
+    ///
+    /// # Errors
+    /// Returns an error if the copy from the GPU fails.
     pub(crate) fn to_host(&self) -> Result<Vec<u8>, pool::Error> {
         match (&self.owner, self.bytes()) {
             (_, Some(bytes)) => Ok(bytes.to_vec()),
             (Owner::Buffer(buffer), None) => buffer.to_host(),
-            (_, None) => unreachable!("memory of other owners is on the host"),
+            (_, None) => unreachable!("only a `TensorBuffer` can be on a GPU"),
         }
     }
 }
 
-/// Copies `len` bytes of host memory.
+/// Returns a copy of the `len` bytes of host memory at `address`.
 ///
 /// # Safety
-/// The bytes at `address` are readable and not written to during the call.
+/// The bytes must be readable, and nothing may write to them during the call.
 pub(crate) unsafe fn copy_address(address: usize, len: usize) -> Vec<u8> {
     if len == 0 {
         return Vec::new();
     }
-    // SAFETY: this function's contract.
+    // SAFETY: the caller guarantees that the bytes are readable and that nothing writes to them.
     unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(address), len) }
         .to_vec()
 }
 
-/// Host memory as a payload, which is sent without a copy.
+/// Host memory that is sent as a payload, without a copy.
 pub(crate) struct Payload(pub(crate) Arc<Memory>);
 
 impl AsRef<[u8]> for Payload {
     fn as_ref(&self) -> &[u8] {
-        self.0.bytes().expect("a payload is on the host")
+        self.0.bytes().expect("a `Payload` is created only for memory on the host")
     }
 }
 
@@ -214,8 +228,8 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// Returns a range of `memory`, or None if the range is outside, or the memory is read-only or
-    /// not on the host.
+    /// Returns the range of `len` bytes at `offset`. None if the range is not inside the memory, or
+    /// the memory is read-only or not on the host.
     pub(crate) fn new(memory: Arc<Memory>, offset: usize, len: usize) -> Option<Self> {
         let fits = offset.checked_add(len).is_some_and(|end| end <= memory.len);
         (fits && !memory.read_only && memory.device.0 == CPU).then_some(Self {
@@ -230,9 +244,14 @@ impl Target {
     /// # Panics
     /// Panics if `bytes` is longer than the range.
     pub(crate) fn put(&mut self, bytes: &[u8]) {
-        assert!(bytes.len() <= self.len, "{} bytes do not fit into {}", bytes.len(), self.len);
-        // SAFETY: `new` checked that the range is inside writable host memory, and the assertion
-        // that the bytes are inside the range. The Python caller uses them for nothing else.
+        assert!(
+            bytes.len() <= self.len,
+            "{} bytes do not fit into a range of {} bytes",
+            bytes.len(),
+            self.len
+        );
+        // SAFETY: `new` checked that the range is inside writable host memory. The assertion checks
+        // that the bytes are inside the range. The Python caller does not use them meanwhile.
         let target = unsafe {
             std::slice::from_raw_parts_mut(self.memory.data.add(self.offset), bytes.len())
         };
@@ -253,9 +272,13 @@ impl remote::Sink for Target {
 
     fn space(&mut self, offset: u64, len: usize) -> Result<&mut [u8], remote::Error> {
         let offset = offset as usize;
-        assert!(offset + len <= self.len, "{len} bytes at {offset} are beyond {}", self.len);
-        // SAFETY: `new` checked that the range is inside writable host memory, and the assertion
-        // that the bytes are inside the range. The Python caller uses them for nothing else.
+        assert!(
+            offset + len <= self.len,
+            "{len} bytes at offset {offset} exceed a range of {} bytes",
+            self.len
+        );
+        // SAFETY: `new` checked that the range is inside writable host memory. The assertion checks
+        // that the bytes are inside the range. The Python caller does not use them meanwhile.
         Ok(unsafe {
             std::slice::from_raw_parts_mut(self.memory.data.add(self.offset + offset), len)
         })
@@ -266,23 +289,23 @@ impl remote::Sink for Target {
     }
 }
 
-/// What a `Py_buffer` points to until it is released.
+/// The data that a `Py_buffer` points to until it is released.
 struct BufferExport {
     format: &'static CStr,
-    /// Shape, then strides in bytes.
+    /// The shape, followed by the strides in bytes.
     extents: Vec<isize>,
     _memory: Arc<Memory>,
 }
 
 /// Fills a `Py_buffer` for the [buffer protocol](https://docs.python.org/3/c-api/buffer.html).
 ///
-/// `offset` is that of the first element, in bytes. `strides` are in elements.
+/// `offset` is the offset of the first element in `memory`, in bytes. `strides` are in elements.
 ///
 /// # Errors
 /// BufferError if the tensor does not satisfy `flags`.
 ///
 /// # Safety
-/// The interpreter passed `view` to `__getbuffer__` of `owner`.
+/// `view` must be the structure that the interpreter passed to `__getbuffer__` of `owner`.
 pub(crate) unsafe fn fill_buffer(
     owner: Bound<'_, PyAny>,
     view: *mut ffi::Py_buffer,
@@ -292,23 +315,39 @@ pub(crate) unsafe fn fill_buffer(
     (shape, strides): (&[u64], &[i64]),
 ) -> PyResult<()> {
     let refused = |why: &str| PyBufferError::new_err(format!("cannot export a buffer: {why}"));
-    let format = format_of(dtype)
-        .ok_or_else(|| refused(&format!("the buffer protocol has no format for {dtype}")))?;
-    let bytes = memory.bytes().ok_or_else(|| refused("the tensor is on a GPU"))?;
+    let format = format_of(dtype).ok_or_else(|| {
+        refused(&format!(
+            "the buffer protocol has no format for dtype {dtype}; use DLPack or tobytes()"
+        ))
+    })?;
+    let bytes = memory.bytes().ok_or_else(|| {
+        refused("the tensor is on a GPU; use to_numpy() or tobytes(), which copy it to the host")
+    })?;
     if flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE && memory.read_only {
         return Err(refused("the tensor is read-only"));
     }
     let itemsize = dtype.bits() as isize / 8;
     let row_major = shape.contains(&0) || strides == contiguous_strides(shape);
     if !row_major && flags & ffi::PyBUF_STRIDES != ffi::PyBUF_STRIDES {
-        return Err(refused("the tensor is not contiguous"));
+        return Err(refused(
+            "the tensor is not contiguous, and the consumer does not support strides",
+        ));
     }
     for order in [ffi::PyBUF_C_CONTIGUOUS, ffi::PyBUF_F_CONTIGUOUS, ffi::PyBUF_ANY_CONTIGUOUS] {
-        // A tensor of one dimension is contiguous in both orders.
-        if flags & order == order
-            && !(row_major && (order != ffi::PyBUF_F_CONTIGUOUS || shape.len() < 2))
-        {
-            return Err(refused("the tensor is not contiguous in the requested order"));
+        if flags & order != order {
+            continue;
+        }
+        if !row_major {
+            return Err(refused(
+                "the consumer requested a contiguous buffer, but the tensor has gaps or is not \
+                 row-major",
+            ));
+        }
+        // With fewer than two dimensions, row-major and column-major order are the same.
+        if order == ffi::PyBUF_F_CONTIGUOUS && shape.len() >= 2 {
+            return Err(refused(
+                "the consumer requested column-major order, but the tensor is row-major",
+            ));
         }
     }
     let mut extents: Vec<isize> = shape.iter().map(|&n| n as isize).collect();
@@ -316,8 +355,8 @@ pub(crate) unsafe fn fill_buffer(
     let len = shape.iter().product::<u64>() as isize * itemsize;
     let first = bytes.as_ptr().wrapping_add(offset).cast_mut();
     let mut export = Box::new(BufferExport { format, extents, _memory: Arc::clone(memory) });
-    // SAFETY: the caller guarantees that `view` may be written to. The pointers stored in it are
-    // into `export`, or into the memory that `export` owns, until `release_buffer` drops it.
+    // SAFETY: `view` comes from the interpreter, so it may be written to. The pointers stored in it
+    // point into `export` or into the memory that it owns, until `release_buffer` drops `export`.
     unsafe {
         (*view).obj = owner.into_ptr();
         (*view).buf = first.cast();
@@ -342,12 +381,12 @@ pub(crate) unsafe fn fill_buffer(
     Ok(())
 }
 
-/// Releases a buffer.
+/// Frees the data that [`fill_buffer`] attached to a `Py_buffer`.
 ///
 /// # Safety
-/// [`fill_buffer`] filled `view`, and it is released only once.
+/// `view` must have been filled by [`fill_buffer`], and must be released only once.
 pub(crate) unsafe fn release_buffer(view: *mut ffi::Py_buffer) {
-    // SAFETY: `fill_buffer` stored a leaked `BufferExport` in `internal`.
+    // SAFETY: `fill_buffer` stored a leaked `BufferExport` in `internal`, which is freed only here.
     unsafe { drop(Box::from_raw((*view).internal.cast::<BufferExport>())) }
 }
 

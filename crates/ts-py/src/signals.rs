@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Blocking calls that signals interrupt.
+//! Blocking calls that signals can interrupt.
 
 use pyo3::prelude::*;
 use tensorstream::Error;
@@ -8,9 +8,11 @@ use crate::errors::to_python;
 
 /// Runs a blocking call with the GIL released.
 ///
-/// The call gets a function that checks for signals. It returns true once the handler of a signal
-/// has raised an exception; the call should then return. The exception is raised, even if the call
-/// succeeded.
+/// `call` receives a function that checks for signals. This function returns true once a signal
+/// handler has raised an exception, and `call` should then return.
+///
+/// # Errors
+/// Returns the exception of the signal handler, even if `call` succeeded, or the error of `call`.
 pub(crate) fn interruptible<T: Send, E: Into<Error> + Send>(
     py: Python<'_>,
     call: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, E> + Send,
@@ -23,7 +25,7 @@ pub(crate) fn interruptible<T: Send, E: Into<Error> + Send>(
         })
     });
     match (result, signal) {
-        // Python reports a signal only once, so it must not be lost.
+        // Python raises the exception of a signal only once, so it must not be lost.
         (_, Some(signal)) => Err(signal),
         (result, None) => result.map_err(|error| to_python(py, &error.into())),
     }

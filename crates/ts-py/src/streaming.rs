@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Streams the weights of a model: plans, the engine, and weights as PyTorch tensors.
 //!
-//! Uses and passes change only in native calls that run no bytecode. So an exception of a signal
-//! handler arrives before or after a change, never in between. Dropping a [`Use`](lease::Use) or a
-//! [`Pass`](pass::Pass) ends it.
+//! The state of uses and passes changes only in native code, in steps that run no Python bytecode.
+//! So an exception of a signal handler arrives before or after a step, never during one. Dropping a
+//! [`Use`](lease::Use) or a [`Pass`](pass::Pass) ends it.
 
 mod engine;
 mod inner;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors, buffers and what describes them, as Python classes.
+//! The Python classes of tensors, their buffers and metadata, pools and GPUs.
 
 mod buffer;
 mod gpu_status;

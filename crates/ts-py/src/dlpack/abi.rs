@@ -12,7 +12,8 @@ pub(super) const UNVERSIONED: &CStr = c"dltensor";
 pub(super) const UNVERSIONED_USED: &CStr = c"used_dltensor";
 pub(super) const VERSIONED: &CStr = c"dltensor_versioned";
 pub(super) const VERSIONED_USED: &CStr = c"used_dltensor_versioned";
-/// The version of exported tensors. Imported tensors must have the same major version.
+/// The version of exported versioned structures. Imported versioned structures must have the same
+/// major version.
 pub(crate) const VERSION: (u32, u32) = (1, 1);
 
 /// DLPack's device types.
@@ -21,7 +22,7 @@ pub(crate) const CUDA: i32 = 2;
 pub(super) const CUDA_HOST: i32 = 3;
 pub(super) const EXTENSION: i32 = 12;
 
-/// Type codes from this one on exist in versioned structures only.
+/// The first of the type codes that exist in versioned structures only.
 const FIRST_VERSIONED_CODE: u8 = 7;
 
 /// Flags of versioned structures.
@@ -80,7 +81,7 @@ pub(super) fn unversioned_type(dtype: Dtype) -> Option<DataType> {
     versioned_type(dtype).filter(|data_type| data_type.code < FIRST_VERSIONED_CODE)
 }
 
-/// Returns the data type in versioned structures, or None if DLPack has no code for it.
+/// Returns the data type in versioned structures, or None if elements are smaller than a byte.
 pub(super) fn versioned_type(dtype: Dtype) -> Option<DataType> {
     let (code, bits) = row_of(dtype)?.dlpack_type();
     Some(DataType { code, bits, lanes: 1 })

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors as capsules for other libraries.
+//! Exports tensors as DLPack capsules to other libraries.
 
 use std::any::Any;
 use std::ffi::{CStr, c_void};
@@ -25,27 +25,29 @@ pub(crate) struct Exported {
     pub(crate) device: (i32, i32),
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<i64>,
-    /// In elements.
+    /// The step along each dimension, in elements.
     pub(crate) strides: Vec<i64>,
     pub(crate) read_only: bool,
     /// Whether the memory is a copy made for the consumer.
     pub(crate) copied: bool,
-    /// The owner of the memory. The consumer's deleter drops it, on any thread, with or without
-    /// the GIL.
+    /// The owner of the memory. It is dropped when the consumer calls the deleter, on any thread,
+    /// with or without the GIL. Without a consumer, it is dropped with the capsule.
     pub(crate) owner: Box<dyn Any + Send>,
 }
 
-/// The heap allocation of an exported tensor, which its `context` points to.
+/// The heap allocation that the `context` of an exported tensor points to.
 struct ExportBox<M> {
     managed: M,
-    /// Shape, then strides.
+    /// The shape, followed by the strides.
     extents: Vec<i64>,
     _owner: Box<dyn Any + Send>,
 }
 
-/// Creates an unversioned capsule over `bytes`, which stay alive until the consumer's deleter runs.
+/// Creates an unversioned capsule over `bytes`, which stay alive until the consumer calls the
+/// deleter, or until the capsule is freed without a consumer.
 ///
-/// If the unversioned structure has no code for the dtype, the capsule has one dimension of bytes.
+/// If the unversioned structure has no code for the dtype, the capsule contains a one-dimensional
+/// tensor of bytes.
 pub(crate) fn tensor_capsule<'py>(
     py: Python<'py>,
     bytes: TensorBytes,
@@ -89,7 +91,7 @@ pub(crate) fn unversioned_capsule<'py>(
 /// Creates a capsule of the versioned structure, which can mark a tensor as read-only.
 ///
 /// # Errors
-/// BufferError if DLPack has no code for the dtype.
+/// BufferError if the elements are smaller than a byte.
 pub(crate) fn versioned_capsule<'py>(
     py: Python<'py>,
     exported: Exported,
@@ -110,8 +112,9 @@ pub(crate) fn versioned_capsule<'py>(
 
 /// Creates a capsule of a tensor on a device that is unknown to DLPack.
 ///
-/// `address` is only a number: no code may dereference it. `code` and `bits` are DLPack's data
-/// type. `owner` is dropped together with PyTorch's storage.
+/// `address` is only a number: no code may dereference it. `ordinal` is the number of the device.
+/// `code` and `bits` are DLPack's data type. `owner` is dropped when PyTorch frees the storage, or
+/// with the capsule if PyTorch has not consumed it.
 pub(crate) fn extension<'py>(
     py: Python<'py>,
     (address, ordinal): (u64, u32),
@@ -123,7 +126,7 @@ pub(crate) fn extension<'py>(
     let exported = Exported {
         data: std::ptr::without_provenance_mut(address as usize),
         device: (EXTENSION, ordinal as i32),
-        // Ignored: `code` and `bits` say the type.
+        // Ignored, because `code` and `bits` give the data type.
         dtype: Dtype::U8,
         shape,
         strides,
@@ -140,12 +143,14 @@ pub(crate) fn extension<'py>(
 }
 
 fn no_code(dtype: Dtype) -> PyErr {
-    PyBufferError::new_err(format!(
-        "cannot export {dtype} through DLPack: the requested version has no type code for it"
-    ))
+    let why = match versioned_type(dtype) {
+        Some(_) => "versions before 1.0 have no type code for it; request max_version=(1, 0)",
+        None => "its elements are smaller than a byte; use tobytes()",
+    };
+    PyBufferError::new_err(format!("cannot export dtype {dtype} through DLPack: {why}"))
 }
 
-/// A managed tensor of either version.
+/// The unversioned or the versioned structure of a managed tensor.
 trait Managed {
     fn context(&self) -> *mut c_void;
 }
@@ -162,7 +167,7 @@ impl Managed for ManagedTensorVersioned {
     }
 }
 
-/// Allocates a managed tensor together with everything that it points to.
+/// Allocates a managed tensor together with its shape, strides and owner. [`delete`] frees them.
 fn export<M>(
     exported: Exported,
     dtype: DataType,
@@ -176,10 +181,10 @@ fn export<M>(
     let tensor = Tensor {
         data,
         device: Device { kind: device.0, ordinal: device.1 },
-        ndim: i32::try_from(ndim).expect("a rank fits into 32 bits"),
+        ndim: i32::try_from(ndim).expect("the number of dimensions fits into 32 bits"),
         dtype,
         shape: extents.as_mut_ptr(),
-        // SAFETY: `extents` has `ndim` sizes followed by `ndim` strides.
+        // SAFETY: `extents` has `2 * ndim` entries, so `ndim` is not beyond its end.
         strides: unsafe { extents.as_mut_ptr().add(ndim) },
         byte_offset: 0,
     };
@@ -199,11 +204,11 @@ fn export<M>(
     }
 }
 
-/// Creates the capsule, or deletes `managed` on failure.
+/// Creates a capsule that owns `managed`. Deletes `managed` on failure.
 ///
 /// # Safety
-/// `managed` was made by [`export`] and has no other user. A capsule of this `name` points to an
-/// `M`, and `destructor` is the one for this `name`.
+/// `managed` must come from [`export`], and nothing else may use it. `name` must be the capsule
+/// name of the structure `M`, and `destructor` the destructor for that name.
 unsafe fn new_capsule<'py, M: Managed>(
     py: Python<'py>,
     managed: *mut M,
@@ -222,22 +227,24 @@ unsafe fn new_capsule<'py, M: Managed>(
     }
 }
 
-/// The deleter of the DLPack protocol.
+/// Frees an exported tensor, as the deleter of the DLPack protocol.
 ///
 /// # Safety
-/// `managed` was made by [`export`], and neither it nor its data is used afterwards.
+/// `managed` must come from [`export`]. Neither it nor its data may be used afterwards.
 unsafe extern "C" fn delete<M: Managed>(managed: *mut M) {
-    // SAFETY: `context` is the box that `export` leaked. The caller deletes it only once.
+    // SAFETY: `context` points to the box that `export` leaked. The caller guarantees that the
+    // tensor is not used afterwards, so the box is freed only once.
     unsafe { drop(Box::from_raw((*managed).context().cast::<ExportBox<M>>())) }
 }
 
-/// Destructor of unversioned capsules. Does nothing if a consumer has taken the tensor.
+/// Destroys an unversioned capsule. Does nothing if a consumer has taken the tensor.
 ///
 /// # Safety
-/// Called by the interpreter with a capsule made by [`unversioned_capsule`] or [`extension`].
+/// `capsule` must come from [`unversioned_capsule`] or [`extension`]. Only the interpreter may
+/// call this function, when it frees the capsule.
 unsafe extern "C" fn drop_unconsumed(capsule: *mut ffi::PyObject) {
-    // SAFETY: `capsule` is alive. While it has its first name it points to a `ManagedTensor` that
-    // no consumer has taken.
+    // SAFETY: `capsule` is alive. While its name is `UNVERSIONED`, it points to a `ManagedTensor`
+    // that no consumer has taken.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, UNVERSIONED.as_ptr()) == 1 {
             let managed = ffi::PyCapsule_GetPointer(capsule, UNVERSIONED.as_ptr());
@@ -246,12 +253,13 @@ unsafe extern "C" fn drop_unconsumed(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// Destructor of versioned capsules. Does nothing if a consumer has taken the tensor.
+/// Destroys a versioned capsule. Does nothing if a consumer has taken the tensor.
 ///
 /// # Safety
-/// Called by the interpreter with a capsule made by [`versioned_capsule`].
+/// `capsule` must come from [`versioned_capsule`]. Only the interpreter may call this function,
+/// when it frees the capsule.
 unsafe extern "C" fn drop_unconsumed_versioned(capsule: *mut ffi::PyObject) {
-    // SAFETY: `capsule` is alive. While it has its first name it points to a
+    // SAFETY: `capsule` is alive. While its name is `VERSIONED`, it points to a
     // `ManagedTensorVersioned` that no consumer has taken.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, VERSIONED.as_ptr()) == 1 {

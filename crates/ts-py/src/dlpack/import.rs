@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors of other libraries, taken from their capsules.
+//! Imports tensors of other libraries from DLPack capsules.
 
 use std::ffi::{CStr, c_void};
 
@@ -13,8 +13,9 @@ use super::abi::{
     CPU, CUDA_HOST, DataType, ManagedTensor, ManagedTensorVersioned, READ_ONLY, Tensor,
     UNVERSIONED, UNVERSIONED_USED, VERSION, VERSIONED, VERSIONED_USED, versioned_type,
 };
+use crate::dtype::{Row, TABLE};
 
-/// A tensor of another library. Dropping it runs the deleter of that library.
+/// A tensor of another library. Dropping it calls the deleter of that library.
 pub(crate) struct Imported {
     managed: ManagedPtr,
 }
@@ -29,15 +30,16 @@ unsafe impl Send for Imported {}
 // SAFETY: shared references only read the structure, which the producer does not change.
 unsafe impl Sync for Imported {}
 
-/// The description of an imported tensor.
+/// The memory, dtype and shape of an imported tensor.
 pub(crate) struct Layout {
-    /// The address of the first element. May be null if there are no elements.
+    /// The address of the first element. May be null if the tensor has no elements.
     pub(crate) data: *mut u8,
     /// DLPack's device type and device number.
     pub(crate) device: (i32, i32),
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<u64>,
-    /// In elements; None if row-major without gaps.
+    /// The step along each dimension, in elements. None for the strides of a row-major tensor
+    /// without gaps.
     pub(crate) strides: Option<Vec<i64>>,
     pub(crate) read_only: bool,
 }
@@ -53,31 +55,34 @@ impl Imported {
             return Ok(Self { managed: ManagedPtr::Unversioned(managed.cast()) });
         }
         let Some(managed) = consume(capsule, VERSIONED, VERSIONED_USED) else {
-            return Err(PyTypeError::new_err(
-                "invalid tensor: expected an object that supports DLPack, or a DLPack capsule that \
-                 has not been consumed",
-            ));
+            return Err(PyTypeError::new_err(format!(
+                "cannot import an object of type {}: expected an object with `__dlpack__`, or a \
+                 DLPack capsule that has not been consumed",
+                capsule.get_type().name()?
+            )));
         };
         let managed = managed.cast::<ManagedTensorVersioned>();
         let this = Self { managed: ManagedPtr::Versioned(managed) };
-        // SAFETY: all versions of the structure begin with the version number.
+        // SAFETY: a capsule with this name points to a versioned structure. All of its versions
+        // begin with the version number.
         let major = unsafe { (*managed).major };
         if major == VERSION.0 {
             return Ok(this);
         }
         Err(PyBufferError::new_err(format!(
-            "unsupported DLPack version {major} (expected {})",
+            "cannot import a DLPack tensor: unsupported version {major}.x (expected {}.x)",
             VERSION.0
         )))
     }
 
-    /// Returns the description of the tensor.
+    /// Returns the memory, dtype and shape of the tensor.
     ///
     /// # Errors
     /// BufferError if the shape is invalid or the dtype is not supported.
     pub(crate) fn layout(&self) -> PyResult<Layout> {
-        let refused = |what: String| PyBufferError::new_err(format!("DLPack tensor: {what}"));
-        // SAFETY: the structure is alive until `self` is dropped, and is not written to.
+        let refused =
+            |what: String| PyBufferError::new_err(format!("cannot import a DLPack tensor: {what}"));
+        // SAFETY: the structure is alive until `self` is dropped, and nothing writes to it.
         let (tensor, flags) = unsafe {
             match self.managed {
                 ManagedPtr::Unversioned(managed) => (&(*managed).tensor, 0),
@@ -85,16 +90,24 @@ impl Imported {
             }
         };
         let Tensor { data, device, ndim, dtype, shape, strides, byte_offset } = tensor;
-        let ndim = usize::try_from(*ndim)
-            .map_err(|_| refused(format!("invalid dimension count {ndim}")))?;
+        let ndim = usize::try_from(*ndim).map_err(|_| {
+            refused(format!("invalid number of dimensions {ndim}: expected 0 or more"))
+        })?;
         let DataType { code, bits, lanes } = *dtype;
         let known = Dtype::ALL.iter().copied().find(|&known| {
             versioned_type(known).is_some_and(|t| (t.code, t.bits, t.lanes) == (code, bits, lanes))
         });
         let dtype = known.ok_or_else(|| {
-            refused(format!("unsupported dtype (code {code}, {bits} bits, {lanes} lanes)"))
+            let same = |row: &&Row| lanes == 1 && row.dlpack_type() == (code, bits);
+            refused(match TABLE.iter().find(same) {
+                Some(row) => format!("unsupported dtype {}", row.name),
+                None => format!(
+                    "unsupported dtype (DLPack type code {code}, {bits} bits, {lanes} lanes)"
+                ),
+            })
         })?;
-        // SAFETY: `shape` has `ndim` entries, and so has `strides` unless it is null.
+        // SAFETY: DLPack requires that `shape` has `ndim` entries, and that `strides` is null or
+        // has `ndim` entries too.
         let (shape, strides) = unsafe {
             let list = |from: *const i64| match ndim {
                 0 => Vec::new(),
@@ -102,8 +115,11 @@ impl Imported {
             };
             (list(*shape), (!strides.is_null()).then(|| list(*strides)))
         };
-        let size =
-            |&n: &i64| u64::try_from(n).map_err(|_| refused(format!("invalid dimension size {n}")));
+        let size = |&n: &i64| {
+            u64::try_from(n).map_err(|_| {
+                refused(format!("invalid size {n} of a dimension: expected 0 or more"))
+            })
+        };
         let shape = shape.iter().map(size).collect::<PyResult<Vec<u64>>>()?;
         let strides = strides.filter(|strides| *strides != contiguous_strides(&shape));
         let device =
@@ -115,7 +131,8 @@ impl Imported {
 
 impl Drop for Imported {
     fn drop(&mut self) {
-        // SAFETY: `self` owns the structure, and nothing borrows from it any more.
+        // SAFETY: `self` owns the structure, and nothing borrows from it any more. The deleter is
+        // called only here.
         unsafe {
             match self.managed {
                 ManagedPtr::Unversioned(managed) => {
@@ -133,15 +150,15 @@ impl Drop for Imported {
     }
 }
 
-/// Takes the pointer out of a capsule of this name, and marks the capsule as consumed. Returns None
-/// if the object is not such a capsule.
+/// Takes the pointer out of a capsule of this name, and renames the capsule to `used`. Returns None
+/// if the object is not a capsule of this name.
 fn consume(
     capsule: &Bound<'_, PyAny>,
     name: &'static CStr,
     used: &'static CStr,
 ) -> Option<*mut c_void> {
-    // SAFETY: the pointer is read under the name that the capsule has. Renaming the capsule and
-    // removing its destructor transfers the ownership, as the protocol demands.
+    // SAFETY: the object is a capsule with this name, which the first call checks. Renaming the
+    // capsule and removing its destructor transfers the ownership, as DLPack requires.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule.as_ptr(), name.as_ptr()) != 1 {
             return None;
@@ -161,7 +178,7 @@ pub(crate) struct CapsuleBytes {
     read_only: bool,
 }
 
-// SAFETY: the pointer is into memory that `imported` owns.
+// SAFETY: `data` points into memory that `imported` owns, and `imported` is `Send`.
 unsafe impl Send for CapsuleBytes {}
 
 impl CapsuleBytes {
@@ -169,13 +186,13 @@ impl CapsuleBytes {
     ///
     /// # Errors
     /// TypeError if the object is not an unconsumed capsule of a contiguous tensor on the host;
-    /// BufferError as [`Imported::layout`].
+    /// BufferError if the DLPack version, the shape or the dtype is not supported.
     pub(crate) fn from_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Self> {
         let imported = Imported::from_capsule(capsule)?;
         let Layout { data, device, dtype, shape, strides, read_only } = imported.layout()?;
         let len = dtype.byte_len(&shape).and_then(|len| usize::try_from(len).ok());
-        // Any stride of a dimension with one element is contiguous.
-        let is_contiguous = strides.is_none_or(|strides| {
+        // The stride of a dimension with one element does not matter.
+        let is_contiguous = strides.as_ref().is_none_or(|strides| {
             let expected = contiguous_strides(&shape);
             len == Some(0) || (0..shape.len()).all(|i| shape[i] == 1 || strides[i] == expected[i])
         });
@@ -183,9 +200,15 @@ impl CapsuleBytes {
             Some(len) if is_contiguous && device.0 == CPU => {
                 Ok(Self { imported, data, len, read_only })
             }
-            _ => Err(PyTypeError::new_err(
-                "invalid DLPack capsule: expected a contiguous tensor in host memory",
-            )),
+            _ if device.0 != CPU => Err(PyTypeError::new_err(format!(
+                "invalid DLPack capsule: expected a tensor in host memory, got one on DLPack \
+                 device {device:?}"
+            ))),
+            _ => Err(PyTypeError::new_err(format!(
+                "invalid DLPack capsule: expected a contiguous tensor, got one of shape {shape:?} \
+                 and strides {:?}",
+                strides.unwrap_or_else(|| contiguous_strides(&shape))
+            ))),
         }
     }
 
@@ -193,22 +216,22 @@ impl CapsuleBytes {
         self.read_only
     }
 
-    /// Returns the tensor, and the address and number of its bytes.
+    /// Returns the tensor, the address of its bytes, and their number.
     pub(crate) fn into_parts(self) -> (Imported, *mut u8, usize) {
         (self.imported, self.data, self.len)
     }
 
-    /// Returns the bytes. The Python caller must not write to them in the meantime.
+    /// Returns the bytes. Python code must not write to them while they are borrowed.
     pub(crate) fn bytes(&self) -> &[u8] {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: the data of a DLPack tensor is valid for its shape until its deleter runs, which
-        // is when `self` is dropped.
+        // SAFETY: the data of a DLPack tensor is valid for its shape until its deleter is called,
+        // which happens when `self` is dropped.
         unsafe { std::slice::from_raw_parts(self.data, self.len) }
     }
 
-    /// Returns the bytes for writing. The Python caller must not use them in the meantime.
+    /// Returns the bytes for writing. Python code must not use them while they are borrowed.
     ///
     /// # Errors
     /// BufferError if the tensor is read-only.
@@ -219,7 +242,7 @@ impl CapsuleBytes {
         if self.len == 0 {
             return Ok(&mut []);
         }
-        // SAFETY: as in `bytes`. The memory is writable, and `self` is borrowed mutably.
+        // SAFETY: the data is valid, as in `bytes`. It is writable, and `self` is borrowed mutably.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.data, self.len) })
     }
 }

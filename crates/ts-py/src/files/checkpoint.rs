@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The class `Checkpoint`: an open checkpoint, and reading its tensors.
+//! The class `Checkpoint`, which reads the tensors of an open checkpoint.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use crate::dlpack::{CapsuleBytes, tensor_capsule};
 use crate::dtype::tensor_meta;
 use crate::errors::to_python;
 
-/// A range of bytes: file, offset, length.
+/// A range of bytes in a checkpoint: the number of the file, the offset, and the length in bytes.
 pub(crate) type Part = (u32, u64, u64);
 
 /// A loaded tensor: name, safetensors dtype name, shape, DLPack capsule.
@@ -30,7 +30,11 @@ pub(crate) struct Checkpoint {
 
 #[pymethods]
 impl Checkpoint {
-    /// Opens a checkpoint and reads its headers.
+    /// Opens a checkpoint and reads its headers. Blocks.
+    ///
+    /// Args:
+    ///     path: A file, a directory or a URL.
+    ///     lenient: Whether to accept every file that the safetensors library accepts.
     #[new]
     #[pyo3(signature = (path, lenient=false))]
     fn new(py: Python<'_>, path: PathBuf, lenient: bool) -> PyResult<Self> {
@@ -42,17 +46,18 @@ impl Checkpoint {
         Ok(Self { inner })
     }
 
-    /// Opens a file that is in memory. The checkpoint keeps a reference to the bytes.
+    /// Opens a .ts or .safetensors file that is in memory. The checkpoint keeps a reference to the
+    /// bytes.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: PyBackedBytes) -> PyResult<Self> {
         let inner = py.detach(|| tensorstream::Checkpoint::from_bytes("bytes", data));
         Ok(Self { inner: inner.map_err(|e| to_python(py, &e))? })
     }
 
-    /// Merges two checkpoints.
+    /// Returns a checkpoint with the tensors of this one and of ``other``.
     ///
-    /// Tensors of ``other`` replace those of the same name, and its files come after the files of
-    /// this checkpoint.
+    /// Tensors of ``other`` replace those of the same name. The files of ``other`` come after the
+    /// files of this checkpoint.
     fn overlaid(&self, py: Python<'_>, other: &Self) -> PyResult<Self> {
         let inner = self.inner.clone().merge(other.inner.clone()).map_err(|e| to_python(py, &e))?;
         Ok(Self { inner })
@@ -63,8 +68,9 @@ impl Checkpoint {
         self.inner.catalog().tensors().map(|tensor| tensor.name()).collect()
     }
 
-    /// Returns the safetensors dtype name, the shape and the parts of a tensor. A part is a file,
-    /// an offset and a length in bytes.
+    /// Returns the safetensors dtype name, the shape and the parts of a tensor.
+    ///
+    /// A part is the number of a file, an offset and a length in bytes.
     fn entry(&self, py: Python<'_>, name: &str) -> PyResult<(&'static str, Vec<u64>, Vec<Part>)> {
         let tensor = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
         let range = tensor.range();
@@ -72,10 +78,11 @@ impl Checkpoint {
         Ok((tensor.dtype().name(), tensor.shape().to_vec(), parts))
     }
 
-    /// Reads parts one after the other. Blocks.
+    /// Reads parts into memory. There, each part directly follows the part before it. Blocks.
     ///
     /// Args:
-    ///     target: A DLPack capsule of as many bytes as the parts have.
+    ///     parts: The number of a file, an offset and a length in bytes, for each part.
+    ///     target: A DLPack capsule of writable memory with the total length of the parts.
     fn read_into(
         &self,
         py: Python<'_>,
@@ -87,23 +94,27 @@ impl Checkpoint {
         let ranges = ranges(&parts);
         let files = self.inner.sources().len();
         if let Some(range) = ranges.iter().find(|range| range.file.0 as usize >= files) {
-            return Err(no_file(range.file.0 as usize));
+            return Err(no_file(range.file.0 as usize, files));
         }
         let total = ranges.iter().try_fold(0u64, |sum, range| sum.checked_add(range.len));
         if total != Some(bytes.len() as u64) {
+            let total = total.map_or_else(|| "2^64 or more".into(), |total| total.to_string());
             return Err(PyValueError::new_err(format!(
-                "cannot read the parts: the target has {} bytes, which is not their total length",
+                "cannot read {} parts: the target has the wrong size (expected {total} bytes, got \
+                 {})",
+                parts.len(),
                 bytes.len()
             )));
         }
         py.detach(|| self.inner.read(&ranges, bytes)).map_err(|e| to_python(py, &e))
     }
 
-    /// Reads a block of a tensor. Blocks.
+    /// Reads a block of a tensor into memory. Blocks.
     ///
     /// Args:
-    ///     block: The begin and the end of the range of each dimension.
-    ///     target: A DLPack capsule of as many bytes as the block has.
+    ///     name: The name of the tensor.
+    ///     block: The first index and the end index of each dimension.
+    ///     target: A DLPack capsule of writable memory with the length of the block.
     fn read_block(
         &self,
         py: Python<'_>,
@@ -117,10 +128,15 @@ impl Checkpoint {
         let shape: Vec<u64> = block.iter().map(|(begin, end)| end.saturating_sub(*begin)).collect();
         let expected = tensor.dtype().byte_len(&shape);
         if expected != Some(bytes.len() as u64) {
+            let why = match expected {
+                Some(expected) => format!(
+                    "the target has the wrong size (expected {expected} bytes, got {})",
+                    bytes.len()
+                ),
+                None => "expected a whole number of bytes below 2^61".into(),
+            };
             return Err(PyValueError::new_err(format!(
-                "cannot read a block of shape {shape:?} of tensor `{name}`: the target has {} \
-                 bytes, which is not the size of the block",
-                bytes.len()
+                "cannot read a block of shape {shape:?} of tensor `{name}`: {why}"
             )));
         }
         let block: Vec<_> = block.into_iter().map(|(begin, end)| begin..end).collect();
@@ -128,6 +144,9 @@ impl Checkpoint {
     }
 
     /// Reads all tensors. Blocks, and shows a progress bar.
+    ///
+    /// Args:
+    ///     verify: Whether to compare the bytes with their checksums.
     ///
     /// Returns:
     ///     Name, safetensors dtype name, shape and DLPack capsule of each tensor.
@@ -140,8 +159,9 @@ impl Checkpoint {
     /// Reads tensors into existing memory. Blocks, and shows a progress bar.
     ///
     /// Args:
-    ///     targets: The name of each tensor, and a DLPack capsule of as many bytes. Targets must
-    ///         not overlap.
+    ///     targets: The name of each tensor, and a DLPack capsule of writable memory with the
+    ///         length of the tensor. Targets must not overlap.
+    ///     verify: Whether to compare the bytes with their checksums.
     fn load_into(
         &self,
         py: Python<'_>,
@@ -164,7 +184,9 @@ impl Checkpoint {
     /// progress bar.
     ///
     /// Args:
+    ///     verify: Whether to compare the bytes with their checksums.
     ///     budget: The maximum memory of tensors that were read and are still referenced, in bytes.
+    ///         If it is too small, the smallest budget that works is used.
     ///     take: Called with name, safetensors dtype name, shape and DLPack capsule.
     fn load_each(
         &self,
@@ -188,22 +210,30 @@ impl Checkpoint {
         failure.map_or(done, Err)
     }
 
-    /// Returns the names of all tensors, sorted by offset in the files.
+    /// Returns the names of all tensors, sorted by file and offset.
     fn names_by_place(&self) -> Vec<&str> {
         self.inner.catalog().tensors_by_offset().iter().map(Tensor::name).collect()
     }
 
-    /// Returns whether a file is read over the network.
+    /// Returns whether the file with this number is read over the network.
     fn is_remote(&self, file: usize) -> PyResult<bool> {
         Ok(self.source(file)?.is_remote())
     }
 
-    /// Checks that a file has not changed since it was opened.
+    /// Checks that the file with this number has not changed since it was opened.
     ///
     /// Raises:
-    ///     CheckpointChangedError: It has changed.
+    ///     CheckpointChangedError: The file has changed.
     fn require_unchanged(&self, py: Python<'_>, file: usize) -> PyResult<()> {
         self.source(file)?.verify(0).map_err(|e| to_python(py, &e.into()))
+    }
+
+    /// Returns a text that differs if the file with this number changes, or None if its source
+    /// reports neither an ETag nor a time of modification.
+    fn version(&self, file: usize) -> PyResult<Option<String>> {
+        let state = self.source(file)?.fingerprint();
+        let known = state.modified.is_some() || state.etag.is_some();
+        Ok(known.then(|| format!("{state:?}")))
     }
 
     /// Returns the path, the length in bytes and the metadata of each file.
@@ -217,10 +247,15 @@ impl Checkpoint {
 
 impl Checkpoint {
     fn source(&self, file: usize) -> PyResult<&Source> {
-        self.inner.sources().get(file).map(AsRef::as_ref).ok_or_else(|| no_file(file))
+        let sources = self.inner.sources();
+        sources.get(file).map(AsRef::as_ref).ok_or_else(|| no_file(file, sources.len()))
     }
 
-    /// Describes a tensor that consists of these parts.
+    /// Returns the entry of a tensor that consists of these parts.
+    ///
+    /// # Errors
+    /// Returns an exception if the dtype is unknown, a part is not inside its file, or the parts do
+    /// not have the size of the tensor.
     pub(crate) fn assemble(
         &self,
         py: Python<'_>,
@@ -228,14 +263,6 @@ impl Checkpoint {
         dtype: &str,
         shape: Vec<u64>,
         parts: &[Part],
-    /// Returns a text that differs if the file with this number changes, or None if its source
-    /// reports neither an ETag nor a time of modification.
-    fn version(&self, file: usize) -> PyResult<Option<String>> {
-        let state = self.source(file)?.fingerprint();
-        let known = state.modified.is_some() || state.etag.is_some();
-        Ok(known.then(|| format!("{state:?}")))
-    }
-
     ) -> PyResult<TensorEntry> {
         let entry = self.inner.catalog().assemble(name, tensor_meta(dtype, shape)?, ranges(parts));
         entry.map_err(|e| to_python(py, &e.into()))
@@ -252,6 +279,8 @@ fn ranges(parts: &[Part]) -> Vec<ByteRange> {
     parts.iter().map(|&(file, offset, len)| ByteRange { file: FileId(file), offset, len }).collect()
 }
 
-fn no_file(file: usize) -> PyErr {
-    PyValueError::new_err(format!("the checkpoint has no file {file}"))
+fn no_file(file: usize, files: usize) -> PyErr {
+    PyValueError::new_err(format!(
+        "file {file} does not exist: the checkpoint has {files} files, numbered from 0"
+    ))
 }

@@ -10,7 +10,8 @@ use tensorstream::{Converted, Watch};
 use super::progress::watched;
 use super::writer::write_options;
 
-/// Rewrites a .ts file without the space that appends left unused. Shows a progress bar.
+/// Rewrites a .ts file without the space that appends left unused. Blocks, and shows a progress
+/// bar.
 ///
 /// Returns:
 ///     The length of the file before and after, in bytes.
@@ -22,13 +23,16 @@ pub(crate) fn compact(py: Python<'_>, path: PathBuf) -> PyResult<(u64, u64)> {
     Ok((compacted.bytes_before, compacted.bytes))
 }
 
-/// Converts a checkpoint to the format of the target's suffix. Shows a progress bar.
+/// Converts a checkpoint to the format of the target's suffix. Blocks, and shows a progress bar.
 ///
 /// Args:
+///     source: The checkpoint: a file, a directory or a URL.
+///     target: The file to write, or the directory for several files.
 ///     codec: "raw", "auto", or the name of a codec.
 ///     level: The level of the codec; None for its default.
 ///     jobs: The number of threads that compress; 0 for one per core.
-///     max_shard_bytes: The maximum size of a shard, in bytes of tensors.
+///     max_shard_bytes: The maximum total size of the tensors in a shard, in bytes; None for 5 GB.
+///         A larger tensor gets its own shard.
 ///
 /// Returns:
 ///     The number of tensors, and their size in bytes before compression.

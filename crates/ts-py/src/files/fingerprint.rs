@@ -8,7 +8,7 @@ use tensorstream::format::{Digest, fingerprint, tensor_fingerprint};
 use crate::dlpack::CapsuleBytes;
 use crate::dtype::tensor_meta;
 
-/// Computes a fingerprint of the names and content of tensors. Their order does not matter.
+/// Computes a fingerprint of the names and content of tensors. It does not depend on their order.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Fingerprint {
     tensors: Mutex<Vec<(String, u128)>>,
@@ -21,11 +21,13 @@ impl Fingerprint {
         Self { tensors: Mutex::new(Vec::new()) }
     }
 
-    /// Adds a tensor.
+    /// Adds a tensor. Reads its bytes without a copy.
     ///
     /// Args:
-    ///     dtype: Its safetensors name.
-    ///     data: A DLPack capsule of its bytes, which are not copied.
+    ///     name: The name of the tensor.
+    ///     dtype: The safetensors name of the dtype.
+    ///     shape: The size of each dimension.
+    ///     data: A DLPack capsule of the bytes.
     fn add(
         &self,
         py: Python<'_>,

@@ -8,6 +8,10 @@ use tensorstream::{Bar, Error, Progress as Amount, Watch};
 use crate::signals::interruptible;
 
 /// A progress bar on standard error. Shows nothing if standard error is not a terminal.
+///
+/// Args:
+///     label: The text before the bar.
+///     total_bytes: The number of bytes at which the bar is full.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Progress {
     bar: Mutex<(Option<Bar>, Amount)>,
@@ -20,7 +24,7 @@ impl Progress {
         Self { bar: Mutex::new((Some(Bar::new(label)), Amount { done: 0, total: total_bytes })) }
     }
 
-    /// Adds bytes to the bytes done so far.
+    /// Adds to the number of bytes that are done, and updates the bar.
     fn advance(&self, bytes: u64) {
         let (bar, amount) = &mut *self.bar.lock();
         amount.done += bytes;
@@ -29,18 +33,19 @@ impl Progress {
         }
     }
 
-    /// Removes the bar. Does nothing if it is already removed.
+    /// Removes the bar from the terminal. Does nothing if it is already removed.
     fn close(&self) {
         self.bar.lock().0 = None;
     }
 }
 
-/// The progress of operations that only check for interruption.
+/// The value that an operation passes to [`Watch`] if it only checks for interruption.
 pub(super) const NO_PROGRESS: Amount = Amount { done: 0, total: 0 };
 
-/// Runs a long operation with the GIL released, with a progress bar if it has a label.
+/// Runs a long operation with the GIL released. Shows a progress bar if there is a label.
 ///
-/// A signal whose handler raises an exception ends the operation, and the exception is raised.
+/// # Errors
+/// Returns the error of the operation, or the exception of a signal handler, which ends it early.
 pub(super) fn watched<T: Send>(
     py: Python<'_>,
     label: Option<&str>,

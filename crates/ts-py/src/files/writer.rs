@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The class `FileWriter`.
+//! The class `FileWriter`, which writes files and appends to them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,22 +16,26 @@ use crate::dlpack::CapsuleBytes;
 use crate::dtype::tensor_meta;
 use crate::errors::to_python;
 
-/// A tensor to write: name, safetensors dtype name, shape, and address modulo 64 or None.
+/// A tensor to write: name, safetensors dtype name, shape, and offset of its data modulo 64. None
+/// stands for offset 0.
 type NewTensorSpec = (String, String, Vec<u64>, Option<u8>);
 
-/// How many bytes are written between two checks for signals.
+/// The number of bytes that are written between two checks for signals.
 const PIECE_BYTES: usize = 16 << 20;
 
 /// Writes a .ts or .safetensors file atomically.
 ///
 /// Args:
-///     tensors: Name, safetensors dtype name, shape, and address modulo 64 or None of each tensor.
+///     path: The file. Its suffix determines the format.
+///     tensors: Name, safetensors dtype name, shape, and offset modulo 64 of each tensor. None
+///         stands for offset 0. .safetensors files ignore the offset.
+///     metadata: Text by key.
 ///     codec: "raw", "auto", or the name of a codec.
 ///     level: The level of the codec; None for its default.
 ///     jobs: The number of threads that compress; 0 for one per core.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct FileWriter {
-    /// None after the end.
+    /// None after the file was committed, abandoned or returned as bytes.
     inner: Mutex<Option<tensorstream::FileWriter>>,
 }
 
@@ -61,7 +65,9 @@ impl FileWriter {
     /// Creates a file in memory, which ``to_bytes`` returns.
     ///
     /// Args:
-    ///     name: The name in errors. Its suffix determines the format.
+    ///     name: The name of the file in error messages. Its suffix determines the format.
+    ///
+    /// The other arguments are those of the class.
     #[staticmethod]
     #[pyo3(signature = (name, tensors, metadata, codec="raw", level=None))]
     fn in_memory(
@@ -83,7 +89,10 @@ impl FileWriter {
     /// Args:
     ///     tensors: Tensors to add, which replace those of the same name.
     ///     remove: Names of tensors to remove.
-    ///     metadata: Keys to set.
+    ///     metadata: Text by key, which is added to the existing metadata. Replaces the text of
+    ///         existing keys.
+    ///
+    /// The other arguments are those of the class.
     #[staticmethod]
     #[pyo3(signature = (path, tensors, remove, metadata, codec="raw", level=None))]
     fn append(
@@ -104,10 +113,13 @@ impl FileWriter {
         Ok(Self { inner: Mutex::new(Some(watched(py, None, append)?)) })
     }
 
-    /// Like the constructor, but returns None if the file already has these tensors and metadata.
+    /// Creates a file, or returns None if the file already has these tensors and this metadata.
     ///
     /// Args:
-    ///     fingerprint: The fingerprint that its content must also have, in hexadecimal.
+    ///     fingerprint: The fingerprint that an existing file must also have, in hexadecimal; None
+    ///         for any.
+    ///
+    /// The other arguments are those of the class.
     #[staticmethod]
     #[pyo3(signature = (path, tensors, metadata, fingerprint, codec="raw", level=None))]
     fn unless_written(
@@ -167,22 +179,25 @@ impl FileWriter {
         py.detach(|| inner.commit()).map_err(|e| to_python(py, &e))
     }
 
-    /// Ends a file in memory and returns its bytes.
+    /// Completes a file in memory, and returns its bytes.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let inner = self.inner.lock().take().ok_or_else(ended)?;
         let bytes = py.detach(|| inner.into_bytes()).map_err(|e| to_python(py, &e))?;
         Ok(PyBytes::new(py, &bytes))
     }
 
-    /// Discards what was written. An existing file at the path is unchanged. Does nothing after the
-    /// end.
+    /// Discards the new data. An existing file at the path is unchanged. Does nothing if the writer
+    /// has already ended.
     fn abandon(&self, py: Python<'_>) {
         let inner = self.inner.lock().take();
         py.detach(|| drop(inner));
     }
 }
 
-/// Parses the compression of a file to write.
+/// Returns the options for writing a file. `path` is used only in the error.
+///
+/// # Errors
+/// ConfigurationError if the codec is unknown, or if there is a level for "raw" or "auto".
 pub(super) fn write_options(
     py: Python<'_>,
     path: &Path,
@@ -202,12 +217,17 @@ fn open<'a>(
 }
 
 fn ended() -> PyErr {
-    PyRuntimeError::new_err("the file was already committed or abandoned")
+    PyRuntimeError::new_err(
+        "cannot use the writer: its file was already committed, abandoned or returned as bytes",
+    )
 }
 
 fn parse_fingerprint(hex: &str) -> PyResult<u128> {
-    u128::from_str_radix(hex, 16)
-        .map_err(|error| PyValueError::new_err(format!("invalid fingerprint {hex:?}: {error}")))
+    u128::from_str_radix(hex, 16).map_err(|error| {
+        PyValueError::new_err(format!(
+            "invalid fingerprint {hex:?}: {error}; expected 32 hexadecimal digits"
+        ))
+    })
 }
 
 fn new_tensors(specs: Vec<NewTensorSpec>) -> PyResult<Vec<NewTensor>> {

@@ -5,12 +5,13 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyComplex, PyFloat, PyInt, PyString};
 use tensorstream::exec::Value;
 
-/// Returns the value of a Python `int` that fits 64 bits.
+/// Returns the value of a Python `int`. `None` for other objects, and for values that do not fit
+/// into a signed 64-bit integer.
 pub(super) fn integer(object: &Bound<'_, PyAny>) -> Option<i64> {
     object.cast::<PyInt>().ok()?.extract().ok()
 }
 
-/// Converts `None`, a number or a text to Python. Returns `None` for other values.
+/// Converts `Value::None`, a number or a string to Python. Returns `None` for other values.
 pub(super) fn builtin(py: Python<'_>, value: &Value) -> Option<Py<PyAny>> {
     Some(match value {
         Value::None => py.None(),

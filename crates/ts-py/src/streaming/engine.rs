@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The units and settings of an engine, from Python values.
+//! Converts Python values to the units and settings of an engine.
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -12,17 +12,18 @@ use crate::errors::to_python;
 use crate::files::checkpoint::{Checkpoint, Part};
 use crate::signals::interruptible;
 
-/// A tensor of a unit: name, safetensors dtype name, shape, parts, and its address modulo 64, or
-/// None for the address that a mapping of the file would have.
+/// A tensor of a unit: name, safetensors dtype name, shape, parts, and address modulo 64. None
+/// stands for the address that a mapping of the file would have.
 pub(super) type TensorSpec = (String, String, Vec<u64>, Vec<Part>, Option<u8>);
 
-/// Creates an engine. A forked child process calls it again.
+/// A function that creates an engine. A forked child process calls it again.
 pub(super) type EngineFactory = Box<dyn Fn(Python<'_>) -> PyResult<Engine> + Send + Sync>;
 
 /// Returns the units of a model, and a function that creates an engine for them.
 ///
-/// Unless `settings` fix the number of reads in flight, measures what suits the storage first,
-/// which may block for some seconds.
+/// If there are `settings` without a number of reads in flight, first determines which number and
+/// size of reads suit the storage. A measurement may block for up to two seconds. Without
+/// `settings`, the defaults apply.
 pub(super) fn engine_factory(
     py: Python<'_>,
     checkpoint: &Checkpoint,
@@ -57,13 +58,16 @@ pub(super) fn engine_factory(
 pub(crate) struct Settings {
     max_passes: usize,
     backend: Option<String>,
-    /// The number of reads in flight; None for what suits the storage.
+    /// The number of reads in flight. None for the number that suits the storage.
     in_flight: Option<usize>,
     prefetch: String,
     verify: String,
 }
 
 /// Returns the configuration of an engine, with defaults if there are no settings.
+///
+/// # Errors
+/// ValueError if the name of a prefetch strategy or of a verify mode is unknown.
 pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<EngineConfig> {
     let config = EngineConfig::with_budget(budget);
     let Some(Settings { max_passes, backend, in_flight, prefetch, verify }) = settings else {
@@ -87,7 +91,7 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
         "never" => Verify::Never,
         other => {
             return Err(PyValueError::new_err(format!(
-                "invalid verify {other:?}: expected \"every_read\", \"once\" or \"never\""
+                "invalid verify mode {other:?}: expected \"every_read\", \"once\" or \"never\""
             )));
         }
     };
@@ -98,6 +102,9 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
 }
 
 /// Returns the units with these names and tensors.
+///
+/// # Errors
+/// The same as [`Checkpoint::assemble`].
 pub(super) fn model_units(
     py: Python<'_>,
     checkpoint: &Checkpoint,
@@ -114,7 +121,7 @@ pub(super) fn model_units(
     units.into_iter().map(unit).collect()
 }
 
-/// Converts sets of unit numbers.
+/// Converts sets of unit numbers to sets of unit ids.
 pub(super) fn unit_sets(sets: Vec<Vec<u32>>) -> Vec<Vec<UnitId>> {
     let ids = |set: Vec<u32>| set.into_iter().map(UnitId).collect();
     sets.into_iter().map(ids).collect()

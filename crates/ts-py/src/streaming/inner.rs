@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The class `Streamer` without its methods: what its uses and passes share.
+//! The class `Streamer` without its methods, and the state that its uses and passes share.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -19,22 +19,27 @@ use crate::signals::interruptible;
 /// Streams the weights of a model.
 ///
 /// Args:
+///     checkpoint: The checkpoint that contains the weights.
 ///     units: The name and the tensors of each unit. A tensor has a name, a safetensors dtype name,
-///         a shape, parts, and its address modulo 64, or None for that of a mapping of the file.
-///     weights: The parameters: unit, index in the unit, shape and strides or None for those of the
-///         bytes, whether it requires gradients, name and dtype. The index of a parameter in this
-///         list is its key.
+///         a shape, parts, and an address modulo 64. None stands for the address that a mapping of
+///         the file would have.
+///     weights: The parameters. Each has the number of its unit, its index in the unit, its shape
+///         and strides (None for those of the bytes), whether it requires gradients, its name and
+///         its dtype. The index of a parameter in this list is its key.
 ///     budget: The memory for weights, in bytes.
 ///     together: Sets of units that one operation needs at the same time.
-///     weight_class: The class of the parameters that forwards get.
+///     weight_class: The class of the parameters that forwards receive.
+///     settings: The settings of the engine; None for the defaults.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Streamer {
     pub(super) inner: Arc<StreamerInner>,
 }
 
 pub(super) struct StreamerInner {
-    /// Replaced in a forked child process, which cannot use the engine of its parent. Locked only
-    /// with the GIL held. A fork holds the GIL too, so a child never finds it locked.
+    /// Replaced in a forked child process, which cannot use the engine of its parent.
+    ///
+    /// This mutex is locked only while the GIL is held. Python holds the GIL when it forks too, so
+    /// no child starts with the mutex locked.
     engine: Mutex<Arc<Engine>>,
     new_engine: EngineFactory,
     pub(super) weights: Vec<Weight>,
@@ -50,7 +55,8 @@ pub(super) struct RunningPass {
 }
 
 thread_local! {
-    /// The last pass of this thread, and whether it has ended, by the address of its streamer.
+    /// The most recent pass of this thread in each [`StreamerInner`], by the address of the latter,
+    /// and whether the pass has ended.
     static PASSES: RefCell<HashMap<usize, (PassId, Arc<AtomicBool>)>> = RefCell::default();
 }
 
@@ -87,7 +93,7 @@ impl StreamerInner {
         std::ptr::from_ref(self).addr()
     }
 
-    /// Returns the pass that runs on this thread.
+    /// Returns the pass that runs on this thread, or None.
     pub(super) fn current_pass(&self) -> Option<PassId> {
         PASSES.with_borrow(|passes| {
             let (id, ended) = passes.get(&self.address())?;
@@ -95,8 +101,8 @@ impl StreamerInner {
         })
     }
 
-    /// Begins a pass on this thread, unless it already runs one. Blocks while the maximum number of
-    /// passes is running.
+    /// Begins a pass on this thread, or returns None if the thread is already in a pass. Blocks
+    /// while the maximum number of passes is running.
     pub(super) fn begin_pass(&self, py: Python<'_>) -> PyResult<Option<RunningPass>> {
         let engine = self.engine(py)?;
         if self.current_pass().is_some() {
@@ -112,7 +118,7 @@ impl StreamerInner {
     }
 
     /// Ends a pass. Returns whether to replan, and the names of weights that were written to
-    /// without PyTorch noticing. Does nothing if it has ended.
+    /// without PyTorch noticing. Does nothing if the pass has already ended.
     pub(super) fn end_pass(&self, py: Python<'_>, pass: &RunningPass) -> (bool, Option<String>) {
         let RunningPass { engine, id, ended } = pass;
         if ended.swap(true, Ordering::AcqRel) || engine.is_forked() {
@@ -121,27 +127,27 @@ impl StreamerInner {
         (engine.end_pass(*id), self.untracked_writes(py, engine))
     }
 
-    /// Returns the names of weights that were written to without PyTorch noticing, as far as the
-    /// engine detects it. Their units are read again for the next use.
+    /// Returns the names of weights that were written to without PyTorch noticing, if the engine
+    /// detects such writes. The units of these weights are read again for their next use.
     fn untracked_writes(&self, py: Python<'_>, engine: &Engine) -> Option<String> {
         let written = py.detach(|| engine.modified_units());
         let mut names = Vec::new();
         for (id, tensors) in written {
             let unit = id.0 as usize;
-            // The next use gets other memory, so it must not find these tensors.
+            // The next use gets other memory, so it must not reuse these tensors.
             let before = std::mem::take(&mut *self.entry(unit).lock());
             drop(before);
-            engine.discard(id).expect("the engine reported the unit itself");
+            engine.discard(id).expect("the unit exists, because the engine reported it");
             let is_written =
                 |weight: &&Weight| weight.unit == unit && tensors.contains(&weight.index);
             let found = self.weights.iter().filter(is_written);
             names.extend(found.map(|weight| format!("`{}`", weight.name)));
         }
-        // Writes are detected by page. If weights share a page, it may have been any of them.
+        // Writes are detected by page. If weights share a page, any of them may have been written.
         (!names.is_empty()).then(|| names.join(" or "))
     }
 
-    /// Leases units. Blocks until they are in memory.
+    /// Leases units, and returns one lease for each. Blocks until they are in memory.
     pub(super) fn acquire(&self, py: Python<'_>, units: &[usize]) -> PyResult<Vec<Lease>> {
         let engine = self.engine(py)?;
         let pass = self.current_pass();
@@ -173,7 +179,7 @@ impl StreamerInner {
         (0..self.entries.len()).any(|unit| self.tensors_in_use(unit).is_some())
     }
 
-    /// Returns the tensors of a unit that is in use.
+    /// Returns the tensors of a unit, or None if the unit is not in use.
     pub(super) fn tensors_in_use(&self, unit: usize) -> Option<Arc<UnitTensors>> {
         let tensors = self.entry(unit).lock().tensors.upgrade()?;
         let in_use = tensors.lock().lease.is_some();
@@ -187,8 +193,8 @@ impl StreamerInner {
         !cached.is_empty()
     }
 
-    /// Returns the tensors of a leased unit, which all of its uses share. If these already have a
-    /// lease, returns the new one too.
+    /// Returns the tensors of a leased unit, which all uses of the unit share. Stores `lease` in
+    /// them, or returns it if they already have a lease.
     pub(super) fn share(&self, unit: usize, lease: Lease) -> (Arc<UnitTensors>, Option<Lease>) {
         let address = if lease.tensor_count() == 0 { 0 } else { lease.tensor(0).as_ptr().addr() };
         let mut entry = self.entry(unit).lock();
@@ -212,8 +218,11 @@ impl StreamerInner {
         (tensors, None)
     }
 
-    /// Ends one use of a unit. The last use caches the tensors if the unit is resident, and drops
-    /// them otherwise. Returns the unit and its lease if something else references its memory.
+    /// Ends one use of a unit. The last use caches the tensors if the unit is resident and nothing
+    /// else references its memory, and drops them otherwise.
+    ///
+    /// Returns the unit and its lease if other objects still reference its memory. If a weight was
+    /// `written` to, discards the unit and returns None.
     pub(super) fn end_use(
         &self,
         py: Python<'_>,
@@ -243,7 +252,8 @@ impl StreamerInner {
         lease.is_shared().then_some((unit, lease))
     }
 
-    /// Returns a weight's parameter while the forward of its module runs on this thread.
+    /// Returns a weight's parameter while the forward of its module runs on this thread, else None.
+    /// `grad` is whether the caller records gradients, as in [`UnitTensors::parameter`].
     pub(super) fn current_parameter(
         &self,
         py: Python<'_>,
@@ -260,7 +270,8 @@ impl StreamerInner {
         }
     }
 
-    /// Creates the tensors of a unit, by index. They keep its memory after the streamer is gone.
+    /// Creates the tensors of a unit, by index. They keep the memory of the unit allocated, even
+    /// after the streamer is dropped. Blocks until the unit is in memory.
     pub(super) fn detached_tensors(&self, py: Python<'_>, unit: usize) -> PyResult<Vec<Py<PyAny>>> {
         let leases = self.acquire(py, &[unit])?;
         let mut weights: Vec<&Weight> =

@@ -14,7 +14,8 @@ use super::recurrent::{FlatWeights, Recurrent, set_flat_weights};
 use super::unit_tensors::UnitTensors;
 use crate::errors::written_error;
 
-/// Keeps units in memory until it is closed or dropped.
+/// Keeps units in memory until the use ends: by ``exit``, by ``close``, or because the object is
+/// dropped.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Use {
     state: Mutex<UseState>,
@@ -24,22 +25,33 @@ pub(crate) struct Use {
 struct UseState {
     inner: Option<Arc<StreamerInner>>,
     tensors: Vec<Arc<UnitTensors>>,
-    /// Further leases of units whose tensors already have one.
+    /// Further leases of units whose tensors already have a lease.
     extra_leases: Vec<Lease>,
-    /// The thread whose forward gets the parameters.
+    /// The thread whose forward receives the parameters, if a forward does.
     forward_thread: Option<ThreadId>,
-    /// The list of a recurrent module, while it has the parameters.
+    /// The parameter list of a recurrent module, if it currently contains the parameters.
     flat_weights: Option<FlatWeights>,
-    /// After the end, the leases of units whose memory something still references.
+    /// After the end, the units whose memory other objects still reference, and their leases.
     leaked: Vec<(usize, Lease)>,
 }
 
 #[pymethods]
 impl Use {
-    /// Returns the parameter of a weight, which must be of a unit in use.
+    /// Returns a streamed weight as a tensor over the memory of its unit, without a copy.
     ///
     /// Args:
-    ///     grad: Whether gradients are recorded.
+    ///     streamer: The streamer that created this use.
+    ///     key: The key of the weight, which must be in one of the leased units.
+    ///     grad: Whether the caller records gradients. If so, the tensor itself does not require
+    ///         gradients.
+    ///
+    /// Returns:
+    ///     A tensor of the streamer's ``weight_class``. A reference to it keeps the memory of the
+    ///     unit allocated, even after this use has ended.
+    ///
+    /// Raises:
+    ///     IndexError: The weight does not exist, its unit is not among the leased units, or this
+    ///         use has ended.
     fn weight(
         &self,
         py: Python<'_>,
@@ -50,11 +62,16 @@ impl Use {
         let inner = &streamer.inner;
         let weight = inner.weights.get(key).ok_or_else(|| {
             let count = inner.weights.len();
-            PyIndexError::new_err(format!("no weight {key}: the model has {count} weights"))
+            PyIndexError::new_err(format!(
+                "no weight has the key {key}: the streamer has {count} weights, with keys from 0"
+            ))
         })?;
         let tensors = self.lock().tensors.iter().find(|of| of.unit == weight.unit).map(Arc::clone);
         let tensors = tensors.ok_or_else(|| {
-            PyIndexError::new_err(format!("the unit of weight `{}` is not in use", weight.name))
+            PyIndexError::new_err(format!(
+                "cannot return weight `{}`: its unit is not leased, or the lease has ended",
+                weight.name
+            ))
         })?;
         tensors.parameter(py, &inner.torch, weight, grad)
     }
@@ -62,8 +79,8 @@ impl Use {
     /// Ends the use.
     ///
     /// Returns:
-    ///     Whether something still references the memory of the units. If so, ``addresses``
-    ///     tells which memory, and ``close`` must be called.
+    ///     Whether other objects still reference the memory of the units. If so, ``addresses``
+    ///     returns the addresses of this memory, and ``close`` must be called.
     ///
     /// Raises:
     ///     ModelError: A weight was written to. Its unit is read again for the next use.
@@ -74,8 +91,8 @@ impl Use {
         }
     }
 
-    /// Returns the key, the address and the length in bytes of each weight of the units whose
-    /// memory something still references.
+    /// Returns the key, the address and the length in bytes of each weight, for units whose memory
+    /// other objects still reference.
     fn addresses(&self, streamer: &Streamer) -> Vec<(usize, usize, usize)> {
         let state = self.lock();
         let mut found = Vec::new();
@@ -89,8 +106,8 @@ impl Use {
         found
     }
 
-    /// Ends the use and releases the units. If something still references the memory of a unit, its
-    /// next use checks that the bytes are unchanged.
+    /// Ends the use and releases the units. If other objects still reference the memory of a unit,
+    /// the next use of the unit checks that the bytes are unchanged.
     fn close(&self, py: Python<'_>) {
         self.end(py);
         let leaked = std::mem::take(&mut self.lock().leaked);
@@ -107,8 +124,8 @@ impl Use {
 impl Use {
     /// Leases the unit of a module for its forward on this thread. Blocks.
     ///
-    /// With `lend`, the forward gets the parameters from [`StreamerInner::current_parameter`], and
-    /// from the list of a recurrent module.
+    /// With `lend`, [`StreamerInner::current_parameter`] returns the parameters to the forward, and
+    /// the parameter list of a recurrent module contains them.
     pub(super) fn for_forward(
         py: Python<'_>,
         inner: &Arc<StreamerInner>,
@@ -117,7 +134,8 @@ impl Use {
         recurrent: Option<&Recurrent>,
     ) -> PyResult<Self> {
         let mut leases = inner.acquire(py, &[unit])?;
-        let (tensors, extra) = inner.share(unit, leases.pop().expect("a lease for each unit"));
+        let (tensors, extra) =
+            inner.share(unit, leases.pop().expect("`acquire` returns a lease for each unit"));
         let forward_thread = lend.then(|| std::thread::current().id());
         tensors.lock().forward_threads.extend(forward_thread);
         let this = Self {
@@ -146,7 +164,8 @@ impl Use {
         units: &[u32],
     ) -> PyResult<Self> {
         let mut state = UseState { inner: Some(Arc::clone(inner)), ..UseState::default() };
-        // A unit in use is not leased again, because a forward on this thread may be holding it.
+        // A unit in use is not leased again. Its existing lease lasts until the last use of its
+        // tensors ends.
         let mut missing = Vec::new();
         for &unit in units {
             match inner.tensors_in_use(unit as usize) {
@@ -169,8 +188,8 @@ impl Use {
         self.state.lock()
     }
 
-    /// Releases tensors and leases, except the leases of units whose memory something else
-    /// references. Returns the name of a weight that was written to.
+    /// Releases tensors and leases, except the leases of units whose memory other objects
+    /// reference. Returns the name of a weight that was written to, or None.
     fn end(&self, py: Python<'_>) -> Option<String> {
         let state = std::mem::take(&mut *self.lock());
         let UseState { inner, tensors, extra_leases, forward_thread, flat_weights, mut leaked } =
@@ -200,10 +219,11 @@ impl Use {
 }
 
 impl Drop for Use {
-    /// Ends a use that an exception interrupted. Writes to weights are detected as usual.
+    /// Ends a use that was not closed, for example because of an exception. A unit that was written
+    /// to is read again for its next use, but no error is raised.
     fn drop(&mut self) {
         Python::attach(|py| {
-            // The pending exception must survive the calls of Python.
+            // The calls into Python must not see or replace the pending exception.
             let pending = PyErr::take(py);
             self.close(py);
             if let Some(pending) = pending {

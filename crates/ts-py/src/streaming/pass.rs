@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The class `Pass`.
+//! The class `Pass`, which ends a pass over the units.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use super::inner::{RunningPass, StreamerInner};
 use crate::errors::written_error;
 
-/// A pass over the units on the current thread. Does nothing if the thread was already in a pass.
-/// Dropping it ends the pass.
+/// A pass over the units on one thread. Has no effect if the thread was already in a pass. Dropping
+/// this object ends the pass.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Pass {
     begun: Option<(Arc<StreamerInner>, RunningPass)>,
@@ -17,7 +17,7 @@ pub(crate) struct Pass {
 
 #[pymethods]
 impl Pass {
-    /// Ends the pass. Does nothing if it has ended.
+    /// Ends the pass. Does nothing if the pass has already ended.
     ///
     /// Returns:
     ///     Whether ``Streamer.replan`` should be called.
@@ -32,7 +32,7 @@ impl Pass {
         }
     }
 
-    /// Ends the pass after an exception. Raises nothing.
+    /// Ends the pass after an exception. Raises no further exception.
     fn close(&self, py: Python<'_>) {
         self.finish(py);
     }
@@ -44,7 +44,7 @@ impl Pass {
         Ok(Self { begun: pass.map(|pass| (Arc::clone(inner), pass)) })
     }
 
-    /// Returns whether to replan, and the names of weights that were written to.
+    /// Ends the pass. Returns whether to replan, and the names of weights that were written to.
     fn finish(&self, py: Python<'_>) -> (bool, Option<String>) {
         match &self.begun {
             Some((inner, pass)) => inner.end_pass(py, pass),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Plans without an engine.
+//! Computes plans without an engine.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -10,7 +10,19 @@ use super::stats::{plan_dict, units_list};
 use crate::errors::to_python;
 use crate::files::checkpoint::Checkpoint;
 
-/// Plans how to stream a checkpoint, with units by the names of its tensors. Reads no weights.
+/// Plans how to stream a checkpoint. The names of its tensors determine the units. Reads no
+/// weights.
+///
+/// Args:
+///     checkpoint: The checkpoint.
+///     budget: The memory for weights, in bytes.
+///     settings: The settings of the engine; None for the defaults.
+///
+/// Returns:
+///     The plan, the units, and a description, with the keys "plan", "units" and "text".
+///
+/// Raises:
+///     BudgetError: The budget is too small.
 #[pyfunction]
 #[pyo3(signature = (checkpoint, *, budget, settings=None))]
 pub(crate) fn plan<'py>(
@@ -28,11 +40,14 @@ pub(crate) fn plan<'py>(
     Ok(dict)
 }
 
-/// Returns the smallest budget that works for these units, and the smallest budget with which none
-/// is streamed, in bytes.
+/// Returns the smallest budget that works for these units, and the smallest budget with which all
+/// of them stay in memory, in bytes.
 ///
 /// Args:
+///     checkpoint: The checkpoint that contains the tensors.
+///     units: The name and the tensors of each unit, as for ``Streamer``.
 ///     together: Sets of units that one operation needs at the same time.
+///     settings: The settings of the engine.
 #[pyfunction]
 #[pyo3(signature = (checkpoint, units, *, together, settings))]
 pub(crate) fn requirement(
@@ -50,7 +65,9 @@ pub(crate) fn requirement(
 /// Returns the smallest budget that works for units of these sizes, in bytes.
 ///
 /// Args:
+///     sizes: The size of each unit, in bytes.
 ///     together: Sets of units that one operation needs at the same time.
+///     max_passes: The number of passes that may run at the same time.
 #[pyfunction]
 pub(crate) fn smallest_budget(
     sizes: Vec<usize>,

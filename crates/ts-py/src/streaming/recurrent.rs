@@ -57,7 +57,7 @@ impl Recurrent {
 /// The attribute `_flat_weights` of a recurrent module.
 #[derive(Clone)]
 pub(super) struct FlatWeights {
-    /// A weak reference.
+    /// A weak reference to the module.
     module: Arc<Py<PyAny>>,
     stand_ins: Arc<Py<PyAny>>,
 }
@@ -69,7 +69,7 @@ impl FlatWeights {
         Ok((!module.is_none()).then_some(module))
     }
 
-    /// Puts the stand-ins back, if the module still exists.
+    /// Sets the attribute to the list of stand-ins, if the module still exists.
     pub(super) fn restore(&self, py: Python<'_>) {
         if let Ok(Some(module)) = self.module(py) {
             let _ = set_flat_weights(&module, self.stand_ins.bind(py));
@@ -77,7 +77,7 @@ impl FlatWeights {
     }
 }
 
-/// Sets the attribute `_flat_weights`, past the module's `__setattr__`.
+/// Sets the attribute `_flat_weights` without calling the module's `__setattr__`.
 pub(super) fn set_flat_weights(module: &Bound<'_, PyAny>, list: &Bound<'_, PyAny>) -> PyResult<()> {
     let py = module.py();
     module

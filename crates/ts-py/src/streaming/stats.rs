@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Statistics and plans as dictionaries.
+//! Converts statistics and plans to dictionaries.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tensorstream::orchestrator::{EngineStats, Plan, UnitStats};
 
-/// Converts the statistics of an engine.
+/// Converts the statistics of an engine to a dictionary with the keys of `tensorstream.Stats`.
 pub(super) fn stats_dict<'py>(
     py: Python<'py>,
     stats: &EngineStats,
@@ -34,7 +34,7 @@ pub(super) fn stats_dict<'py>(
     Ok(dict)
 }
 
-/// Converts the statistics of units.
+/// Converts the statistics of units to dictionaries with the keys of `tensorstream.UnitStats`.
 pub(super) fn units_list<'py>(
     py: Python<'py>,
     units: &[UnitStats],
@@ -57,7 +57,7 @@ pub(super) fn units_list<'py>(
     Ok(list)
 }
 
-/// Converts a plan.
+/// Converts a plan to a dictionary with the keys of `tensorstream.PlanStats`.
 pub(super) fn plan_dict<'py>(py: Python<'py>, plan: &Plan) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("resident_bytes", plan.resident_bytes)?;

@@ -38,9 +38,13 @@ impl Streamer {
         let (units, new_engine) =
             engine_factory(py, checkpoint, units, budget, together, settings)?;
         let weight = |spec: WeightSpec| {
-            let (unit, index) = (spec.0, spec.1);
-            Weight::new(spec, &units)
-                .ok_or_else(|| PyIndexError::new_err(format!("unit {unit} has no tensor {index}")))
+            let (unit, index, name) = (spec.0, spec.1, spec.4.clone());
+            Weight::new(spec, &units).ok_or_else(|| {
+                PyIndexError::new_err(format!(
+                    "cannot stream weight `{name}`: unit {unit} does not exist, or has no tensor \
+                     {index}"
+                ))
+            })
         };
         let weights = weights.into_iter().map(weight).collect::<PyResult<_>>()?;
         let torch = Torch::new(py, weight_class)?;
@@ -48,17 +52,20 @@ impl Streamer {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Begins a pass on this thread. Blocks while ``max_passes`` others are running.
+    /// Begins a pass on this thread, unless the thread is already in a pass. Blocks while
+    /// ``max_passes`` other passes are running.
     fn begin_pass(&self, py: Python<'_>) -> PyResult<Pass> {
         Pass::begin(py, &self.inner)
     }
 
-    /// Clears what autocast has cached of weights. No operation may be running.
+    /// Clears autocast's cache of weights if autocast is enabled and no gradients are recorded. No
+    /// operation may be running.
     fn forget_casts(&self, py: Python<'_>) -> PyResult<()> {
         self.inner.torch.clear_autocast_cache(py)
     }
 
-    /// Switches to a better plan, if there is one and no unit is in use.
+    /// Switches to a better plan, if there is one. Keeps the plan while a pass is running or the
+    /// memory of a unit is referenced. Blocks.
     ///
     /// Returns:
     ///     Whether the plan has changed.
@@ -68,11 +75,15 @@ impl Streamer {
         interruptible(py, |interrupt| engine.replan_interruptible(interrupt))
     }
 
-    /// Leases a unit for the forward of its module on this thread. Blocks until it is in memory.
+    /// Leases a unit for the forward of its module on this thread. Blocks until the unit is in
+    /// memory.
     ///
     /// Args:
-    ///     lend: Whether ``current`` returns its weights on this thread until the use ends.
-    ///     recurrent: The list of parameters of a recurrent module, which then has its weights too.
+    ///     unit: The number of the unit.
+    ///     lend: Whether ``current`` returns the weights of the unit on this thread until the use
+    ///         ends.
+    ///     recurrent: The parameter list of a recurrent module. With ``lend``, it contains the
+    ///         weights until the use ends.
     #[pyo3(signature = (unit, lend, recurrent=None))]
     fn enter(
         &self,
@@ -92,7 +103,8 @@ impl Streamer {
     /// Returns a weight's parameter while the forward of its module runs on this thread, else None.
     ///
     /// Args:
-    ///     grad: Whether gradients are recorded.
+    ///     key: The key of the weight.
+    ///     grad: Whether the caller records gradients. If so, the parameter requires no gradient.
     fn current(&self, py: Python<'_>, key: usize, grad: bool) -> PyResult<Option<Py<PyAny>>> {
         self.inner.current_parameter(py, key, grad)
     }
@@ -107,7 +119,8 @@ impl Streamer {
         self.inner.weights[key].requires_grad.store(false, Ordering::Relaxed);
     }
 
-    /// Returns the tensors of a unit, by index. They keep its memory after the streamer is deleted.
+    /// Returns the tensors of a unit, by index. They keep the memory of the unit allocated, even
+    /// after the streamer is deleted. Blocks until the unit is in memory.
     fn take(&self, py: Python<'_>, unit: u32) -> PyResult<Vec<Py<PyAny>>> {
         self.inner.detached_tensors(py, unit as usize)
     }

@@ -18,7 +18,7 @@ pub(super) struct Torch {
     is_any_autocast_enabled: Py<PyAny>,
     clear_autocast_cache: Py<PyAny>,
     storage_use_count: Py<PyAny>,
-    /// The class of the parameters that forwards get.
+    /// The class of the parameters that forwards receive.
     weight_class: Py<PyAny>,
 }
 
@@ -39,7 +39,7 @@ impl Torch {
         })
     }
 
-    /// Returns the number of tensors and other objects that own a storage of PyTorch.
+    /// Returns the number of owners of a PyTorch storage, such as tensors.
     pub(super) fn storage_owners(&self, py: Python<'_>, storage: usize) -> PyResult<usize> {
         self.storage_use_count.bind(py).call1((storage,))?.extract()
     }
@@ -49,10 +49,10 @@ impl Torch {
         is_true(py, &self.is_grad_enabled)
     }
 
-    /// Clears autocast's cache, unless gradients are recorded.
+    /// Clears autocast's cache if autocast is enabled and no gradients are recorded.
     ///
-    /// Autocast caches the casts of weights that require gradients, with graphs that keep the
-    /// weights in memory. It is made for weights that stay in memory anyway.
+    /// Autocast caches the casts of weights that require gradients. The cached casts have autograd
+    /// graphs, which keep streamed weights in memory.
     pub(super) fn clear_autocast_cache(&self, py: Python<'_>) -> PyResult<()> {
         if is_true(py, &self.is_any_autocast_enabled)? && !self.is_grad_enabled(py)? {
             self.clear_autocast_cache.bind(py).call0()?;
@@ -60,7 +60,7 @@ impl Torch {
         Ok(())
     }
 
-    /// Creates the tensor of a weight over its bytes.
+    /// Creates a tensor over the bytes of a weight, without a copy.
     pub(super) fn tensor(
         &self,
         py: Python<'_>,
@@ -115,7 +115,7 @@ impl Torch {
     }
 }
 
-/// Calls a predicate of PyTorch.
+/// Calls a function of PyTorch, and returns whether its result is true.
 fn is_true(py: Python<'_>, predicate: &Py<PyAny>) -> PyResult<bool> {
     predicate.bind(py).call0()?.is_truthy()
 }

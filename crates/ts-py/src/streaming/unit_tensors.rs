@@ -16,9 +16,10 @@ use super::weight::Weight;
 /// The current tensors of a unit, if any.
 #[derive(Default)]
 pub(super) struct UnitEntry {
-    /// The tensors, while a use or `cached` references them.
+    /// The tensors, as long as a use or `cached` references them.
     pub(super) tensors: Weak<UnitTensors>,
-    /// The tensors of a resident unit, for its next use. Dropped when memory is short.
+    /// The tensors of a resident unit, for its next use. Dropped when memory is short, and before
+    /// the plan changes.
     pub(super) cached: Option<Arc<UnitTensors>>,
 }
 
@@ -30,11 +31,11 @@ pub(super) struct UnitTensors {
 
 #[derive(Default)]
 pub(super) struct UnitTensorsState {
-    /// The lease of the unit, while something uses it.
+    /// The lease of the unit, while the unit is in use.
     pub(super) lease: Option<Lease>,
-    /// The address of the first tensor, which tells whether a later lease has the same memory.
+    /// The address of the first tensor, by which later leases of the same memory are recognized.
     pub(super) address: usize,
-    /// By index in the unit.
+    /// The tensor and the parameters of each weight, by index in the unit.
     views: Vec<WeightViews>,
     /// The threads that run the forward of the module that owns the unit, once for each call.
     pub(super) forward_threads: Vec<ThreadId>,
@@ -50,16 +51,20 @@ struct WeightViews {
     storage: usize,
     /// The number of owners of the storage when the tensor was created.
     first_owners: usize,
-    /// The parameter while gradients are recorded. It requires no gradient, because a streamed
-    /// weight could not keep one.
+    /// The parameter that requires no gradient. Callers that record gradients get it, because a
+    /// streamed weight could not keep its gradient. If the model's own parameter requires no
+    /// gradient, all callers get it.
     while_recording: Option<Py<PyAny>>,
-    /// The parameter while no gradients are recorded. It requires a gradient if the model's own
-    /// parameter did: for such operands `matmul` folds a batch, which changes the rounding.
+    /// The parameter that requires a gradient, if the model's own parameter does. Callers that
+    /// record no gradients get it, so that results do not differ from those of the model's own
+    /// parameter: if an operand requires a gradient, `matmul` folds a batch, which changes the
+    /// rounding.
     while_not_recording: Option<Py<PyAny>>,
 }
 
 impl UnitTensors {
-    /// Returns the tensors of a unit that has a new lease. `address` is that of its first tensor.
+    /// Creates the tensors of a unit that has a new lease. `address` is the address of its first
+    /// tensor.
     pub(super) fn new(unit: usize, lease: Lease, address: usize) -> Self {
         let views = (0..lease.tensor_count()).map(|_| WeightViews::default()).collect();
         let state =
@@ -71,8 +76,10 @@ impl UnitTensors {
         self.state.lock()
     }
 
-    /// Returns the parameter of a weight, and creates it if necessary. `grad` is whether the caller
-    /// records gradients.
+    /// Returns a weight as a tensor of the streamer's weight class, and creates it if necessary.
+    ///
+    /// `grad` is whether the caller records gradients. If so, the tensor itself requires no
+    /// gradient. Otherwise, it requires one if the model's own parameter does.
     pub(super) fn parameter(
         &self,
         py: Python<'_>,
@@ -81,8 +88,8 @@ impl UnitTensors {
         grad: bool,
     ) -> PyResult<Py<PyAny>> {
         let requires_grad = weight.requires_grad.load(Ordering::Relaxed) && !grad;
-        // Creating a tensor can run the garbage collector, which can end other uses. So no lock is
-        // held meanwhile.
+        // Creating a tensor can run the garbage collector, which can end other uses. That takes the
+        // lock, so the lock is released first.
         let (tensor, bytes) = {
             let state = self.lock();
             let views = &state.views[weight.index];
@@ -91,7 +98,8 @@ impl UnitTensors {
             {
                 return Ok(known.clone_ref(py));
             }
-            let lease = state.lease.as_ref().expect("a unit in use has a lease");
+            let lease =
+                state.lease.as_ref().expect("`end_use` takes the lease only after the last use");
             (views.tensor.as_ref().map(|tensor| tensor.clone_ref(py)), lease.tensor(weight.index))
         };
         let tensor = match tensor {
@@ -130,8 +138,8 @@ impl UnitTensors {
         })
     }
 
-    /// Returns the name of a weight that was written to. The next use of the unit then reads it
-    /// again.
+    /// Returns the name of a weight that was written to, or None. If there is one, the unit is read
+    /// again for its next use.
     pub(super) fn written_weight(
         &self,
         py: Python<'_>,
@@ -151,7 +159,7 @@ impl UnitTensors {
                 let weight =
                     weights.iter().find(|weight| weight.unit == self.unit && weight.index == index);
                 state.written = Some(weight.map_or_else(String::new, |weight| weight.name.clone()));
-                // The next use gets other memory, so it must not find these tensors.
+                // The next use gets other memory, so it must not reuse these tensors.
                 *entry.lock() = UnitEntry::default();
                 if let Some(lease) = &state.lease {
                     lease.evict_modified();

@@ -7,15 +7,15 @@ use pyo3::prelude::*;
 use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::Unit;
 
-/// A parameter: the number of its unit, its index there, its shape and strides if they differ from
-/// those of its bytes, whether it requires gradients, its name, and its `torch.dtype`.
+/// A parameter: the number of its unit, its index in the unit, its shape and strides if they differ
+/// from those of its bytes, whether it requires gradients, its name, and its `torch.dtype`.
 pub(super) type WeightSpec = (u32, usize, Option<(Vec<i64>, Vec<i64>)>, bool, String, Py<PyAny>);
 
 /// A streamed parameter of a model.
 pub(super) struct Weight {
-    /// The number of its unit.
+    /// The number of the unit that contains the parameter.
     pub(super) unit: usize,
-    /// The index of its tensor in the unit.
+    /// The index of the parameter's tensor in the unit.
     pub(super) index: usize,
     /// The dtype and shape of its bytes.
     pub(super) meta: TensorMeta,
@@ -28,7 +28,7 @@ pub(super) struct Weight {
 }
 
 impl Weight {
-    /// Returns None if no unit has this tensor.
+    /// Creates a parameter. Returns None if the unit or the tensor does not exist.
     pub(super) fn new(spec: WeightSpec, units: &[Unit]) -> Option<Self> {
         let (unit, index, strided, requires_grad, name, dtype) = spec;
         let unit = unit as usize;

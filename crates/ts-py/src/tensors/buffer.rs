@@ -8,6 +8,13 @@ use tensorstream::pool::TensorBuffer;
 use crate::errors::pool_error;
 
 /// Bytes on the host or on a GPU. All copies are explicit and block.
+///
+/// Examples:
+///     >>> import tensorstream as ts
+///     >>> buffer = ts.TensorBuffer.cpu_zeros(3)
+///     >>> buffer.copy_from(b"abc")
+///     >>> buffer.to_host()
+///     b'abc'
 #[pyclass(module = "tensorstream", name = "TensorBuffer")]
 pub(crate) struct PyTensorBuffer(pub(super) TensorBuffer);
 
@@ -19,20 +26,23 @@ impl PyTensorBuffer {
         Self(TensorBuffer::cpu(data))
     }
 
-    /// The same as ``cpu``.
+    /// Copies bytes to a new buffer on the host. The same as ``cpu``.
     #[staticmethod]
     fn from_bytes(data: Vec<u8>) -> Self {
         Self::cpu(data)
     }
 
-    /// Allocates ``size`` zero bytes on the host.
+    /// Allocates a buffer of ``size`` zero bytes on the host.
     #[staticmethod]
     fn cpu_zeros(size: usize) -> Self {
         Self(TensorBuffer::cpu_zeros(size))
     }
 
-    /// Allocates ``size`` bytes on a GPU, or zeros on the host if that fails. On a GPU the contents
-    /// are undefined.
+    /// Allocates a buffer on a GPU, or on the host if that fails.
+    ///
+    /// Args:
+    ///     size: The size in bytes. The bytes are undefined on a GPU, and 0 on the host.
+    ///     device_id: The number of the GPU.
     #[staticmethod]
     #[pyo3(signature = (size, device_id=0))]
     fn try_allocate_gpu(size: usize, device_id: usize) -> Self {
@@ -45,13 +55,13 @@ impl PyTensorBuffer {
         self.0.len()
     }
 
-    /// Whether it is on the host.
+    /// Whether the bytes are on the host.
     #[getter]
     fn is_cpu(&self) -> bool {
         self.0.is_cpu()
     }
 
-    /// Whether it is on a GPU.
+    /// Whether the bytes are on a GPU.
     #[getter]
     fn is_gpu(&self) -> bool {
         self.0.is_gpu()
@@ -60,35 +70,42 @@ impl PyTensorBuffer {
     /// Copies the bytes to a new buffer on the host.
     ///
     /// Raises:
-    ///     OutOfMemoryError: The copy failed.
+    ///     OutOfMemoryError: The copy from the GPU failed.
     fn to_cpu(&self, py: Python<'_>) -> PyResult<Self> {
         py.detach(|| self.0.to_cpu()).map(Self).map_err(|error| pool_error(py, &error))
     }
 
     /// Copies the bytes to a new buffer on a GPU.
     ///
+    /// Args:
+    ///     device_id: The number of the GPU.
+    ///
     /// Raises:
-    ///     OutOfMemoryError: There is no such GPU, or it has too little memory.
+    ///     OutOfMemoryError: The GPU does not exist or has too little memory, or the copy failed.
     #[pyo3(signature = (device_id=0))]
     fn to_gpu(&self, py: Python<'_>, device_id: usize) -> PyResult<Self> {
         py.detach(|| self.0.to_gpu(device_id)).map(Self).map_err(|error| pool_error(py, &error))
     }
 
-    /// The same as ``to_host``.
+    /// Returns a copy of the bytes. The same as ``to_host``.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         self.to_host(py)
     }
 
     /// Returns a copy of the bytes.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: The copy from the GPU failed.
     fn to_host<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let bytes = py.detach(|| self.0.to_host()).map_err(|error| pool_error(py, &error))?;
         Ok(PyBytes::new(py, &bytes))
     }
 
-    /// Overwrites the buffer.
+    /// Overwrites the whole buffer with ``data``.
     ///
     /// Raises:
-    ///     ConfigurationError: ``data`` has another size than the buffer.
+    ///     ConfigurationError: ``data`` does not have the size of the buffer.
+    ///     OutOfMemoryError: The copy to the GPU failed.
     fn copy_from(&mut self, py: Python<'_>, data: &[u8]) -> PyResult<()> {
         self.0.copy_from_slice(data).map_err(|error| pool_error(py, &error))
     }

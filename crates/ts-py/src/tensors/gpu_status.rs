@@ -4,13 +4,19 @@
 use pyo3::prelude::*;
 use tensorstream::streams::GpuStatus;
 
-/// Whether CUDA GPUs can be used, and if not, why.
+/// Reports whether CUDA GPUs can be used, and the reason if they cannot.
+///
+/// Examples:
+///     >>> import tensorstream as ts
+///     >>> device = "cuda:0" if ts.GpuStatus.detect().is_available else "cpu"
+///     >>> ts.Tensor.zeros([2, 3], "float32", device=device).nbytes
+///     24
 #[pyclass(frozen, module = "tensorstream", name = "GpuStatus")]
 pub(crate) struct PyGpuStatus(GpuStatus);
 
 #[pymethods]
 impl PyGpuStatus {
-    /// Detects the GPUs. Later calls return the result of the first one.
+    /// Detects the GPUs. Later calls return the result of the first call.
     #[staticmethod]
     fn detect() -> Self {
         Self(GpuStatus::detect())
@@ -45,7 +51,8 @@ impl PyGpuStatus {
         self.0 != GpuStatus::NotCompiled
     }
 
-    /// Returns a description: the GPUs, or why there are none. The same as ``str(status)``.
+    /// Returns the number of GPUs, or the reason why there are none, as a text. The same as
+    /// ``str(status)``.
     fn message(&self) -> String {
         self.0.to_string()
     }

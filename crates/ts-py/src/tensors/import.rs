@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors of other libraries, imported through DLPack without a copy.
+//! Imports tensors of other libraries through DLPack, without a copy.
 
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
@@ -7,21 +7,22 @@ use pyo3::types::PyDict;
 use tensorstream::remote::TensorInfo;
 
 use crate::dlpack::{CPU, Imported, VERSION};
-use crate::errors::wire_error;
+use crate::errors::tensor_error;
 use crate::memory::Memory;
 
 /// Imports a tensor on the host from an object that supports DLPack, or from a DLPack capsule.
 ///
 /// # Errors
 /// TypeError if the object does not support DLPack; BufferError if the tensor is not on the host or
-/// has a dtype or strides that are not supported.
+/// has a dtype or strides that are not supported; ConfigurationError if it has more than 64
+/// dimensions. Also the exceptions of `__dlpack__`.
 pub(super) fn import(value: &Bound<'_, PyAny>) -> PyResult<(TensorInfo, Memory)> {
     let py = value.py();
     let capsule = if let Ok(export) = value.getattr("__dlpack__") {
         let newest = PyDict::new(py);
         newest.set_item("max_version", VERSION)?;
         match export.call((), Some(&newest)) {
-            // A library that is older than DLPack 1.0 does not know `max_version`.
+            // Libraries that are older than DLPack 1.0 do not accept `max_version`.
             Err(error) if error.is_instance_of::<PyTypeError>(py) => export.call0()?,
             done => done?,
         }
@@ -31,7 +32,7 @@ pub(super) fn import(value: &Bound<'_, PyAny>) -> PyResult<(TensorInfo, Memory)>
     in_memory(py, Imported::from_capsule(&capsule)?)
 }
 
-/// Finds the range of memory that contains all elements of a tensor.
+/// Returns a tensor as a view of the smallest range of memory that contains all of its elements.
 fn in_memory(py: Python<'_>, tensor: Imported) -> PyResult<(TensorInfo, Memory)> {
     let layout = tensor.layout()?;
     if layout.device.0 != CPU {
@@ -40,14 +41,14 @@ fn in_memory(py: Python<'_>, tensor: Imported) -> PyResult<(TensorInfo, Memory)>
             layout.device
         )));
     }
-    let to_python = |error| wire_error(py, &error);
+    let to_python = |error| tensor_error(py, &error);
     let row_major = TensorInfo::new("", layout.dtype, layout.shape).map_err(to_python)?;
     let bytes = i64::from(layout.dtype.bits()) / 8;
     let empty = row_major.meta.shape.contains(&0);
     // The range, in bytes relative to the first element.
     let (mut begin, mut end) = (0i64, if empty { 0 } else { row_major.storage_len as i64 });
     if let Some(strides) = layout.strides.as_ref().filter(|_| !empty) {
-        // The distance between the first and the last element of a dimension.
+        // The distance between the first and the last element of a dimension, in bytes.
         let reach =
             |(&n, &stride): (&u64, &i64)| (n as i64 - 1).checked_mul(stride)?.checked_mul(bytes);
         end = bytes;
@@ -64,8 +65,8 @@ fn in_memory(py: Python<'_>, tensor: Imported) -> PyResult<(TensorInfo, Memory)>
     let strides = layout.strides.filter(|_| !empty);
     let info = row_major.in_storage(0, len as u64, (-begin) as u64, strides).map_err(to_python)?;
     let first = layout.data.wrapping_offset(begin as isize);
-    // SAFETY: these bytes contain the tensor's elements and the gaps between them, which are valid
-    // until the tensor's deleter runs.
+    // SAFETY: these bytes are the tensor's elements and the gaps between them. They are valid until
+    // the tensor is dropped, and writable unless DLPack marks them as read-only.
     let memory = unsafe { Memory::from_import(tensor, first, len, (CPU, 0), layout.read_only) };
     Ok((info, memory))
 }

@@ -17,7 +17,15 @@ use crate::dtype::PyDtype;
 ///
 /// Raises:
 ///     TypeError: The dtype is unknown.
-///     ValueError: The elements do not fill a whole number of bytes, or too many.
+///     ValueError: The elements do not fill a whole number of bytes, or fill 2**61 bytes or more.
+///
+/// Examples:
+///     >>> import tensorstream as ts
+///     >>> meta = ts.TensorMeta([2, 3], "float32")
+///     >>> meta
+///     TensorMeta([2, 3], float32)
+///     >>> meta.nbytes
+///     24
 #[pyclass(frozen, eq, module = "tensorstream", name = "TensorMeta")]
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct PyTensorMeta(TensorMeta);
@@ -30,7 +38,7 @@ impl PyTensorMeta {
         match meta.byte_len() {
             Some(_) => Ok(Self(meta)),
             None => Err(PyValueError::new_err(format!(
-                "invalid shape {:?} for {}: expected a whole number of bytes below 2**64",
+                "invalid shape {:?} for {}: expected a whole number of bytes below 2**61",
                 meta.shape, meta.dtype
             ))),
         }
@@ -54,7 +62,7 @@ impl PyTensorMeta {
         self.0.byte_len().unwrap_or(0)
     }
 
-    /// Allocates a buffer of ``nbytes`` on a GPU, or on the host if that fails.
+    /// Allocates a buffer of ``nbytes`` bytes on a GPU, or on the host if that fails.
     ///
     /// Args:
     ///     device: The number of the GPU.

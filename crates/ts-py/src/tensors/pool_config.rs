@@ -5,17 +5,25 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tensorstream::pool::PoolConfig;
 
-/// The configuration of a memory pool. Sizes are in bytes.
+/// The configuration of a memory pool. Sizes are in bytes. An argument that is omitted or None has
+/// the value of ``PoolConfig.default()``.
 ///
 /// Args:
 ///     pool_bytes: The maximum size of the pool, including blocks in use.
 ///     min_block_bytes: The size of the smallest block.
 ///     max_block_bytes: The size of the largest block that is recycled.
-///     classes: The number of block sizes between these two.
-///     preallocate: Whether to allocate up to half of the pool at once.
+///     classes: The number of block sizes, from ``min_block_bytes`` to ``max_block_bytes``. The
+///         value 1 counts as 2.
+///     preallocate: Whether to allocate up to half of the pool when it is created.
 ///
 /// Raises:
 ///     ValueError: The block sizes are invalid.
+///
+/// Examples:
+///     >>> import tensorstream as ts
+///     >>> config = ts.PoolConfig(pool_bytes=128 << 20, preallocate=True)
+///     >>> config.min_block_bytes
+///     65536
 #[pyclass(frozen, eq, module = "tensorstream", name = "PoolConfig")]
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PyPoolConfig(pub(crate) PoolConfig);
@@ -51,14 +59,15 @@ impl PyPoolConfig {
         Ok(Self(config))
     }
 
-    /// Returns the default: 256 MiB, in blocks of 64 KiB to 64 MiB.
+    /// Returns the default configuration: 256 MiB, in blocks of 64 KiB to 64 MiB.
     #[staticmethod]
     fn default() -> Self {
         Self(PoolConfig::default())
     }
 
-    /// Returns a configuration for large transfers: 512 MiB, in blocks of 1 MiB to 64 MiB,
-    /// preallocated.
+    /// Returns a configuration for large transfers: 512 MiB, in blocks of 1 MiB to 64 MiB.
+    ///
+    /// Up to half of the pool is allocated when it is created.
     #[staticmethod]
     fn high_throughput() -> Self {
         Self(PoolConfig::high_throughput())
@@ -95,7 +104,7 @@ impl PyPoolConfig {
         self.0.classes
     }
 
-    /// Whether up to half of the pool is allocated at once.
+    /// Whether up to half of the pool is allocated when it is created.
     #[getter]
     fn preallocate(&self) -> bool {
         self.0.preallocate

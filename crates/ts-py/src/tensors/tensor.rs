@@ -22,6 +22,17 @@ use crate::memory::{Memory, fill_buffer, format_of, release_buffer};
 
 /// A tensor that other libraries use without a copy, through DLPack, the buffer protocol, or
 /// ``__cuda_array_interface__``.
+///
+/// Examples:
+///     >>> import numpy as np, tensorstream as ts
+///     >>> array = np.zeros([2, 3], dtype=np.float32)
+///     >>> tensor = ts.Tensor.from_dlpack(array, name="weight")
+///     >>> tensor
+///     Tensor("weight", [2, 3], float32, cpu)
+///     >>> array[1, 2] = 7  # the tensor shares the memory
+///     >>> tensor.to_torch()
+///     tensor([[0., 0., 0.],
+///             [0., 0., 7.]])
 #[pyclass(frozen, weakref, module = "tensorstream", name = "Tensor")]
 #[derive(Clone)]
 pub(crate) struct PyTensor {
@@ -30,7 +41,11 @@ pub(crate) struct PyTensor {
 }
 
 impl PyTensor {
-    /// Converts a `Tensor`, an object that supports DLPack, or a DLPack capsule. Shares its memory.
+    /// Returns a tensor that shares the memory of a `Tensor`, of an object that supports DLPack, or
+    /// of a DLPack capsule.
+    ///
+    /// # Errors
+    /// The same as [`import`].
     fn extract(value: &Bound<'_, PyAny>) -> PyResult<Self> {
         if let Ok(tensor) = value.cast::<Self>() {
             return Ok(tensor.get().clone());
@@ -47,6 +62,12 @@ impl PyTensor {
     /// Returns the offset of the first element in the memory, in bytes.
     fn offset(&self) -> usize {
         self.info.storage_offset as usize
+    }
+
+    /// Returns the method to use, for an error message, if an interface does not support the dtype.
+    fn alternative(&self) -> &'static str {
+        // `to_torch` uses DLPack, and elements smaller than a byte are not exported through DLPack.
+        if row_of(self.info.meta.dtype).is_some() { "to_torch()" } else { "tobytes()" }
     }
 
     fn exported(&self) -> Exported {
@@ -79,12 +100,12 @@ impl PyTensor {
     ///     shape: The size of each dimension.
     ///     dtype: A ``DType``, a ``torch.dtype``, a NumPy dtype, or the name of one.
     ///     device: "cpu", or a GPU such as "cuda:0".
-    ///     name: The name at a receiver.
+    ///     name: The name of the tensor, which receivers get too.
     ///
     /// Raises:
     ///     TypeError: The dtype is unknown.
     ///     ConfigurationError: The device or the shape is invalid.
-    ///     OutOfMemoryError: There is too little memory, or no such GPU.
+    ///     OutOfMemoryError: There is too little memory, or the GPU does not exist.
     #[staticmethod]
     #[pyo3(signature = (shape, dtype, *, device="cpu", name=""))]
     fn zeros(
@@ -95,7 +116,7 @@ impl PyTensor {
         name: &str,
     ) -> PyResult<Self> {
         let mut info = TensorInfo::new(name, PyDtype::extract(dtype)?, shape)
-            .map_err(|error| wire_error(py, &error))?;
+            .map_err(|error| tensor_error(py, &error))?;
         let len = info.storage_len as usize;
         let memory = match device.strip_prefix("cuda:").map(str::parse::<u16>) {
             Some(Ok(ordinal)) => {
@@ -124,12 +145,14 @@ impl PyTensor {
     ///
     /// Args:
     ///     tensor: An object that supports DLPack, a DLPack capsule, or a ``Tensor``.
-    ///     name: The name at a receiver.
-    ///     metadata: Further text for a receiver.
+    ///     name: The name of the tensor, which receivers get too. None keeps the name of a
+    ///         ``Tensor``.
+    ///     metadata: Text by key, which receivers get too. None keeps the metadata of a ``Tensor``.
     ///
     /// Raises:
     ///     TypeError: The object does not support DLPack.
     ///     BufferError: The tensor is not on the host, or its dtype is not supported.
+    ///     ConfigurationError: The tensor has more than 64 dimensions.
     #[staticmethod]
     #[pyo3(signature = (tensor, *, name=None, metadata=None))]
     fn from_dlpack(
@@ -143,13 +166,13 @@ impl PyTensor {
         Ok(this)
     }
 
-    /// The name, or an empty string.
+    /// The name of the tensor. Empty if it has none.
     #[getter]
     fn name(&self) -> &str {
         &self.info.name
     }
 
-    /// Further text, from the sender or from ``from_dlpack``.
+    /// Text by key, from the sender or from ``from_dlpack``.
     #[getter]
     fn metadata(&self) -> BTreeMap<String, String> {
         self.info.metadata.clone()
@@ -199,16 +222,26 @@ impl PyTensor {
         self.info.is_contiguous()
     }
 
-    /// Returns whether both tensors are views of the same memory.
+    /// Returns whether both tensors were created from the same ``Tensor``, or received in the same
+    /// storage.
+    ///
+    /// Returns False if an array was imported twice, although the memory is the same.
     fn shares_memory(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.memory, &other.memory)
     }
 
-    /// Returns a view of a tensor of bytes, which is a whole storage.
+    /// Returns a view of the memory of this tensor, with another dtype and layout.
     ///
     /// Args:
-    ///     strides: In elements.
-    ///     offset: The offset of the first element, in bytes.
+    ///     name: The name of the view.
+    ///     dtype: The name of its dtype.
+    ///     shape: The size of each dimension.
+    ///     strides: The step along each dimension, in elements.
+    ///     offset: The offset of the first element in the memory, in bytes.
+    ///
+    /// Raises:
+    ///     TypeError: The dtype is unknown.
+    ///     ConfigurationError: The shape is invalid, or an element would be outside the memory.
     fn _view(
         &self,
         py: Python<'_>,
@@ -218,7 +251,7 @@ impl PyTensor {
         strides: Vec<i64>,
         offset: u64,
     ) -> PyResult<Self> {
-        let to_python = |error| wire_error(py, &error);
+        let to_python = |error| tensor_error(py, &error);
         let dtype = PyDtype::from_name(dtype)?;
         let row_major = TensorInfo::new(name, dtype, shape).map_err(to_python)?;
         let len = self.memory.len() as u64;
@@ -229,7 +262,8 @@ impl PyTensor {
     /// Exports the tensor as a DLPack capsule, with the arguments of the array API standard.
     ///
     /// Raises:
-    ///     BufferError: The request cannot be fulfilled.
+    ///     BufferError: The requested export is impossible, for example to another GPU.
+    ///     OutOfMemoryError: The copy failed.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -240,7 +274,8 @@ impl PyTensor {
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let device = self.memory.device();
-        // Any stream of a GPU can use the tensor at once: work on it was done when it was created.
+        // On a GPU, `stream` is ignored: a tensor is created only after all work on its memory is
+        // complete, so any stream can use the tensor at once.
         if device.0 == CPU && stream.is_some() {
             return Err(PyBufferError::new_err(
                 "cannot export: stream must be None for a tensor on the host",
@@ -248,16 +283,20 @@ impl PyTensor {
         }
         let target = dl_device.unwrap_or(device);
         if target != device && target != (CPU, 0) {
+            let own = match device.0 {
+                CPU => String::new(),
+                _ => format!(" or {device:?} (the tensor's device)"),
+            };
             return Err(PyBufferError::new_err(format!(
-                "cannot export a tensor on device {device:?} to device {target:?}: expected \
-                 {device:?} or the host, (1, 0)"
+                "cannot export a tensor on DLPack device {device:?} to dl_device={target:?}: \
+                 expected (1, 0) (the host){own}"
             )));
         }
         let copies = copy == Some(true) || target != device;
         if copies && copy == Some(false) {
             return Err(PyBufferError::new_err(format!(
-                "cannot export a tensor on device {device:?} to device {target:?} without a copy: \
-                 remove copy=False"
+                "cannot export a tensor on DLPack device {device:?} to dl_device={target:?} \
+                 without a copy: remove copy=False"
             )));
         }
         let mut exported = if copies { self.copied(py)?.exported() } else { self.exported() };
@@ -282,15 +321,16 @@ impl PyTensor {
     /// Returns a DLPack capsule, which can be consumed once.
     ///
     /// Raises:
-    ///     BufferError: The tensor is read-only, or its dtype needs a newer DLPack.
+    ///     BufferError: The tensor is read-only, or DLPack before 1.0 lacks its dtype.
     fn to_dlpack<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.__dlpack__(py, None, None, None, None)
     }
 
-    /// Returns a NumPy array of the same memory, or of a copy if the tensor is on a GPU.
+    /// Returns a NumPy array that shares the memory, or a copy if the tensor is on a GPU.
     ///
     /// Raises:
-    ///     TypeError: NumPy does not have the dtype.
+    ///     TypeError: NumPy has no such dtype: bfloat16, float8, or elements smaller than a byte.
+    ///     OutOfMemoryError: The copy from the GPU failed.
     fn to_numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         // NumPy ignores the error of an export that fails, and makes an array of one object.
         if format_of(self.info.meta.dtype).is_none() {
@@ -300,28 +340,37 @@ impl PyTensor {
                 self.alternative()
             )));
         }
-        let name = PyDtype(self.info.meta.dtype).name();
-        Err(PyTypeError::new_err(format!("NumPy has no dtype {name}: use to_torch()")))
+        let on_host = if self.memory.bytes().is_some() { self.clone() } else { self.copied(py)? };
+        py.import("numpy")?.call_method1("asarray", (Bound::new(py, on_host)?,))
     }
 
-    /// Returns a PyTorch tensor of the same memory.
+    /// Returns a PyTorch tensor that shares the memory.
     fn to_torch<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         slf.py().import("torch")?.call_method1("from_dlpack", (slf,))
     }
 
-    /// Returns a copy of the elements' bytes.
+    /// Returns a copy of the bytes of all elements, in row-major order.
     ///
     /// Raises:
     ///     BufferError: The tensor is not contiguous.
+    ///     OutOfMemoryError: The copy from the GPU failed.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         if !self.info.is_contiguous() {
-            return Err(PyBufferError::new_err("cannot copy bytes: the tensor is not contiguous"));
+            return Err(PyBufferError::new_err(format!(
+                "cannot copy the bytes: the tensor is not contiguous (shape {:?}, strides {:?}); \
+                 use to_torch().contiguous()",
+                self.info.meta.shape,
+                self.element_strides()
+            )));
         }
         let bytes = py.detach(|| self.memory.to_host()).map_err(|error| pool_error(py, &error))?;
         Ok(PyBytes::new(py, &bytes[self.offset()..][..self.nbytes() as usize]))
     }
 
-    /// ``__cuda_array_interface__``, or None if the tensor is on the host.
+    /// The dictionary of the CUDA array interface, or None if the tensor is on the host.
+    ///
+    /// Raises:
+    ///     TypeError: The interface does not support the dtype.
     #[getter]
     fn cuda_array_interface<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         if self.memory.device().0 != CUDA {
@@ -344,7 +393,9 @@ impl PyTensor {
             Dtype::C64 => "<c8",
             _ => {
                 return Err(PyTypeError::new_err(format!(
-                    "the CUDA array interface does not support {dtype}"
+                    "the CUDA array interface does not support dtype {}: use {}",
+                    self.dtype().name(),
+                    self.alternative()
                 )));
             }
         };
@@ -369,14 +420,21 @@ impl PyTensor {
     ///
     /// Raises:
     ///     AttributeError: The tensor is on the host.
+    ///     TypeError: The interface does not support the dtype.
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let absent = || PyAttributeError::new_err("the tensor is not on a GPU");
+        let absent = || {
+            PyAttributeError::new_err(
+                "no `__cuda_array_interface__`: the tensor is on the host; use DLPack or NumPy",
+            )
+        };
         self.cuda_array_interface(py)?.ok_or_else(absent)
     }
 
+    /// Exports the tensor through the buffer protocol.
+    ///
     /// # Safety
-    /// Called by the interpreter, with a valid `view`.
+    /// Only the interpreter may call this function, with a `view` that it can write to.
     unsafe fn __getbuffer__(
         slf: Bound<'_, Self>,
         view: *mut ffi::Py_buffer,
@@ -386,14 +444,16 @@ impl PyTensor {
         let strides = this.element_strides();
         let extents = (&this.info.meta.shape[..], &strides[..]);
         let first = (this.info.meta.dtype, this.offset());
-        // SAFETY: `view` comes from the interpreter, which asked this object.
+        // SAFETY: the interpreter passed `view` to this call, and `slf` is the exporting object.
         unsafe { fill_buffer(slf.into_any(), view, flags, &this.memory, first, extents) }
     }
 
+    /// Releases a buffer that `__getbuffer__` exported.
+    ///
     /// # Safety
-    /// Called by the interpreter, once for each buffer.
+    /// Only the interpreter may call this function, once for each buffer.
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
-        // SAFETY: `__getbuffer__` filled `view`.
+        // SAFETY: `__getbuffer__` filled `view`, and the interpreter releases each buffer once.
         unsafe { release_buffer(view) }
     }
 

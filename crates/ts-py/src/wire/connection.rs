@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tensorstream.connect`, and the class `Connection`.
+//! The native halves of `tensorstream.connect` and of the class `Connection`.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,18 +18,18 @@ use crate::errors::{configuration_error, pool_error, timeout_error, wire_error};
 use crate::memory::Payload;
 use crate::tensors::PyTensor;
 
-/// How many tensors are queued before the connection is flushed.
+/// The number of tensors that are queued before the connection is flushed.
 const TENSORS_PER_FLUSH: usize = 64;
 
 /// One side of a connection. One thread can use it at a time.
 #[pyclass(frozen, weakref, module = "tensorstream", name = "Connection")]
 pub(crate) struct PyConnection {
-    /// None after it was closed.
+    /// None after the connection was closed.
     state: Mutex<Option<ConnectionState>>,
     peer: String,
 }
 
-/// Connects, and blocks until the handshake is done.
+/// Connects to a listener. Blocks until the handshake is done.
 #[pyfunction]
 pub(crate) fn connect(
     py: Python<'_>,
@@ -56,9 +56,9 @@ pub(crate) fn connect(
     Ok(PyConnection::new(state))
 }
 
-/// What to receive.
+/// The parameters of a call that receives.
 struct Request<'a> {
-    /// Memory for the next tensor.
+    /// The memory for the next tensor; None to allocate it.
     into: Option<&'a PyTensor>,
     /// The stream to receive from; None for any.
     stream: Option<u32>,
@@ -66,7 +66,7 @@ struct Request<'a> {
 }
 
 impl PyConnection {
-    /// Returns a connection after its handshake.
+    /// Creates a connection whose handshake is done.
     pub(super) fn new(state: ConnectionState) -> Self {
         let peer = state.link.peer().to_string();
         Self { state: Mutex::new(Some(state)), peer }
@@ -76,10 +76,13 @@ impl PyConnection {
         try_lock(py, &self.state)
     }
 
-    /// Returns what was received next, with its stream, or None at the end of the connection.
+    /// Returns the next received item and the number of its stream, or None at the end of the
+    /// connection. Blocks.
     ///
     /// # Errors
-    /// ConnectionTimeout after the deadline; the connection stays usable.
+    /// ConnectionTimeout after the deadline, and the connection stays usable. Also the errors of
+    /// the connection, of [`ConnectionState::provide_memory`], of signal handlers and of
+    /// `progress`.
     fn next(
         &self,
         py: Python<'_>,
@@ -116,13 +119,17 @@ impl PyConnection {
                 }
             }
             if nothing && is_over(request.deadline) {
-                let message = format!("nothing arrived from {} within the timeout", self.peer);
+                let what = match request.stream {
+                    Some(_) => "the end of the stream did not arrive",
+                    None => "no complete tensor or message arrived",
+                };
+                let message = format!("{what} from {} within the timeout", self.peer);
                 return Err(timeout_error(py, &message));
             }
         }
     }
 
-    /// Blocks until the system has everything that was sent on a stream.
+    /// Blocks until the operating system has accepted everything that was sent on a stream.
     fn flush(
         &self,
         py: Python<'_>,
@@ -153,13 +160,17 @@ impl PyConnection {
         &self.peer
     }
 
-    /// Sends tensors in order. Blocks until the system has all of them.
+    /// Sends tensors in order. Blocks until the operating system has accepted all of them.
     ///
     /// Args:
-    ///     tensors: Each tensor with a number for the storage that it shares, or 0, and whether
-    ///         later tensors share it too. The bytes of a storage are sent once.
-    ///     apart: Send on a new stream, and end it after them.
-    ///     progress: Called about ten times a second with the bytes sent and to be sent.
+    ///     tensors: Each tensor, the number of its storage, and whether later tensors share this
+    ///         storage. The number is 0 for a storage that is not shared. Tensors that share a
+    ///         storage must be consecutive. Its bytes are sent once.
+    ///     compression: The name of a codec, or None.
+    ///     checksums: Whether to send checksums of the payloads.
+    ///     apart: Whether to send on a new stream, which ends after the last tensor.
+    ///     progress: Called about ten times a second with two numbers: the bytes that were sent on
+    ///         the stream, and the bytes that were queued on it so far.
     #[pyo3(signature = (tensors, *, compression=None, checksums=false, apart=false, progress=None))]
     fn _send(
         &self,
@@ -204,7 +215,7 @@ impl PyConnection {
         self.flush(py, state, stream, progress)
     }
 
-    /// Sends a message of at most 64 KiB. Blocks until the system has it.
+    /// Sends a message of at most 64 KiB. Blocks until the operating system has accepted it.
     fn send_message(&self, py: Python<'_>, message: &[u8]) -> PyResult<()> {
         let to_python = |error| wire_error(py, &error);
         let mut state = self.state(py)?;
@@ -218,12 +229,18 @@ impl PyConnection {
     /// Returns the next tensor or message, or None at the end. Blocks.
     ///
     /// Args:
-    ///     into: Memory for the tensor.
-    ///     timeout: Seconds to wait.
+    ///     into: The memory for the tensor; None to allocate it.
+    ///     timeout: Seconds to wait; None to wait without a limit.
     ///     progress: Called about ten times a second with the bytes received so far.
     ///
     /// Raises:
-    ///     ConnectionTimeout: Nothing arrived within ``timeout``.
+    ///     ConnectionTimeout: No complete tensor or message arrived within ``timeout``, or the peer
+    ///         is silent or makes no progress.
+    ///     ConnectionLost: The connection was lost, or the peer cancelled the stream.
+    ///     ConfigurationError: ``into`` cannot receive the tensor, or the connection is closed or
+    ///         in use.
+    ///     OutOfMemoryError: There is too little memory for the tensor, or its storage exceeds
+    ///         ``limit_bytes``.
     #[pyo3(signature = (*, into=None, timeout=None, progress=None))]
     fn _recv<'py>(
         &self,
@@ -251,15 +268,21 @@ impl PyConnection {
         }
     }
 
-    /// Returns all tensors of the next stream that ends, or None at the end of the connection.
-    /// Blocks.
+    /// Returns all tensors of the stream whose tensor arrives next, or None at the end of the
+    /// connection. Blocks until the stream ends.
     ///
     /// Args:
-    ///     timeout: Seconds to wait for each tensor.
+    ///     timeout: Seconds to wait for the end of the stream; None to wait without a limit.
     ///     progress: Called about ten times a second with the bytes received so far.
     ///
     /// Raises:
-    ///     ConnectionTimeout: Nothing arrived within ``timeout``. The next call continues.
+    ///     ConnectionTimeout: The stream did not end within ``timeout``, and the next call
+    ///         continues. Or the peer is silent or makes no progress.
+    ///     ConnectionLost: The connection was lost, or the peer cancelled the stream.
+    ///     ConfigurationError: A message arrived instead of a tensor, or the connection is closed
+    ///         or in use.
+    ///     OutOfMemoryError: There is too little memory for a tensor, or its storage exceeds
+    ///         ``limit_bytes``.
     #[pyo3(signature = (*, timeout=None, progress=None))]
     fn _recv_all<'py>(
         &self,
@@ -284,7 +307,10 @@ impl PyConnection {
             match next {
                 None if tensors.is_empty() => return Ok(None),
                 None => {
-                    let what = format!("after {} tensors", tensors.len());
+                    let what = format!(
+                        "the peer closed it before the end of a stream (received {} tensors)",
+                        tensors.len()
+                    );
                     return Err(wire_error(py, &Error::Lost { what }));
                 }
                 Some((stream, Incoming::Tensor(tensor))) => {
@@ -308,8 +334,8 @@ impl PyConnection {
         }
     }
 
-    /// Returns bytes sent, received and copied, seconds since the connection began, and of its pool
-    /// the hit rate and bytes in use and available.
+    /// Returns the statistics of the connection and of its pool, with the keys of
+    /// ``ConnectionStats``.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let mut state = self.state(py)?;
         let state = open(py, &mut state)?;
@@ -329,16 +355,25 @@ impl PyConnection {
         Ok(dict)
     }
 
-    /// Ends the connection after everything that was sent. Blocks until the system of the other
-    /// side has it. Does nothing if it is closed.
-    #[pyo3(signature = (reason="it was closed"))]
+    /// Closes the connection after everything that was sent. Does nothing if the connection is
+    /// already closed.
+    ///
+    /// Blocks until the operating system of the other side has received everything. On systems
+    /// other than Linux, blocks until the other side has closed the connection.
+    ///
+    /// Args:
+    ///     reason: A reason, which is sent to the other side and appears in its errors.
+    #[pyo3(signature = (reason="the peer called close()"))]
     fn close(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let Some(state) = self.state(py)?.take() else { return Ok(()) };
         py.detach(|| state.link.close(reason)).map_err(|error| wire_error(py, &error))
     }
 }
 
-/// Returns the state of a connection that is not closed.
+/// Returns the state of a connection.
+///
+/// # Errors
+/// ConfigurationError if the connection is closed.
 fn open<'a>(
     py: Python<'_>,
     state: &'a mut Option<ConnectionState>,
@@ -346,7 +381,7 @@ fn open<'a>(
     state.as_mut().ok_or_else(|| configuration_error(py, "the connection is closed"))
 }
 
-/// Returns the storage of a tensor for sending. It is copied if it is not on the host.
+/// Returns the bytes of a tensor's storage for sending. Copies them if they are on a GPU.
 fn payload(py: Python<'_>, tensor: &PyTensor) -> PyResult<Bytes> {
     if tensor.memory.bytes().is_some() {
         return Ok(Bytes::from_owner(Payload(Arc::clone(&tensor.memory))));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The state of a connection: its link, and what was received but not yet requested.
+//! The state of a connection: its link, and received items that no call has returned yet.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::errors::{configuration_error, wire_error};
 use crate::memory::{Memory, Target};
 use crate::tensors::PyTensor;
 
-/// What a stream has delivered.
+/// An item that a stream has delivered.
 pub(super) enum Incoming {
     Tensor(PyTensor),
     Message(Bytes),
@@ -28,22 +28,23 @@ type StorageKey = (u32, u64);
 
 pub(super) struct ConnectionState {
     pub(super) link: Link<Target>,
-    /// The stream for everything that is not sent on a stream of its own.
+    /// The stream for messages, and for tensors that are not sent on a separate stream.
     default_stream: Option<u32>,
     /// Storages that later tensors may share.
     shared_storages: HashMap<StorageKey, Arc<Memory>>,
-    /// The shared storage that the tensor in transfer is the last to use.
+    /// The shared storage whose final tensor is in transfer. The storage is forgotten when this
+    /// tensor is complete.
     expiring_storage: Option<StorageKey>,
     /// An announced tensor that has no memory yet: its stream, its description, and whether later
     /// tensors may share its storage.
     announced: Option<(u32, TensorInfo, bool)>,
-    /// What was received but not yet requested, by stream.
+    /// Received items that no call has returned yet, oldest first, and their streams.
     pub(super) ready: VecDeque<(u32, Incoming)>,
-    /// Blocks to receive into.
+    /// The pool of blocks to receive into, if there is one.
     pub(super) pool: Option<PinnedMemoryPool<AnyDevice>>,
-    /// The size of the largest storage to receive, in bytes.
+    /// The maximum size of a storage that memory is allocated for, in bytes.
     limit_bytes: u64,
-    /// When the connection began.
+    /// The time at which this state was created.
     pub(super) since: Instant,
 }
 
@@ -62,7 +63,7 @@ impl ConnectionState {
         })
     }
 
-    /// Handles an event of the link.
+    /// Updates the state for an event of the link.
     pub(super) fn handle(&mut self, event: Event<Target>) {
         match event {
             Event::Metadata { stream, info, known, kept } => {
@@ -111,8 +112,8 @@ impl ConnectionState {
         self.announced.take_if(|(of, ..)| *of == stream);
     }
 
-    /// Provides memory for the announced tensor, if there is one: that of `into`, or a block of the
-    /// pool, or new memory.
+    /// Provides memory for the announced tensor, if there is one. Uses the memory of `into`, else a
+    /// block of the pool, else new memory.
     ///
     /// # Errors
     /// ConfigurationError if `into` cannot receive the tensor, OutOfMemoryError if there is too
@@ -130,8 +131,8 @@ impl ConnectionState {
                 Ok(memory) => memory,
                 Err(found) => {
                     let message = format!(
-                        "cannot receive tensor `{}` of {len} bytes into {found}: expected a \
-                         contiguous, writable tensor of as many bytes on the host",
+                        "cannot receive tensor `{}` with a storage of {len} bytes into {found}: \
+                         expected a contiguous, writable tensor of {len} bytes on the host",
                         info.name
                     );
                     self.announced = Some((stream, info, shared));
@@ -141,7 +142,8 @@ impl ConnectionState {
             None => match self.allocate(&info) {
                 Ok(memory) => Arc::new(memory),
                 Err(error) => {
-                    self.link.connection().cancel(stream, "the receiver has no memory for it");
+                    // The peer prints this reason. The text of `error` begins with "cannot".
+                    self.link.connection().cancel(stream, &format!("the receiver {error}"));
                     return Err(wire_error(py, &error));
                 }
             },
@@ -149,17 +151,14 @@ impl ConnectionState {
         if shared {
             self.shared_storages.insert((stream, info.storage_id), Arc::clone(&memory));
         }
-        let target = Target::new(memory, 0, len).expect("the memory fits, and is on the host");
+        let target = Target::new(memory, 0, len)
+            .expect("`fitting` and `allocate` return `len` writable bytes on the host");
         self.link.connection().accept(stream, target).map_err(|error| wire_error(py, &error))
     }
 
-    /// Allocates memory for a tensor, from the pool if that has a block.
+    /// Allocates memory for a tensor, from the pool if there is one and it has space.
     fn allocate(&self, info: &TensorInfo) -> Result<Memory, Error> {
         let requested_bytes = info.storage_len as usize;
-        let block = self.pool.as_ref().and_then(|pool| pool.acquire(requested_bytes).ok());
-        if let Some(memory) = block.and_then(Memory::from_pool) {
-            return Ok(memory);
-        }
         let no_memory = |source| Error::Memory {
             tensor: info.name.clone(),
             bytes: info.storage_len,
@@ -171,6 +170,10 @@ impl ConnectionState {
                 capacity_bytes: self.limit_bytes as usize,
             }));
         }
+        let block = self.pool.as_ref().and_then(|pool| pool.acquire(requested_bytes).ok());
+        if let Some(memory) = block.and_then(Memory::from_pool) {
+            return Ok(memory);
+        }
         Memory::zeros(requested_bytes).ok_or_else(|| {
             let source = std::io::ErrorKind::OutOfMemory.into();
             no_memory(pool::Error::Map { bytes: requested_bytes, source })
@@ -179,7 +182,7 @@ impl ConnectionState {
 
     /// Returns the default stream, and opens it if necessary.
     pub(super) fn default_stream(&mut self) -> Result<u32, Error> {
-        // The peer may have cancelled it.
+        // The peer may have cancelled the stream.
         let open = self
             .default_stream
             .filter(|&stream| self.link.connection().stream_stats(stream).is_some());
@@ -190,8 +193,8 @@ impl ConnectionState {
     }
 }
 
-/// Returns the memory of a tensor if a payload of `len` bytes can be received into it, else what
-/// the tensor is.
+/// Returns the memory of a tensor if it can receive a payload of `len` bytes. Otherwise, returns a
+/// description of the tensor for the error.
 fn fitting(tensor: &PyTensor, len: usize) -> Result<Arc<Memory>, String> {
     let memory = &tensor.memory;
     let kind = if memory.is_read_only() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tensorstream.listen`, and the class `Listener`.
+//! The native halves of `tensorstream.listen` and of the class `Listener`.
 
 use std::path::PathBuf;
 
@@ -14,7 +14,7 @@ use super::wait::{deadline, is_over, poll_time, try_lock};
 use crate::errors::{configuration_error, timeout_error, wire_error};
 use crate::memory::Target;
 
-/// Accepts connections.
+/// A listening socket that accepts connections.
 #[pyclass(frozen, module = "tensorstream", name = "Listener")]
 pub(crate) struct PyListener {
     listener: Mutex<Option<(Listener, Acceptor<Target>)>>,
@@ -22,7 +22,7 @@ pub(crate) struct PyListener {
     address: String,
 }
 
-/// Listens for connections. Does not block.
+/// Starts to listen for connections. Does not wait for one.
 #[pyfunction]
 pub(crate) fn listen(
     py: Python<'_>,
@@ -50,11 +50,12 @@ impl PyListener {
     /// Returns the next connection, after its handshake. Blocks.
     ///
     /// Args:
-    ///     timeout: Seconds to wait.
-    ///     log: Called with the peer and the reason of each refusal.
+    ///     timeout: Seconds to wait; None to wait without a limit.
+    ///     log: Called with the peer and the reason for each connection whose handshake fails.
     ///
     /// Raises:
-    ///     ConnectionTimeout: Nobody connected within ``timeout``.
+    ///     ConnectionTimeout: No client completed a handshake within ``timeout``.
+    ///     ConfigurationError: The listener is closed or in use.
     #[pyo3(signature = (timeout=None, log=None))]
     fn accept(
         &self,
@@ -85,7 +86,11 @@ impl PyListener {
             }
             py.check_signals()?;
             if is_over(deadline) {
-                let message = format!("nobody connected to {} within the timeout", self.address);
+                let message = format!(
+                    "no client completed a handshake with {} within {} s",
+                    self.address,
+                    timeout.unwrap_or_default()
+                );
                 return Err(timeout_error(py, &message));
             }
         }

@@ -14,22 +14,25 @@ use tensorstream::streams::{AnyDevice, CpuDevice};
 use crate::errors::{configuration_error, pool_error, wire_error};
 use crate::tensors::PyPoolConfig;
 
-/// Settings of connections: a dictionary that has all of these keys.
+/// The settings of a connection, from a dictionary that has all of these keys.
 #[derive(FromPyObject)]
 pub(crate) struct Settings {
     #[pyo3(item)]
     token: Option<String>,
-    /// In seconds.
+    /// The longest silence of the peer, in seconds, while this side waits for it. After this time,
+    /// the wait fails.
     #[pyo3(item)]
     idle_timeout: f64,
-    /// In seconds.
+    /// The longest time that a transfer may make no progress while this side waits for it, in
+    /// seconds. After this time, the wait fails.
     #[pyo3(item)]
     stall_timeout: f64,
     #[pyo3(item)]
     shared_memory: bool,
     #[pyo3(item)]
     pool: Option<Py<PyPoolConfig>>,
-    /// The size of the largest storage to receive, in bytes.
+    /// The maximum size of a storage that memory is allocated for, in bytes. Storages that are
+    /// received into existing memory may be larger.
     #[pyo3(item)]
     pub(super) limit_bytes: u64,
 }
@@ -42,7 +45,12 @@ impl Settings {
     pub(crate) fn options(&self, py: Python<'_>) -> PyResult<ConnectionOptions> {
         let time = |name: &str, seconds: f64| {
             Duration::try_from_secs_f64(seconds).ok().filter(|time| !time.is_zero()).ok_or_else(
-                || configuration_error(py, &format!("{name} must be positive, got {seconds}")),
+                || {
+                    configuration_error(
+                        py,
+                        &format!("{name} must be positive and below 2^64 seconds, got {seconds}"),
+                    )
+                },
             )
         };
         if self.token.as_deref() == Some("") {
@@ -71,11 +79,14 @@ impl Settings {
 }
 
 /// Parses "HOST:PORT" or "unix:PATH".
+///
+/// # Errors
+/// ConfigurationError if the text is neither.
 pub(super) fn address(py: Python<'_>, text: &str) -> PyResult<Address> {
     text.parse().map_err(|error| wire_error(py, &error))
 }
 
-/// Returns certificate and key of this side, or None if neither is given.
+/// Returns the certificate and the key of this side, or None if neither is given.
 fn identity<'a>(
     py: Python<'_>,
     certificates: Option<&'a PathBuf>,
@@ -84,11 +95,18 @@ fn identity<'a>(
     match (certificates, key) {
         (Some(certificates), Some(key)) => Ok(Some(Identity { certificates, key })),
         (None, None) => Ok(None),
-        _ => Err(configuration_error(py, "a certificate needs its key: pass both cert and key")),
+        (Some(_), None) => Err(configuration_error(
+            py,
+            "incomplete TLS identity: cert= also requires key=, the private key (PEM)",
+        )),
+        (None, Some(_)) => Err(configuration_error(
+            py,
+            "incomplete TLS identity: key= also requires cert=, the certificate (PEM)",
+        )),
     }
 }
 
-/// Returns the TLS configuration of a client, or None if there are no certificates.
+/// Returns the TLS configuration of a client, or None if no files are given.
 pub(crate) fn tls_client(
     py: Python<'_>,
     ca: Option<&PathBuf>,
@@ -101,12 +119,14 @@ pub(crate) fn tls_client(
         None if own.is_none() => Ok(None),
         None => Err(configuration_error(
             py,
-            "TLS needs to know whom to trust: pass ca, a file of certificates (PEM)",
+            "cannot verify the peer: cert= and key= also require ca=, a file of trusted \
+             certificates (PEM)",
         )),
     }
 }
 
-/// Listens as [`bind`], and returns the address too, with the actual port.
+/// Listens like [`bind`]. Returns the listener, the acceptor of its connections, and the address
+/// with the actual port.
 pub(crate) fn acceptor<S: Sink>(
     py: Python<'_>,
     at: &str,
@@ -120,13 +140,15 @@ pub(crate) fn acceptor<S: Sink>(
     Ok((listener, if let Some(tls) = tls { acceptor.with_tls(tls) } else { acceptor }, address))
 }
 
-/// Listens at an address. Returns the TLS configuration too, if there are certificates.
+/// Listens at an address. Returns the listener, and a TLS configuration if there is a certificate.
 ///
-/// `tls` is the authority of clients, the certificate of this side and its key.
+/// `tls` contains the paths of three files: the certificates of the clients' authorities, the
+/// certificate of this side, and its key. Blocks while the system resolves a host name.
 ///
 /// # Errors
-/// ConfigurationError if other machines can reach the address without a token or a certificate,
-/// unless `insecure` allows it.
+/// ConfigurationError if other machines can reach the address and clients need neither a token nor
+/// a certificate, unless `insecure` allows it. Also if the address or the combination of files is
+/// invalid. Other errors if a file cannot be read, or if the system cannot listen at the address.
 pub(crate) fn bind(
     py: Python<'_>,
     at: &str,
@@ -144,7 +166,8 @@ pub(crate) fn bind(
         None => {
             return Err(configuration_error(
                 py,
-                "ca requires a certificate for this side too: pass cert and key",
+                "cannot listen with TLS: ca= requires a certificate of this side; pass cert= and \
+                 key=, or omit ca=",
             ));
         }
     };
@@ -153,8 +176,9 @@ pub(crate) fn bind(
         return Err(configuration_error(
             py,
             &format!(
-                "anyone could connect to {at}, a public address: pass a token, or ca with cert and \
-                 key to accept only clients with a certificate, or insecure=True"
+                "cannot listen on {at}: other machines can reach this address, and clients are not \
+                 authenticated; pass token=, or ca=, cert= and key= to require client \
+                 certificates, or insecure=True to accept everyone"
             ),
         ));
     }

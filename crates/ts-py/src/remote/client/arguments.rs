@@ -15,12 +15,12 @@ use crate::remote::values::integer;
 /// The operator that may have arguments on several devices of a machine.
 const COPY: &str = "aten::copy_";
 
-/// The arguments of a call. Collects its tensors, and the device that they are on.
+/// The arguments of a call. Collects the tensors of the call, and their device.
 pub(super) struct Arguments<'a, 'py> {
     pub(super) torch: &'a Torch,
-    /// The name of the operator, for messages.
+    /// The name of the operator, for error messages.
     op: &'a str,
-    /// Whether tensors of indices on the host are copied to the device.
+    /// Whether tensors on the host, such as indices, are copied to the device.
     takes_host: bool,
     /// The device of the first tensor or device among the arguments.
     pub(super) device: Option<DeviceEntry>,
@@ -32,14 +32,23 @@ impl<'a, 'py> Arguments<'a, 'py> {
         Self { torch, op, takes_host, device: None, tensors: Vec::new() }
     }
 
-    /// Returns the tensor argument at a position among those that are tensors.
+    /// Returns the argument at a position among the arguments that are tensors.
     pub(super) fn tensor_at(&self, position: usize) -> PyResult<&Bound<'py, PyAny>> {
-        let missing =
-            || PyRuntimeError::new_err(format!("{}: no tensor argument {position}", self.op));
+        let missing = || {
+            PyRuntimeError::new_err(format!(
+                "{}: the call has no tensor argument {position}",
+                self.op
+            ))
+        };
         self.tensors.get(position).ok_or_else(missing)
     }
 
-    /// Converts an argument.
+    /// Converts an argument, and adds its tensors and its device to those of the call.
+    ///
+    /// # Errors
+    /// TypeError if objects of this type cannot be sent, or if an int exceeds a signed 64-bit int.
+    /// RuntimeError or CrossMachineError if the argument is on another device than the earlier
+    /// arguments. ConfigurationError if its device does not exist.
     pub(super) fn value(&mut self, object: &Bound<'py, PyAny>) -> PyResult<Value> {
         let py = object.py();
         if object.is_none() {
@@ -86,9 +95,11 @@ impl<'a, 'py> Arguments<'a, 'py> {
             }
         }
         Err(PyTypeError::new_err(format!(
-            "{}: cannot send an argument of {} to a machine",
+            "{}: cannot send an argument of type {} to a machine: expected None, a tensor, bool, \
+             signed 64-bit int, float, complex, string, dtype, device, layout or memory format, or \
+             a list of these",
             self.op,
-            object.get_type()
+            object.get_type().name()?
         )))
     }
 
@@ -124,7 +135,7 @@ impl<'a, 'py> Arguments<'a, 'py> {
             return Ok(());
         }
         if one.shares_session_with(&other) {
-            // The message that PyTorch has for other devices.
+            // Begins like PyTorch's message for its own devices.
             let what = format!(
                 "Expected all tensors to be on the same device, but {op} was called with tensors \
                  on ts:{known} and ts:{index}"
@@ -164,10 +175,12 @@ impl<'a, 'py> Arguments<'a, 'py> {
             return self.tensor_value(&copy);
         }
         let device = tensor.getattr(intern!(py, "device"))?;
+        let own = self.device.as_ref().map(|own| format!("ts:{}", own.index));
         let what = format!(
-            "Expected all tensors to be on the same device, but {} was called with one on {device} \
-             and one on ts",
-            self.op
+            "Expected all tensors to be on the same device, but {} was called with tensors on \
+             {device} and on {}",
+            self.op,
+            own.as_deref().unwrap_or("a ts device")
         );
         Err(PyRuntimeError::new_err(what))
     }

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use super::torch::{Torch, torch};
 
-/// Functions are remembered as parts of the program or of a library up to this number.
+/// The maximum size of the cache that records which functions are part of the program.
 const MAX_KNOWN_CODE: usize = 16 << 10;
 
 /// Identifies a call site: the address of a function's code, and the instruction.
@@ -23,8 +23,8 @@ pub(super) struct CallSite {
 }
 
 impl CallSite {
-    /// Returns where the program is: the innermost frame that is neither in PyTorch nor in this
-    /// package.
+    /// Returns the call site in the innermost frame that is neither in PyTorch nor in this package,
+    /// or `None` if there is no such frame.
     pub(super) fn current(py: Python<'_>, torch: &Torch) -> Option<Self> {
         let mut frame = torch.getframe.bind(py).call0().ok()?;
         loop {
@@ -57,7 +57,7 @@ impl CallSite {
         }
     }
 
-    /// Returns the key of the call site. It is unique while the call site exists.
+    /// Returns the key of the call site, which is unique as long as the call site exists.
     pub(super) fn key(&self) -> CallSiteKey {
         (self.code.as_ptr() as usize, self.instruction)
     }
@@ -66,7 +66,7 @@ impl CallSite {
         Self { code: self.code.clone_ref(py), instruction: self.instruction }
     }
 
-    /// Returns file, line and function, or "?" if they cannot be found.
+    /// Returns the file, line and function of the call site, or "?" if they cannot be determined.
     pub(super) fn location(&self, py: Python<'_>) -> String {
         let location = torch(py).and_then(|torch| {
             torch.hooks.source_line.call1(py, (&self.code, self.instruction))?.extract(py)
@@ -85,7 +85,7 @@ struct TraceEvent {
 static TRACING: AtomicBool = AtomicBool::new(false);
 static TRACE: Mutex<Vec<TraceEvent>> = Mutex::new(Vec::new());
 
-/// Adds an event to the trace, if there is one.
+/// Records an event, if tracing is on. `waited` is `None` for an operator.
 pub(super) fn trace(py: Python<'_>, what: &str, call_site: &CallSite, waited: Option<Duration>) {
     if TRACING.load(Ordering::Relaxed) {
         let event =
@@ -94,8 +94,11 @@ pub(super) fn trace(py: Python<'_>, what: &str, call_site: &CallSite, waited: Op
     }
 }
 
-/// Starts a trace, or stops it. Returns the events since the last call: what was called or waited
-/// for, where, and the seconds waited.
+/// Starts or stops tracing.
+///
+/// Returns:
+///     The events since the last call. Each has the operator or the cause of the wait, the line of
+///     the program, and the seconds waited (None for an operator).
 #[pyfunction]
 pub(crate) fn remote_trace(py: Python<'_>, on: bool) -> Vec<(String, String, Option<f64>)> {
     TRACING.store(on, Ordering::Relaxed);

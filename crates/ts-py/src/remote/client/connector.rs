@@ -12,14 +12,14 @@ use crate::errors::wire_error;
 use crate::memory::Target;
 use crate::wire::{Settings, tls_client};
 
-/// How to connect to a machine, at any address.
+/// The parameters of connections to a machine, except for the address.
 pub(super) struct Connector {
     pub(super) settings: Settings,
-    /// How long a session tries to reconnect when its connection was lost.
+    /// How long a session tries to reconnect after its connection is lost.
     pub(super) reconnect_timeout: Duration,
     /// Whether a session keeps trying when the address refuses connections.
     pub(super) retry_refused: bool,
-    /// Files (PEM) of the certificates to trust, of the client's certificate, and of its key.
+    /// Paths of PEM files: the certificates to trust, the client's certificate, and its key.
     pub(super) tls: [Option<PathBuf>; 3],
 }
 

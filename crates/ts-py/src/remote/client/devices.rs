@@ -11,7 +11,7 @@ use super::session::Session;
 use super::torch::is_forked;
 use crate::errors::configuration_error;
 
-/// The largest number of devices. PyTorch stores an index in a signed byte.
+/// The largest number of devices. PyTorch stores the number of devices in a signed byte.
 pub(super) const MAX_DEVICES: usize = 127;
 
 static DEVICES: RwLock<Vec<Option<DeviceEntry>>> = RwLock::new(Vec::new());
@@ -36,7 +36,7 @@ impl DeviceEntry {
 /// Returns the device `ts:index`.
 ///
 /// # Errors
-/// RuntimeError in a forked process, ConfigurationError if there is no such device.
+/// RuntimeError in a forked process, ConfigurationError if the device does not exist.
 pub(super) fn device(py: Python<'_>, index: u32) -> PyResult<DeviceEntry> {
     if is_forked() {
         return Err(PyRuntimeError::new_err(format!(
@@ -48,13 +48,18 @@ pub(super) fn device(py: Python<'_>, index: u32) -> PyResult<DeviceEntry> {
     devices.get(index as usize).cloned().flatten().ok_or_else(|| {
         configuration_error(
             py,
-            &format!("no device ts:{index}: use the result of RemoteMachine(...).device()"),
+            &format!(
+                "device ts:{index} does not exist: its machine was stopped or never started; use \
+                 the result of RemoteMachine(...).device()"
+            ),
         )
     })
 }
 
-/// Adds `count` devices of a session with consecutive indices: from `wanted` on if those are free,
-/// or the first that are. Returns the first index, or `None` if not enough indices are free.
+/// Adds `count` devices of a session, with consecutive indices.
+///
+/// The indices begin at `wanted` if that is possible, otherwise at the lowest possible index.
+/// Returns the first index, or `None` if there are not enough consecutive free indices.
 pub(super) fn add_devices(session: &Arc<Session>, count: u32, wanted: Option<u32>) -> Option<u32> {
     let mut devices = DEVICES.write();
     let first = free_indices(&devices, count as usize, wanted)?;
@@ -72,7 +77,7 @@ pub(super) fn add_devices(session: &Arc<Session>, count: u32, wanted: Option<u32
     Some(first as u32)
 }
 
-/// Removes `count` devices from `first` on. Their indices are then free.
+/// Removes the `count` devices that begin at index `first`. Their indices are then free.
 pub(super) fn remove_devices(first: u32, count: u32) {
     let mut devices = DEVICES.write();
     for index in first..first + count {

@@ -20,55 +20,58 @@ use super::session::Session;
 use super::storage::{new_tensor, reserve_storages};
 use super::torch::torch;
 
-/// The number of storages that are reserved for a list of tensors of unknown length.
+/// The number of storages that are reserved for a list of tensors whose length is unknown.
 const MAX_LISTED_TENSORS: u64 = 1 << 16;
-/// How often a call is inferred again after its arguments were resized.
+/// The maximum number of inferences of a call. If one resizes arguments, another is necessary.
 const MAX_INFERENCES: usize = 4;
-/// New tensors of one element of up to this number of bytes may be prefetched.
+/// The maximum size of a new storage whose only element may be prefetched, in bytes.
 const MAX_SCALAR_BYTES: u64 = 16;
 
 static NEXT_ID: AtomicU32 = AtomicU32::new(0);
 
-/// An operator of the device, for Python.
+/// The kernel of an operator on the device `ts`, which PyTorch calls.
 #[pyclass(frozen, module = "tensorstream", name = "RemoteKernel")]
 pub(crate) struct Kernel {
     /// The number of the kernel in this process.
     id: u32,
-    /// Namespace, name and overload.
+    /// Namespace, name and overload of the operator.
     name: String,
     op: Py<PyAny>,
     /// How numbers among the arguments enter the signature.
     scalars: ScalarKeying,
-    /// Whether tensors of indices on the host are copied to the device.
+    /// Whether arguments that are tensors on the host, such as indices, are copied to the device.
     takes_host: bool,
     /// The name under which the machine chooses the overload by the arguments.
     any_overload: String,
-    /// The positions of arguments that are tensors. If one is a number, another overload is called.
+    /// The positions of the arguments that are tensors in the schema. If a call has a number at one
+    /// of these positions, the machine chooses the overload.
     tensors: Vec<usize>,
-    /// Whether results are planned from an earlier reply of the machine, because they differ from
-    /// those of meta tensors.
+    /// Whether the plan comes from an earlier reply of the machine, because inference with meta
+    /// tensors gives other results.
     from_machine: bool,
-    /// Whether it may write to arguments.
+    /// Whether the operator may write to arguments.
     writes: bool,
     /// The position of a generator among positional arguments.
     generator: Option<usize>,
     returns: Vec<Return>,
 }
 
-/// A return of an operator, as its schema says.
+/// The kind of a result, according to the schema of the operator.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Return {
     Tensor,
     Tensors,
     Other,
-    /// An argument that it writes to, by its position among those that are tensors.
+    /// A tensor argument that the operator returns, by its position among the tensor arguments.
     Argument(usize),
 }
 
 #[pymethods]
 impl Kernel {
-    /// Creates a kernel. Each of `returns` is "tensor", "tensors", "other", or the position of the
-    /// tensor argument that is returned.
+    /// Creates a kernel.
+    ///
+    /// `by_value` selects [`ScalarKeying::ByValue`]. Each of `returns` is "tensor", "tensors",
+    /// "other", or the position of the tensor argument that is returned.
     #[new]
     #[allow(clippy::too_many_arguments)] // called from Python
     fn new(
@@ -89,8 +92,8 @@ impl Kernel {
                 "tensors" => Ok(Return::Tensors),
                 "other" => Ok(Return::Other),
                 other => Err(PyValueError::new_err(format!(
-                    "invalid return {other:?}: expected \"tensor\", \"tensors\", \"other\" or a \
-                     position"
+                    "invalid result kind {other:?}: expected \"tensor\", \"tensors\", \"other\" or \
+                     a position"
                 ))),
             },
         };
@@ -152,12 +155,14 @@ impl Kernel {
             let mut call =
                 Call { op: 0, args: values, kwargs: named, outputs: Vec::new(), reply: None };
             let Some(device) = arguments.device.clone() else {
-                let what = format!("{}: expected a tensor on a ts device", self.name);
+                let what = format!("{}: expected an argument on a ts device, got none", self.name);
                 return Err(PyRuntimeError::new_err(what));
             };
-            // Results depend on the default dtype, and those planned from replies on the machine.
             let dtype = torch.default_dtype(py)?;
             device.session.send_default_dtype(py, dtype)?;
+            // The signature contains the default dtype, because results may have this dtype. If the
+            // plan comes from a reply, the signature also contains the session, because another
+            // machine may reply differently.
             let machine = if self.from_machine { device.session.id + 1 } else { 0 };
             let mut signature = Signature::new([self.id, u32::from(dtype.0), machine]);
             let (unnamed, named) = (call.args.iter(), call.kwargs.iter());
@@ -186,19 +191,19 @@ impl Kernel {
                     plans().put(key, plan.clone());
                     plan
                 } else {
-                    // Inference has resized arguments.
+                    // Inference has resized arguments, so the call must be inferred again.
                     continue;
                 }
             };
             return self.run(name, &mut call, &plan, &arguments, &device, py);
         }
         Err(PyRuntimeError::new_err(format!(
-            "{}: an output argument has the wrong shape, also after it was resized",
+            "{}: an output argument has the wrong shape, even after it was resized",
             self.name
         )))
     }
 
-    /// Namespace, name and overload.
+    /// Namespace, name and overload of the operator.
     #[getter]
     fn name(&self) -> &str {
         &self.name
@@ -288,7 +293,7 @@ impl Kernel {
         replies::pack(py, results)
     }
 
-    /// Submits a call whose results only the machine can tell, and waits for its reply.
+    /// Submits a call whose results only the machine can determine. Blocks until the reply arrives.
     fn run_and_wait<'py>(
         &self,
         name: &str,
@@ -323,7 +328,9 @@ impl Kernel {
         };
         if values.len() != self.returns.len() && !self.returns.is_empty() {
             let what = format!(
-                "{}: unexpected number of results: expected {}, got {}",
+                "machine {}: unexpected number of results of {} (protocol error): expected {}, got \
+                 {}",
+                session.name,
                 self.name,
                 self.returns.len(),
                 values.len()
@@ -349,7 +356,7 @@ impl Kernel {
         replies::pack(py, results)
     }
 
-    /// Counts and logs a call that was submitted, and drops the scalars that it may write to.
+    /// Counts and logs a submitted call, and drops the cached scalars that it may write to.
     fn record(&self, py: Python<'_>, session: &Session, call: &Call) -> PyResult<()> {
         session.operators.fetch_add(1, Ordering::Relaxed);
         if self.writes {

@@ -32,11 +32,19 @@ pub(crate) struct PySession {
 
 #[pymethods]
 impl PySession {
-    /// Connects to a machine, and adds `count` of its devices.
+    /// Connects to a machine, and adds `count` of its devices. Blocks.
     ///
-    /// Their indices are free ones from `first` on, or others if those are taken. `retry` is how
-    /// many seconds the session tries to reconnect; `returns` is whether it keeps trying when the
-    /// address refuses connections.
+    /// Args:
+    ///     address: "HOST:PORT" or "unix:PATH".
+    ///     name: The name of the machine, for error messages.
+    ///     count: The number of devices to add.
+    ///     settings: The settings of the connection.
+    ///     first: The index of its first device, if enough indices are free there.
+    ///     retry: How many seconds the session tries to reconnect after its connection is lost.
+    ///     returns: Whether the session keeps trying when the address refuses connections.
+    ///     ca: A file of certificates (PEM) to trust. The connection then uses TLS.
+    ///     cert: A certificate (PEM) of this side, if the machine requires one.
+    ///     key: The private key of ``cert`` (PEM).
     #[new]
     #[pyo3(signature = (address, name, count, settings, retry, *, first=None, returns=true, ca=None,
         cert=None, key=None))]
@@ -55,15 +63,19 @@ impl PySession {
         key: Option<PathBuf>,
     ) -> PyResult<Self> {
         let reconnect_timeout = Duration::try_from_secs_f64(retry).map_err(|_| {
-            configuration_error(py, &format!("retry must be 0 or more seconds, got {retry}"))
+            configuration_error(
+                py,
+                &format!("retry must be 0 or more, and below 2^64 seconds, got {retry}"),
+            )
         })?;
         let connector =
             Connector { settings, reconnect_timeout, retry_refused: returns, tls: [ca, cert, key] };
         let session = Arc::new(Session::new(name, connector.connect(py, address)?));
         let Some(first) = add_devices(&session, count, first) else {
             let what = format!(
-                "cannot add {count} devices of machine {}: PyTorch supports up to {MAX_DEVICES} of \
-                 all machines together; stop() other machines",
+                "cannot add {count} devices of machine {}: PyTorch supports up to {MAX_DEVICES} \
+                 indices, and fewer than {count} consecutive ones are free; stop other machines \
+                 with stop()",
                 session.name
             );
             return Err(configuration_error(py, &what));
@@ -71,12 +83,13 @@ impl PySession {
         Ok(Self { session, first, count, connector })
     }
 
-    /// Returns whether the connection was lost for good. A paused session is not over.
+    /// Returns whether the session has ended, for example because the connection was lost. Returns
+    /// False for a paused session.
     fn is_over(&self) -> bool {
         self.session.is_over()
     }
 
-    /// The index of its first device in this process.
+    /// The index of the machine's first device in this process.
     #[getter]
     fn first(&self) -> u32 {
         self.first
@@ -99,18 +112,18 @@ impl PySession {
         Ok(dict.unbind())
     }
 
-    /// Returns where the program has waited, how often, and for how many seconds in all. The
-    /// longest time is first.
+    /// Returns the lines of the program that have waited, how often, and for how many seconds in
+    /// all. The longest time is first.
     fn waits(&self, py: Python<'_>) -> Vec<(String, u64, f64)> {
         self.session.waits(py)
     }
 
-    /// Waits until the machine has done all requests.
+    /// Blocks until the machine has run all requests.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         self.session.synchronize(py)
     }
 
-    /// Sends the requests that wait for a batch to be complete.
+    /// Sends the requests of an incomplete batch.
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
         self.session.flush(py)
     }
@@ -118,26 +131,36 @@ impl PySession {
     /// Begins or ends a pause or a resumption on this thread. In between, calls of other threads
     /// fail.
     ///
-    /// The beginning waits until the uploads in progress are done. Storages that are freed from
-    /// then on are recorded, until an end with `end_freed` frees them.
+    /// The beginning blocks until the uploads in progress are done. From then on, storages are not
+    /// freed but recorded.
+    ///
+    /// Args:
+    ///     begins: Whether to begin, or else to end.
+    ///     end_freed: Whether to free the recorded storages, and record no more.
     #[pyo3(signature = (begins, end_freed=false))]
     fn pausing(&self, py: Python<'_>, begins: bool, end_freed: bool) {
         self.session.set_pausing(py, begins, end_freed);
     }
 
-    /// Returns the storages on the machine: number, bytes, device, and state (0 if it was never
-    /// written to, 1 if it was, 2 if a request that should have written to it failed).
+    /// Returns the number, the size in bytes, the device and the state of each storage on the
+    /// machine.
+    ///
+    /// The state is 0 if the storage was never written to, 1 if it was, and 2 if a request that
+    /// should have written to it failed.
     fn storages(&self, py: Python<'_>) -> PyResult<Vec<(u64, u64, u32, u8)>> {
         self.session.storages(py)
     }
 
-    /// Ends the session on the machine, which drops its tensors. `resume` can continue it
-    /// with another. Returns the failure that no wait has reported, as an exception, or None.
+    /// Ends the session on the machine, which drops its tensors. ``resume`` can connect the session
+    /// to a machine again. Blocks.
+    ///
+    /// Returns:
+    ///     The exception of a request whose failure was not raised yet, or None.
     fn close(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
         self.session.close(py)
     }
 
-    /// Connects to a machine that has no tensors of the session yet.
+    /// Connects the session to a machine, which has none of its tensors yet. Blocks.
     fn resume(&self, py: Python<'_>, address: &str) -> PyResult<()> {
         self.session.resume(self.connector.connect(py, address)?);
         Ok(())
@@ -148,12 +171,12 @@ impl PySession {
         self.session.was_freed(storage)
     }
 
-    /// Creates a storage with a given number on a device of the machine.
+    /// Creates a storage on a device of the machine, with a given number and size.
     fn create(&self, py: Python<'_>, storage: u64, bytes: u64, ordinal: u32) -> PyResult<()> {
         self.session.submit(py, &Request::Create { storage, bytes, device: ordinal }).map(drop)
     }
 
-    /// Reads bytes of a storage, from `offset` on, to fill the memory of a capsule. Blocks.
+    /// Fills the memory of a capsule with bytes of a storage, from `offset` on. Blocks.
     fn read(
         &self,
         py: Python<'_>,
@@ -167,7 +190,8 @@ impl PySession {
         download(py, &self.session, TensorRef { storage, view }, memory)
     }
 
-    /// Writes the bytes of a capsule to a storage, from `offset` on.
+    /// Writes the bytes of a capsule to a storage, from `offset` on. Blocks until the memory may
+    /// change.
     fn write(
         &self,
         py: Python<'_>,
@@ -178,7 +202,7 @@ impl PySession {
         upload(py, &self.session, storage, offset, Memory::from_capsule(capsule)?)
     }
 
-    /// Removes its devices. Their indices can then be those of another machine.
+    /// Removes the devices of the machine. Other machines can then have their indices.
     fn forget(&self) {
         remove_devices(self.first, self.count);
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a call returns, as far as it is known before the machine has run it.
+//! Plans: the results of calls, as far as they are known before the machine has run the calls.
 
 use std::sync::{Arc, LazyLock};
 
@@ -8,13 +8,13 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use tensorstream::exec::{ScalarType, SignatureCache, StorageView, TensorRef, Value};
 
-/// The cache keeps at least this number of the plans that were used last.
+/// The minimum number of recently used plans that the cache keeps.
 const CACHED_PLANS: usize = 32 << 10;
 
 static PLANS: LazyLock<Mutex<PlanCache>> =
     LazyLock::new(|| Mutex::new(SignatureCache::new(CACHED_PLANS)));
 
-/// Plans of calls by their signatures, which begin with the number of the kernel.
+/// Plans by the signatures of the calls, which begin with the number of the kernel.
 type PlanCache = SignatureCache<Box<[u8]>, Arc<Plan>>;
 
 /// Locks the cache of plans, which all sessions share.
@@ -33,11 +33,10 @@ pub(super) enum PlannedReturn {
     List(Vec<Option<PlannedTensor>>),
 }
 
-/// A tensor that a call returns. Arguments are given by their positions among those that are
-/// tensors.
+/// A tensor that a call returns. Positions of arguments count only the tensor arguments.
 #[derive(FromPyObject)]
 pub(super) enum PlannedTensor {
-    /// An argument.
+    /// An argument, by its position.
     #[pyo3(transparent)]
     Argument(usize),
     /// A view of an argument: position, sizes, strides and offset.
@@ -70,7 +69,7 @@ impl Plan {
         Ok(Self { returns: returns.iter().map(planned).collect::<PyResult<_>>()? })
     }
 
-    /// Creates the plan of calls whose results are like those in a reply.
+    /// Creates a plan from the results in a reply, for later calls with the same signature.
     pub(super) fn from_reply(values: &[Value]) -> Self {
         let planned = |(storage, value): (usize, &Value)| {
             PlannedReturn::One(NewTensor::from_reply(value, storage).map(PlannedTensor::New))
@@ -122,7 +121,7 @@ impl<'py> FromPyObject<'_, 'py> for NewTensor {
     }
 }
 
-/// Returns how many calls found a plan in the cache, how many did not, and the number of plans.
+/// Returns the number of cache hits, of cache misses, and of plans in the cache.
 #[pyfunction]
 pub(crate) fn remote_cache_stats() -> (u64, u64, usize) {
     let stats = plans().stats();

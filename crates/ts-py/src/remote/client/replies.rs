@@ -36,10 +36,10 @@ pub(super) fn object(py: Python<'_>, value: &Value) -> PyResult<Py<PyAny>> {
         let values = values.iter().map(|value| object(py, value)).collect::<PyResult<Vec<_>>>()?;
         return Ok(PyList::new(py, values)?.into_any().unbind());
     }
-    builtin(py, value).ok_or_else(|| unexpected("numbers or texts", value))
+    builtin(py, value).ok_or_else(|| unexpected("numbers or strings", value))
 }
 
-/// Returns the results as an operator does: None, the only one, or a tuple.
+/// Returns the results in the form of an operator's return value: None, one result, or a tuple.
 pub(super) fn pack<'py>(
     py: Python<'py>,
     mut results: Vec<Bound<'py, PyAny>>,
@@ -53,6 +53,6 @@ pub(super) fn pack<'py>(
 
 fn unexpected(expected: &str, value: &Value) -> PyErr {
     PyRuntimeError::new_err(format!(
-        "unexpected reply (protocol error): expected {expected}, got {value:?}"
+        "unexpected reply from a machine (protocol error): expected {expected}, got {value:?}"
     ))
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Caches scalars that a program has read, and prefetches those that it will read.
+//! Caches scalars that a program has read, and prefetches those that it will probably read.
 //!
-//! A scalar is prefetched if the program has read the scalar that the same operator returned at the
-//! same call site before.
+//! A scalar is prefetched if the program has read an earlier scalar that the same operator returned
+//! at the same call site. After a wasted prefetch, this begins again with the next such read.
 
 use std::collections::{HashMap, HashSet};
 
@@ -10,7 +10,7 @@ use tensorstream::exec::StorageView;
 
 use super::call_site::CallSiteKey;
 
-/// Where a scalar is computed.
+/// The call site, kernel and output that compute a scalar.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct ScalarSource {
     pub(super) call_site: CallSiteKey,
@@ -32,45 +32,46 @@ pub(super) struct ScalarPrefetch {
     read_sources: HashSet<ScalarSource>,
     /// The scalar of each storage, and the view that it was read through.
     scalars: HashMap<u64, (StorageView, Scalar)>,
-    /// The number of reads that found a value.
+    /// The number of reads that were answered from the cache.
     pub(super) cached: u64,
-    /// The number of reads that found a prefetch.
+    /// The number of reads whose element was prefetched.
     pub(super) prefetched: u64,
 }
 
-/// A scalar that was requested, by the number of its reply.
+/// A scalar that was requested.
 enum Scalar {
-    /// It was prefetched, and nobody waits for it.
+    /// The number of the reply to a prefetch, for which no thread waits.
     Prefetched(u64),
-    /// A thread waits for it.
+    /// The number of a reply for which a thread waits.
     Awaited(u64),
+    /// The bytes of the element.
     Known(Vec<u8>),
 }
 
 /// The result of [`ScalarPrefetch::lookup`].
 pub(super) enum Lookup {
-    /// The element is cached.
+    /// The element is cached. These are its bytes.
     Known(Vec<u8>),
-    /// The element was prefetched: wait for this reply.
+    /// The element was prefetched. Wait for this reply.
     Prefetched(u64),
-    /// The element is unknown: request it.
+    /// The element is unknown. Request it.
     Unknown,
 }
 
 impl ScalarPrefetch {
-    /// Records where the one element of a storage is computed. Returns whether to prefetch it.
+    /// Records the source of a storage's only element. Returns whether to prefetch the element.
     pub(super) fn record(&mut self, storage: u64, source: ScalarSource) -> bool {
         self.sources.insert(storage, source);
         self.read_sources.contains(&source)
     }
 
-    /// Announces a prefetch with this reply. Call it before the request is submitted.
+    /// Records a prefetch that `reply` will answer. Call this before the request is submitted.
     pub(super) fn announce(&mut self, storage: u64, view: StorageView, reply: u64) {
         self.scalars.insert(storage, (view, Scalar::Prefetched(reply)));
     }
 
-    /// Looks up the element that the program reads. If it is unknown, the caller must request it
-    /// with `reply`.
+    /// Looks up the element that the program reads. If the element is unknown, the caller must
+    /// request it with `reply`.
     pub(super) fn lookup(&mut self, storage: u64, view: &StorageView, reply: u64) -> Lookup {
         match self.scalars.get_mut(&storage) {
             Some((known, scalar)) if known == view => match scalar {
@@ -98,8 +99,8 @@ impl ScalarPrefetch {
         Lookup::Unknown
     }
 
-    /// Caches the element that arrived with `reply`, or `None` if the read failed. Does nothing if
-    /// the storage was written to since.
+    /// Caches the element that arrived with `reply`. `bytes` is `None` if the read failed. Does
+    /// nothing if the storage was written to in the meantime.
     pub(super) fn complete(&mut self, storage: u64, reply: u64, bytes: Option<&[u8]>) {
         if let Some((_, scalar)) = self.scalars.get_mut(&storage)
             && matches!(scalar, Scalar::Awaited(awaited) if *awaited == reply)
@@ -111,19 +112,19 @@ impl ScalarPrefetch {
         }
     }
 
-    /// Drops the scalar of a storage. Call it after a request that writes to the storage was
-    /// submitted. Returns the reply of a prefetch that nobody will wait for.
+    /// Drops the scalar of a storage. Call this after a request that writes to the storage was
+    /// submitted. Returns the reply to a prefetch for which no thread will wait.
     pub(super) fn invalidate(&mut self, storage: u64) -> Option<u64> {
         let (_, scalar) = self.scalars.remove(&storage)?;
         let Scalar::Prefetched(reply) = scalar else { return None };
-        // The prefetch was wasted: do not prefetch here until the program reads this source again.
+        // The prefetch was wasted. It is not repeated until the program reads this source again.
         if let Some(source) = self.sources.get(&storage) {
             self.read_sources.remove(source);
         }
         Some(reply)
     }
 
-    /// Forgets a storage that was freed. Returns the reply of a prefetch that nobody will wait for.
+    /// Forgets a freed storage. Returns the reply to a prefetch for which no thread will wait.
     pub(super) fn remove(&mut self, storage: u64) -> Option<u64> {
         let unwanted = self.invalidate(storage);
         self.sources.remove(&storage);

@@ -22,9 +22,9 @@ use super::torch::torch;
 use crate::errors::{configuration_error, operator_error, wire_error_at};
 use crate::memory::Target;
 
-/// How often a blocked call checks for signals, such as Ctrl-C.
+/// The time between two checks for signals, such as Ctrl-C, in a blocked call.
 pub(super) const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
-/// How often [`Session::set_pausing`] checks whether the uploads in progress are done.
+/// The time between two checks of [`Session::set_pausing`] for uploads in progress.
 const UPLOAD_INTERVAL: Duration = Duration::from_millis(1);
 /// The number of requests whose call sites are kept.
 const MAX_CALL_SITES: usize = 64 << 10;
@@ -37,20 +37,21 @@ static NEXT_ID: AtomicU32 = AtomicU32::new(0);
 pub(super) struct Session {
     /// `None` while the session is paused or closed.
     client: RwLock<Option<Arc<Client<Target>>>>,
-    /// The name of the machine, for messages.
+    /// The name of the machine, for error messages.
     pub(super) name: String,
     /// The number of the session in this process.
     pub(super) id: u32,
     pub(super) scalars: Mutex<ScalarPrefetch>,
     /// The number of operators that were submitted.
     pub(super) operators: AtomicU64,
-    /// The default dtype that the machine has.
+    /// The default dtype that the machine uses for the session.
     default_dtype: AtomicU8,
-    /// The thread that pauses or resumes the session, or 0. Calls of other threads fail meanwhile.
+    /// The number of the thread that pauses or resumes the session, or 0. Meanwhile, calls of other
+    /// threads fail.
     pausing_thread: AtomicU64,
     /// The number of uploads in progress.
     uploads: AtomicU64,
-    /// The statistics of earlier clients.
+    /// The summed statistics of earlier clients of the session.
     earlier_stats: Mutex<ClientStats>,
     /// The storages that were freed since the pause began. `None` if the session is not paused.
     freed_while_paused: Mutex<Option<Vec<u64>>>,
@@ -84,7 +85,7 @@ impl Session {
         }
     }
 
-    /// Returns the client.
+    /// Returns the client, which has the connection to the machine.
     ///
     /// # Errors
     /// ConfigurationError if the session is paused, or if another thread pauses or resumes it.
@@ -104,7 +105,8 @@ impl Session {
         })
     }
 
-    /// Submits a request, and sends the batch that it completes. Returns the number of the request.
+    /// Submits a request, and returns its number. If this completes a batch, sends the batch, which
+    /// may block.
     pub(super) fn submit(&self, py: Python<'_>, request: &Request) -> PyResult<u64> {
         let client = self.client(py)?;
         let submitted =
@@ -116,7 +118,10 @@ impl Session {
         Ok(submitted.request)
     }
 
-    /// Waits for a reply, without a timeout. `what` names the wait in traces.
+    /// Blocks until a reply arrives, and returns the answer. `what` names the wait in traces.
+    ///
+    /// # Errors
+    /// The exception of a failed request, of a lost connection, or of a signal handler.
     pub(super) fn wait(&self, py: Python<'_>, reply: u64, what: &str) -> PyResult<Answer<Target>> {
         let (since, client) = (Instant::now(), self.client(py)?);
         let answer = loop {
@@ -141,26 +146,27 @@ impl Session {
         Ok(answer)
     }
 
-    /// Waits until the machine has done all requests.
+    /// Blocks until the machine has run all requests.
     pub(super) fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         let reply = self.client(py)?.new_reply();
         self.submit(py, &Request::Sync { reply })?;
         self.wait(py, reply, "synchronize").map(drop)
     }
 
-    /// Sends the requests that wait for a batch to be complete.
+    /// Sends the requests of an incomplete batch.
     pub(super) fn flush(&self, py: Python<'_>) -> PyResult<()> {
         let client = self.client(py)?;
         py.detach(|| client.flush()).map_err(|error| self.connection_error(py, &error))
     }
 
-    /// Returns whether the connection was lost for good. A paused session is not over.
+    /// Returns whether the session has ended, for example because the connection was lost. Returns
+    /// false for a paused session.
     pub(super) fn is_over(&self) -> bool {
         let client = self.client.read();
         client.as_ref().is_some_and(|client| client.has_ended())
     }
 
-    /// Sends PyTorch's default dtype to the machine if it has another one.
+    /// Sends PyTorch's default dtype to the machine, if the machine uses another one.
     pub(super) fn send_default_dtype(&self, py: Python<'_>, dtype: ScalarType) -> PyResult<()> {
         if self.default_dtype.load(Ordering::Relaxed) == dtype.0 {
             return Ok(());
@@ -172,12 +178,13 @@ impl Session {
         let args = vec![Value::Dtype(dtype)];
         let call = Call { op, args, kwargs: Vec::new(), outputs: Vec::new(), reply: None };
         self.submit(py, &Request::Call(call))?;
-        // Last, because other threads skip the request as soon as they see the new dtype.
+        // Stored last, because other threads skip the request once they see the new dtype.
         self.default_dtype.store(dtype.0, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Frees a storage, and drops its scalar. During a pause it only records the storage.
+    /// Frees a storage, and drops its scalar. During a pause, only records the storage instead of
+    /// freeing it.
     pub(super) fn free(&self, storage: u64) {
         let unwanted = self.scalars.lock().remove(storage);
         if let Some(freed) = &mut *self.freed_while_paused.lock() {
@@ -190,8 +197,8 @@ impl Session {
         }
     }
 
-    /// Drops the cached scalars of storages. Call it after a request that writes to them was
-    /// submitted.
+    /// Drops the cached scalars of storages. Call this after a request that writes to the storages
+    /// was submitted.
     pub(super) fn invalidate_scalars(&self, storages: impl Iterator<Item = u64>) {
         for storage in storages {
             let unwanted = self.scalars.lock().invalidate(storage);
@@ -201,8 +208,8 @@ impl Session {
         }
     }
 
-    /// Records where a tensor of one element is computed. Prefetches the element if the program
-    /// has read the last one from there.
+    /// Records the source of a tensor of one element. Prefetches the element if the program has
+    /// read an earlier element of this source.
     pub(super) fn prefetch_scalar(
         &self,
         py: Python<'_>,
@@ -218,7 +225,7 @@ impl Session {
     }
 
     /// Records the current call site as that of a request. `what` names the request in traces.
-    /// Returns the key of the call site, or `None` if the program has none.
+    /// Returns the key of the call site, or `None` if no frame belongs to the program.
     pub(super) fn record_call_site(
         &self,
         py: Python<'_>,
@@ -232,7 +239,7 @@ impl Session {
         let oldest = if call_sites.len() >= MAX_CALL_SITES { call_sites.pop_front() } else { None };
         call_sites.push_back((request, call_site));
         drop(call_sites);
-        // After the lock, because dropping code can run the destructors of its constants.
+        // Dropped after the lock, because dropping code can run the destructors of its constants.
         drop(oldest);
         Ok(Some(key))
     }
@@ -240,7 +247,7 @@ impl Session {
     /// Returns the file, line and function that submitted a request, if they are known.
     fn location_of(&self, py: Python<'_>, request: u64) -> Option<String> {
         let call_sites = self.call_sites.lock();
-        // Threads may record their call sites in another order than they submit.
+        // Threads may record call sites in another order than they submit requests.
         let call_site =
             call_sites.iter().rev().find(|(number, _)| *number == request)?.1.clone_ref(py);
         drop(call_sites);
@@ -284,22 +291,22 @@ impl Session {
         ))
     }
 
-    /// Returns the statistics of all clients of the session.
+    /// Returns the summed statistics of all clients of the session.
     pub(super) fn stats(&self, py: Python<'_>) -> ClientStats {
         let client = self.client.read().clone();
         let now = py.detach(|| client.map(|client| client.stats())).unwrap_or_default();
         *self.earlier_stats.lock() + now
     }
 
-    /// Returns where the program has waited, how often, and for how many seconds in all. The
-    /// longest time is first.
+    /// Returns the lines of the program that have waited, how often, and for how many seconds in
+    /// all. The longest time is first.
     pub(super) fn waits(&self, py: Python<'_>) -> Vec<(String, u64, f64)> {
         let waits: Vec<_> = {
             let waits = self.waits.lock();
             let copy = |of: &WaitStats| (of.call_site.clone_ref(py), of.count, of.time);
             waits.values().map(copy).collect()
         };
-        // Without the lock, because finding a location runs Python code.
+        // Done without the lock, because `location` runs Python code.
         let mut waits: Vec<_> = waits
             .into_iter()
             .map(|(call_site, count, time)| (call_site.location(py), count, time.as_secs_f64()))
@@ -308,13 +315,17 @@ impl Session {
         waits
     }
 
-    /// Returns the storages on the machine: number, bytes, device, and state (0 if it was never
-    /// written to, 1 if it was, 2 if a request that should have written to it failed).
+    /// Returns the number, the size in bytes, the device and the state of each storage on the
+    /// machine. Blocks.
+    ///
+    /// The state is 0 if the storage was never written to, 1 if it was, and 2 if a request that
+    /// should have written to it failed.
     pub(super) fn storages(&self, py: Python<'_>) -> PyResult<Vec<(u64, u64, u32, u8)>> {
         let reply = self.client(py)?.new_reply();
         self.submit(py, &Request::List { reply })?;
-        let Answer::Values(values) = self.wait(py, reply, "pause")? else {
-            return Err(self.unexpected_reply("a list of storages"));
+        let values = match self.wait(py, reply, "pause")? {
+            Answer::Values(values) => values,
+            other => return Err(self.unexpected_reply("a list of storages", &other)),
         };
         let number =
             |value: &Value| if let Value::Int(number) = value { *number as u64 } else { 0 };
@@ -324,7 +335,7 @@ impl Session {
             .collect())
     }
 
-    /// Counts an upload until the guard is dropped.
+    /// Counts an upload as in progress until the guard is dropped.
     pub(super) fn begin_upload(&self) -> UploadGuard<'_> {
         self.uploads.fetch_add(1, Ordering::SeqCst);
         UploadGuard(&self.uploads)
@@ -333,11 +344,12 @@ impl Session {
     /// Begins or ends a pause or a resumption on this thread. In between, calls of other threads
     /// fail.
     ///
-    /// The beginning waits until the uploads in progress are done. Storages that are freed from
-    /// then on are recorded, until an end with `end_freed` frees them.
+    /// The beginning blocks until the uploads in progress are done. From then on, storages are not
+    /// freed but recorded. An end with `end_freed` frees the recorded storages, and records no
+    /// more.
     pub(super) fn set_pausing(&self, py: Python<'_>, begins: bool, end_freed: bool) {
         self.pausing_thread.store(if begins { this_thread() } else { 0 }, Ordering::SeqCst);
-        // A storage is saved with all bytes of an upload, or none.
+        // A pause must save a storage either with all bytes of an upload or with none of them.
         py.detach(|| {
             while begins && self.uploads.load(Ordering::SeqCst) > 0 {
                 thread::sleep(UPLOAD_INTERVAL);
@@ -360,7 +372,7 @@ impl Session {
     }
 
     /// Ends the session on the machine. Returns the failure that no wait has reported, if there is
-    /// one. Does nothing if there is no client.
+    /// one. Does nothing if the session is paused or closed. Blocks.
     pub(super) fn close(&self, py: Python<'_>) -> PyResult<Option<PyErr>> {
         let client = self.client.write().take();
         let Some(client) = client else { return Ok(None) };
@@ -383,7 +395,7 @@ impl Session {
     }
 }
 
-/// Counts an upload as in progress.
+/// Counts an upload as in progress until it is dropped.
 pub(super) struct UploadGuard<'a>(&'a AtomicU64);
 
 impl Drop for UploadGuard<'_> {
@@ -392,7 +404,7 @@ impl Drop for UploadGuard<'_> {
     }
 }
 
-/// Returns a number for this thread, which is never 0.
+/// Returns the number of this thread, which is never 0.
 fn this_thread() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     thread_local!(static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed));

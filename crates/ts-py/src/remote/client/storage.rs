@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tensors of the device `ts`, and the handles that keep their remote storages.
+//! Tensors of the device `ts`, and the handles that keep their remote storages allocated.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use super::torch::{Torch, address_of, is_forked, storage_at, torch};
 use crate::dlpack;
 
 static NEXT_STORAGE: AtomicU64 = AtomicU64::new(1);
-/// The number of handles beyond the first, for storages that have several.
+/// The number of handles beyond the first one, for each storage that has several.
 static EXTRA_HANDLES: Mutex<Option<HashMap<u64, usize>>> = Mutex::new(None);
 /// Whether a storage has ever had several handles.
 static ANY_EXTRA_HANDLES: AtomicBool = AtomicBool::new(false);
@@ -26,7 +26,8 @@ pub(super) fn reserve_storages(count: u64) -> u64 {
     NEXT_STORAGE.fetch_add(count, Ordering::Relaxed)
 }
 
-/// Keeps a remote storage. A storage of PyTorch owns it. The last handle frees the remote storage.
+/// Keeps a remote storage allocated. A PyTorch storage owns the handle. Dropping the last handle
+/// frees the remote storage.
 struct StorageHandle {
     session: Arc<Session>,
     storage: u64,
@@ -51,8 +52,8 @@ impl Drop for StorageHandle {
     }
 }
 
-/// Creates a PyTorch tensor for a view of a remote storage of `bytes` bytes, and a handle of that
-/// storage.
+/// Creates a PyTorch tensor for a view of a remote storage, and a handle of the storage. `bytes` is
+/// the size of the storage.
 pub(super) fn new_tensor<'py>(
     py: Python<'py>,
     torch: &Torch,
@@ -81,7 +82,7 @@ pub(super) fn new_tensor<'py>(
     torch.hooks.as_strided.bind(py).call1((base, &view.sizes, &view.strides, view.offset))
 }
 
-/// Returns the number of elements of the storage up to the end of a view.
+/// Returns the number of elements from the start of the storage to the end of a view.
 fn extent(view: &StorageView) -> u64 {
     if view.sizes.contains(&0) {
         return 0;
@@ -92,7 +93,7 @@ fn extent(view: &StorageView) -> u64 {
     last.saturating_add(1)
 }
 
-/// Creates a tensor of zeros on `ts:index`. It takes no memory there until the first write.
+/// Creates a tensor of zeros on `ts:index`. The machine allocates its memory on the first use.
 #[pyfunction]
 pub(crate) fn remote_empty<'py>(
     py: Python<'py>,
@@ -110,10 +111,10 @@ pub(crate) fn remote_empty<'py>(
     new_tensor(py, torch, &device, &TensorRef { storage, view }, bytes)
 }
 
-/// Creates another tensor of a storage: one-dimensional, and of the whole storage.
+/// Creates a one-dimensional tensor of a whole existing storage.
 ///
-/// `address` is the data pointer of the storage. With `resized`, the remote storage is resized to
-/// `bytes` first.
+/// `address` is the data pointer of the storage, and `bytes` its size. With `resized`, first
+/// resizes the remote storage to `bytes`.
 #[pyfunction]
 #[pyo3(signature = (index, address, bytes, dtype, resized=false))]
 pub(crate) fn remote_whole<'py>(
@@ -125,8 +126,11 @@ pub(crate) fn remote_whole<'py>(
     resized: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     let (torch, device) = (torch(py)?, device(py, index)?);
-    let storage = storage_at(address)
-        .ok_or_else(|| PyTypeError::new_err("expected the storage of a tensor on a ts device"))?;
+    let storage = storage_at(address).ok_or_else(|| {
+        PyTypeError::new_err(format!(
+            "invalid address {address:#x}: expected the storage of a tensor on a ts device"
+        ))
+    })?;
     if resized {
         device.session.submit(py, &Request::Resize { storage, bytes })?;
         device.session.invalidate_scalars([storage].into_iter());
@@ -142,8 +146,8 @@ pub(crate) fn remote_whole<'py>(
     new_tensor(py, torch, &device, &TensorRef { storage, view }, bytes / element * element)
 }
 
-/// Returns the number of a tensor's storage and the hash by which logs name the tensor, or None if
-/// it is not on a ts device.
+/// Returns the number of a tensor's storage and the hash that identifies the tensor in logs, or
+/// None if the tensor is not on a ts device.
 #[pyfunction]
 pub(crate) fn remote_names(
     py: Python<'_>,

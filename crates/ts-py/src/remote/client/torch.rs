@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the client uses of PyTorch, and how PyTorch's tensors describe remote ones.
+//! The parts of PyTorch that the client uses, and the mapping of PyTorch's tensors to remote ones.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyTuple, PyType};
 use tensorstream::exec::{Call, Output, ScalarType, StorageView, TensorRef};
 
-use crate::dtype::{Row, TorchDtypes};
+use crate::dtype::{Row, TorchDtypes, missing_dtype};
 
 /// The level DEBUG of Python's `logging`.
 const LOG_DEBUG: u8 = 10;
@@ -20,25 +20,26 @@ const LOG_DEBUG: u8 = 10;
 /// The Python half of the client, `tensorstream/remote/client/_bridge.py`.
 #[derive(FromPyObject)]
 pub(crate) struct Hooks {
-    /// `infer(op, args, kwargs)`: what a call that is not in the cache will return.
+    /// `infer(op, args, kwargs)`: infers the results of a call that is not in the cache.
     pub(super) infer: Py<PyAny>,
-    /// `element(tensor)`: the bytes of a tensor on the host without dimensions.
+    /// `element(tensor)`: returns the bytes of a zero-dimensional tensor on the host.
     pub(super) element: Py<PyAny>,
-    /// `to_device(tensor, index)`: a copy, on the device, of a tensor on the host.
+    /// `to_device(tensor, index)`: copies a tensor from the host to the device `ts:index`.
     pub(super) to_device: Py<PyAny>,
-    /// `current_device()`: the index of the current device.
+    /// `current_device()`: returns the index of the current device.
     pub(super) current_device: Py<PyAny>,
-    /// `draw(op, args, kwargs)`: runs an operator that draws from a generator of the host.
+    /// `draw(op, args, kwargs)`: runs an operator that draws random numbers from a generator of the
+    /// host.
     pub(super) draw: Py<PyAny>,
-    /// `as_strided(tensor, sizes, strides, offset)`: a view, below autograd.
+    /// `as_strided(tensor, sizes, strides, offset)`: returns a view that autograd does not record.
     pub(super) as_strided: Py<PyAny>,
-    /// `source_line(code, instruction)`: file, line and function of the user's program.
+    /// `source_line(code, instruction)`: returns the file, line and function of an instruction.
     pub(super) source_line: Py<PyAny>,
-    /// `is_logging(level)`: whether the logger writes messages of a level.
+    /// `is_logging(level)`: returns whether the logger writes messages of a level.
     is_logging: Py<PyAny>,
     /// `log(name, inputs, outputs)`: logs an operator and the hashes of its tensors.
     log: Py<PyAny>,
-    /// Directories of functions that are not part of the user's program.
+    /// The directories of PyTorch and of this package, whose code is not part of the program.
     pub(super) libraries: Vec<String>,
 }
 
@@ -56,15 +57,15 @@ pub(crate) struct Torch {
     /// `sys._getframe`.
     pub(super) getframe: Py<PyAny>,
     pub(super) hooks: Hooks,
-    /// Code of functions by its address, and whether it is part of the user's program. An address
-    /// stays valid because the code is kept.
+    /// The code of functions by its address, and whether it is part of the user's program. The
+    /// references to the code keep the addresses valid.
     pub(super) known_code: Mutex<HashMap<usize, (Py<PyAny>, bool)>>,
 }
 
 static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
 static FORKED: AtomicBool = AtomicBool::new(false);
 
-/// Gives the client its Python half. Called once, when the device is set up.
+/// Sets the Python half of the client, when the device is set up. Later calls have no effect.
 #[pyfunction]
 pub(crate) fn remote_setup(py: Python<'_>, hooks: Hooks) -> PyResult<()> {
     let torch = py.import("torch")?;
@@ -87,7 +88,7 @@ pub(crate) fn remote_setup(py: Python<'_>, hooks: Hooks) -> PyResult<()> {
     Ok(())
 }
 
-/// Marks this process as a fork, which cannot use the sessions of its parent.
+/// Marks this process as a forked child, which cannot use the sessions of its parent.
 #[pyfunction]
 pub(crate) fn remote_forked() {
     FORKED.store(true, Ordering::Relaxed);
@@ -107,12 +108,12 @@ pub(super) fn torch(py: Python<'_>) -> PyResult<&Torch> {
     })
 }
 
-/// The bit that is set in the addresses of remote storages, and in no address of memory.
+/// The bit that is set in the addresses of remote storages. Addresses of memory do not have it.
 const REMOTE_BIT: u64 = 1 << 62;
 /// The addresses of consecutive storages differ by 2 to this power.
 const ADDRESS_SHIFT: u32 = 8;
 
-/// Returns the address that a remote storage has in PyTorch. It must not be dereferenced.
+/// Returns the address that a remote storage has in PyTorch. No code may dereference the address.
 pub(super) fn address_of(storage: u64) -> u64 {
     REMOTE_BIT | storage << ADDRESS_SHIFT
 }
@@ -124,7 +125,7 @@ pub(super) fn storage_at(address: u64) -> Option<u64> {
 }
 
 impl Torch {
-    /// Logs an operator, with its tensors by their hashes, if the logger writes debug messages.
+    /// Logs an operator and the hashes of its tensors, if the logger writes debug messages.
     pub(super) fn log(&self, py: Python<'_>, name: &str, call: &Call) -> PyResult<()> {
         if !self.hooks.is_logging.bind(py).call1((LOG_DEBUG,))?.extract::<bool>()? {
             return Ok(());
@@ -155,7 +156,7 @@ impl Torch {
     /// Returns the number of a `torch.dtype`.
     ///
     /// # Errors
-    /// TypeError if remote tensors cannot have it.
+    /// TypeError if remote tensors cannot have the dtype.
     pub(super) fn scalar_type(&self, object: &Bound<'_, PyAny>) -> PyResult<ScalarType> {
         self.dtypes.number(object).ok_or_else(|| {
             PyTypeError::new_err(format!("unsupported dtype {object} on the device ts"))
@@ -165,15 +166,15 @@ impl Torch {
     /// Returns the row of a dtype in the table.
     ///
     /// # Errors
-    /// TypeError if the installed PyTorch does not have it.
+    /// TypeError if the installed PyTorch or this package lacks the dtype.
     pub(super) fn row(&self, dtype: ScalarType) -> PyResult<&'static Row> {
         self.dtypes
             .get(dtype)
             .map(|dtype| dtype.row)
-            .ok_or_else(|| PyTypeError::new_err(format!("unknown dtype number {}", dtype.0)))
+            .ok_or_else(|| PyTypeError::new_err(missing_dtype(dtype, "this client")))
     }
 
-    /// Returns the index of a tensor's ts device, and the view that the tensor is of its remote
+    /// Returns the index of a tensor's ts device, its remote storage, and its layout in this
     /// storage. Returns `None` for a tensor on another device.
     pub(super) fn describe(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Option<(u32, TensorRef)>> {
         let py = tensor.py();
@@ -185,7 +186,7 @@ impl Torch {
         let offset: u64 = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
         let address: u64 = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let address = if address == 0 {
-            // `data_ptr` of a tensor without elements is 0. That of its storage is not.
+            // `data_ptr` of a tensor without elements is 0, but `data_ptr` of its storage is not.
             let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
             storage.call_method0(intern!(py, "data_ptr"))?.extract()?
         } else {

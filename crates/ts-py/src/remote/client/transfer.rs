@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Copies elements between the host and tensors of the device `ts`.
+//! Copies elements between the host and tensors on the device `ts`.
 
 use std::sync::Arc;
 
@@ -15,12 +15,14 @@ use super::session::{SIGNAL_INTERVAL, Session};
 use super::torch::{Torch, torch};
 use crate::memory::{Memory, Payload, Target};
 
-/// Uploads up to this number of bytes are copied, and do not wait for the machine to have them.
+/// The maximum size in bytes of an upload that is copied, so that the caller need not wait for the
+/// machine.
 const MAX_COPIED_UPLOAD: usize = 4 << 20;
 
 /// Writes host memory to a storage, from `offset` bytes on.
 ///
-/// Returns when `memory` may change: at once if it is copied, or when the machine has it.
+/// Blocks until `memory` may change. If the bytes are copied, that is when the copy is queued,
+/// otherwise when the machine has received the bytes.
 pub(super) fn upload(
     py: Python<'_>,
     session: &Session,
@@ -58,7 +60,7 @@ pub(super) fn download(
 ) -> PyResult<()> {
     let len = memory.len();
     let target = Target::new(memory, 0, len).ok_or_else(|| {
-        PyTypeError::new_err("cannot read a tensor: expected writable memory on the CPU")
+        PyTypeError::new_err("cannot read a tensor: the target is not writable host memory")
     })?;
     let client = session.client(py)?;
     let reply = py
@@ -67,7 +69,7 @@ pub(super) fn download(
     session.wait(py, reply, "copy to the host").map(drop)
 }
 
-/// Returns the bytes of a tensor of one element. Blocks unless they are cached.
+/// Returns the bytes of a tensor of one element. Blocks unless the element is cached.
 fn read_scalar(py: Python<'_>, session: &Session, tensor: TensorRef) -> PyResult<Vec<u8>> {
     let mut reply = session.client(py)?.new_reply();
     let storage = tensor.storage;
@@ -92,7 +94,11 @@ fn read_scalar(py: Python<'_>, session: &Session, tensor: TensorRef) -> PyResult
     }
 }
 
-/// Returns the value of a tensor of one element, or its bytes if Python has no type for it.
+/// Returns the only element of a tensor. Blocks unless the element is cached.
+///
+/// Returns:
+///     A bool, int or float for the dtypes bool, uint8, int8 to int64, float32 and float64. The
+///     bytes of the element for other dtypes.
 #[pyfunction]
 pub(crate) fn remote_scalar<'py>(
     py: Python<'py>,
@@ -101,7 +107,7 @@ pub(crate) fn remote_scalar<'py>(
     let (device, tensor) = on_device(py, torch(py)?, tensor)?;
     let dtype = tensor.view.dtype;
     let bytes = read_scalar(py, &device.session, tensor)?;
-    // PyTorch's numbers of dtypes, as in the table of dtype.rs.
+    // The numbers are those of PyTorch's dtypes, as in the table of dtype.rs.
     Ok(match (dtype.0, &bytes[..]) {
         (0, &[a]) => a.into_pyobject(py)?.into_any(),
         (1, &[a]) => (a as i8).into_pyobject(py)?.into_any(),
@@ -121,7 +127,8 @@ pub(crate) fn remote_scalar<'py>(
     })
 }
 
-/// Copies a capsule of contiguous host memory to the elements of a tensor, which are contiguous.
+/// Copies a capsule of contiguous host memory to the elements of a tensor, which must be
+/// contiguous. Blocks until the memory may change.
 #[pyfunction]
 pub(crate) fn remote_upload(
     py: Python<'_>,
@@ -146,10 +153,10 @@ pub(crate) fn remote_download(
     download(py, &device.session, tensor, Memory::from_capsule(capsule)?)
 }
 
-/// Returns the device of a tensor, and its description.
+/// Returns the device of a tensor, and its remote storage and view.
 ///
 /// # Errors
-/// TypeError if it is not on a ts device.
+/// TypeError if the tensor is not on a ts device.
 fn on_device(
     py: Python<'_>,
     torch: &Torch,

@@ -12,10 +12,10 @@ use super::storages::Storages;
 use crate::dtype::TorchDtype;
 use crate::remote::values::builtin;
 
-/// The largest number of values that [`describe`] shows of a list.
+/// The maximum number of values of a list that [`describe`] shows.
 const MAX_DESCRIBED: usize = 32;
 
-/// Converts an argument.
+/// Converts an argument to a Python object.
 pub(super) fn to_python(
     storages: &mut Storages,
     py: Python<'_>,
@@ -24,7 +24,7 @@ pub(super) fn to_python(
     if let Some(object) = builtin(py, value) {
         return Ok(object);
     }
-    let failed = |error: PyErr| raised(py, "converting an argument", &error);
+    let failed = |error: PyErr| raised(py, "cannot convert an argument", &error);
     match value {
         Value::Tensor(tensor) => storages.tensor(py, tensor),
         Value::Conjugate(tensor) => {
@@ -39,9 +39,7 @@ pub(super) fn to_python(
         }
         Value::Dtype(dtype) => Ok(storages.backend.dtype(*dtype)?.object.clone_ref(py)),
         Value::Device(ordinal) => {
-            let device = storages.backend.hooks.devices.get(*ordinal as usize);
-            let device =
-                device.ok_or_else(|| refused(format!("no device {ordinal} on this machine")))?;
+            let device = storages.backend.device(*ordinal)?;
             Ok(device.clone_ref(py))
         }
         Value::Name(name) => storages.backend.hooks.constant.call1(py, (name,)).map_err(failed),
@@ -54,7 +52,7 @@ pub(super) fn to_python(
     }
 }
 
-/// Describes an argument for messages: a tensor as "float32[2, 3]".
+/// Describes an argument for error messages. A tensor becomes "float32[2, 3]", for example.
 pub(super) fn describe(backend: &Backend, value: &Value) -> String {
     match value {
         Value::Tensor(TensorRef { view, .. }) | Value::Conjugate(TensorRef { view, .. }) => {

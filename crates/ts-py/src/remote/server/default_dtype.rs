@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The default dtype of each session, which operators give to results without another.
+//! The default dtype of each session, which results have if nothing else determines their dtype.
 //!
-//! PyTorch has one default dtype for the process. While no session has set its own, operators run
-//! in parallel under that one. Once a session has, each operator runs under a lock, and with the
-//! dtype of its session (`Hooks::with_default`).
+//! PyTorch has one default dtype for the process. While no session has set a dtype, operators run
+//! in parallel, and use the default dtype of the process. While a session that has set one exists,
+//! each operator of PyTorch runs under a lock, with the dtype of its session
+//! (`Hooks::with_default`). If the server is in the process of the client, there is no lock, and
+//! operators always use the default dtype of the process.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
@@ -11,7 +13,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 
-/// How often [`DefaultDtype::set`] checks whether the parallel calls are done.
+/// The time between two checks of [`DefaultDtype::set`] for parallel calls in progress.
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// The number of sessions that have set a default dtype.
@@ -28,7 +30,7 @@ impl DefaultDtype {
         self.0.as_ref()
     }
 
-    /// Sets the dtype. The first time, it waits for the calls that run without the lock.
+    /// Sets the dtype. The first call in a session blocks until no call runs without the lock.
     pub(super) fn set(&mut self, py: Python<'_>, dtype: Py<PyAny>) {
         if self.0.replace(dtype).is_none() {
             SESSIONS.fetch_add(1, Ordering::SeqCst);

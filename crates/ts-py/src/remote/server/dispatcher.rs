@@ -24,7 +24,7 @@ pub(crate) struct Dispatcher {
 #[pyclass(frozen, module = "tensorstream", name = "Handoff")]
 pub(crate) struct Handoff {
     inner: Mutex<Option<remote::Handoff>>,
-    /// The service that the client asks for.
+    /// The service that the client requests.
     #[pyo3(get)]
     service: String,
     /// The client's address.
@@ -55,14 +55,14 @@ impl Dispatcher {
         Ok(Self { inner: Mutex::new((listener, dispatcher)), address })
     }
 
-    /// The address it listens at, with the port that the system chose if 0 was given.
+    /// The address to connect to, with the actual port.
     #[getter]
     fn address(&self) -> &str {
         &self.address
     }
 
-    /// Returns the next authenticated connection, or None after `seconds`. Calls `log` with
-    /// the peer and the reason for each connection that fails. Blocks.
+    /// Returns the next authenticated connection, or None after `seconds`. Calls `log` with the
+    /// peer and the reason for each connection whose handshake fails. Blocks.
     fn next(
         &self,
         py: Python<'_>,
@@ -92,15 +92,15 @@ impl Dispatcher {
 
 #[pymethods]
 impl Handoff {
-    /// Passes the connection to the process at the other end of this socket, and closes the socket
-    /// here.
+    /// Passes the connection to the process at the other end of the socket `channel`. Takes
+    /// ownership of `channel`, and closes it.
     fn send_to(&self, py: Python<'_>, channel: RawFd) -> PyResult<()> {
         let channel = owned(channel);
         let inner = self.take(py)?;
         inner.send_to(&channel).map_err(|error| wire_error(py, &error))
     }
 
-    /// Closes the connection, and tells the client why.
+    /// Closes the connection, and sends the reason to the client.
     fn refuse(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let inner = self.take(py)?;
         py.detach(|| inner.refuse(reason));
@@ -112,14 +112,14 @@ impl Handoff {
     fn take(&self, py: Python<'_>) -> PyResult<remote::Handoff> {
         let taken = self.inner.lock().take();
         taken.ok_or_else(|| {
-            configuration_error(py, "the connection has been passed on or refused already")
+            configuration_error(py, "the connection was already passed on or refused")
         })
     }
 }
 
-/// Takes ownership of a descriptor that Python has detached.
+/// Takes ownership of a file descriptor that the Python caller has given up.
 pub(super) fn owned(descriptor: RawFd) -> OwnedFd {
-    // SAFETY: it is open and has no other owner: this package's Python code detaches or duplicates
-    // it for the call.
+    // SAFETY: the descriptor is open and has no other owner, because only this package's Python
+    // code passes it, and detaches or duplicates it for the call.
     unsafe { OwnedFd::from_raw_fd(descriptor) }
 }

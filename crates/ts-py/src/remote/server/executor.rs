@@ -16,7 +16,7 @@ use super::hooks::Backend;
 use super::storages::Storages;
 use crate::memory::Target;
 
-/// The prefix of operators that this package defines, not PyTorch.
+/// The prefix of the operators that are not PyTorch's, but defined by this package.
 const OWN_PREFIX: &str = "tensorstream::";
 /// The operator that sets the default dtype of a session.
 const DEFAULT_DTYPE: &str = "tensorstream::default_dtype";
@@ -24,20 +24,20 @@ const DEFAULT_DTYPE: &str = "tensorstream::default_dtype";
 /// The executor of one session.
 pub(super) struct TorchExecutor {
     storages: Storages,
-    /// The Python half of the session, once it has defined an operator.
+    /// The Python half of the session. `None` until the first operator is defined.
     session: Option<Py<PyAny>>,
-    /// The operators by number. `None` if the definition failed.
+    /// The operators, by number. `None` for operators whose definition failed.
     ops: Vec<Option<Operator>>,
     default_dtype: DefaultDtype,
 }
 
 struct Operator {
     name: String,
-    /// `None` for [`DEFAULT_DTYPE`].
+    /// The function that runs the operator. `None` for [`DEFAULT_DTYPE`].
     call: Option<Py<PyAny>>,
-    /// The arguments that it writes to, by position.
+    /// The positions of the positional arguments that the operator writes to.
     writes: Vec<usize>,
-    /// The arguments that it writes to, by name.
+    /// The names of the keyword arguments that the operator writes to.
     writes_named: Vec<String>,
 }
 
@@ -61,7 +61,7 @@ impl TorchExecutor {
 
     fn run(&mut self, py: Python<'_>, call: &Call) -> Result<Vec<Value>, OpFailure> {
         let backend = self.storages.backend.clone();
-        let failed = |error: PyErr| raised(py, "converting the arguments", &error);
+        let failed = |error: PyErr| raised(py, "cannot convert the arguments", &error);
         let args = call
             .args
             .iter()
@@ -73,12 +73,21 @@ impl TorchExecutor {
         }
         let args = PyTuple::new(py, args).map_err(failed)?;
         let op = self.ops.get(call.op as usize).and_then(Option::as_ref);
-        let op = op.ok_or_else(|| refused(format!("operator {} was not defined", call.op)))?;
+        let op = op.ok_or_else(|| {
+            let why = if (call.op as usize) < self.ops.len() {
+                "its definition failed"
+            } else {
+                "the client did not define it"
+            };
+            refused(format!("operator number {} is not defined: {why}", call.op))
+        })?;
         let kwargs = (!kwargs.is_empty()).then_some(&kwargs);
         let Some(callable) = &op.call else {
             let dtype = args.get_item(0).map_err(failed)?;
             if !dtype.get_type().is(backend.hooks.default_dtype.bind(py).get_type()) {
-                return Err(refused(format!("invalid default dtype {dtype}")));
+                return Err(refused(format!(
+                    "invalid default dtype {dtype}: expected a torch.dtype"
+                )));
             }
             self.default_dtype.set(py, dtype.unbind());
             return Ok(Vec::new());
@@ -103,7 +112,7 @@ impl Executor for TorchExecutor {
 
     fn batch(&mut self, run: &mut dyn FnMut(&mut Self)) {
         Python::attach(|py| {
-            // The client runs autograd, so operators run below it here.
+            // The client runs autograd, so operators run without it here.
             let guard = self.storages.backend.hooks.guard.call0(py);
             run(self);
             drop(guard);

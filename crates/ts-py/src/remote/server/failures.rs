@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Failures of requests.
+//! Converts exceptions and invalid requests to failures.
 
 use pyo3::prelude::*;
 use tensorstream::exec::{OpFailure, OpFailureKind};
@@ -9,21 +9,22 @@ pub(super) fn refused(what: impl Into<String>) -> OpFailure {
     OpFailure::new(OpFailureKind::Refused, what)
 }
 
-/// Converts an exception that an operator has raised. Its message is that of the exception.
+/// Converts an exception that an operator has raised. The failure has the message of the exception.
 pub(super) fn raised_by_operator(py: Python<'_>, error: &PyErr) -> OpFailure {
     let text = text_of(py, error);
     OpFailure::new(kind_of(&class_of(py, error), &text), text)
 }
 
-/// Converts another exception. `what` says what was being done.
+/// Converts an exception of other code. The message begins with `what`, which states what failed.
 pub(super) fn raised(py: Python<'_>, what: &str, error: &PyErr) -> OpFailure {
     OpFailure::new(kind_of(&class_of(py, error), &text_of(py, error)), message(py, what, error))
 }
 
-/// Returns what was being done, the class of the exception, and its message.
+/// Returns a message that consists of `what`, the class of the exception unless it is RuntimeError,
+/// and the message of the exception.
 pub(super) fn message(py: Python<'_>, what: &str, error: &PyErr) -> String {
     let (class, text) = (class_of(py, error), text_of(py, error));
-    // PyTorch raises RuntimeError for almost everything.
+    // PyTorch raises RuntimeError for almost every error, so this class adds no information.
     if class == "RuntimeError" {
         return format!("{what}: {text}");
     }

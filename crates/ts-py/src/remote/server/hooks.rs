@@ -1,51 +1,52 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the sessions of a server use of Python and PyTorch.
+//! The parts of Python and PyTorch that the sessions of a server use.
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use tensorstream::exec::{OpFailure, ScalarType, StorageView};
 
 use super::failures::refused;
-use crate::dtype::{TorchDtype, TorchDtypes};
+use crate::dtype::{TorchDtype, TorchDtypes, missing_dtype, name_of};
 use crate::errors::configuration_error;
 
 /// The Python half of the server, `tensorstream/remote/server/_server.py`.
 #[derive(FromPyObject)]
 pub(super) struct Hooks {
-    /// `session()`: the Python half of a session. Its `define(name)` returns what to call for an
-    /// operator, and which of its arguments it writes to.
+    /// `session()`: creates the Python half of a session. Its `define(name)` returns the function
+    /// for an operator, and the arguments that the operator writes to.
     pub(super) session: Py<PyAny>,
-    /// `allocate(bytes, device)`: an untyped storage of zeros.
+    /// `allocate(bytes, device)`: returns an untyped storage of zeros.
     pub(super) allocate: Py<PyAny>,
-    /// `view(storage, dtype, sizes, strides, offset)`: a tensor.
+    /// `view(storage, dtype, sizes, strides, offset)`: returns a tensor over a storage.
     pub(super) view: Py<PyAny>,
-    /// `restrided(tensor, dtype, sizes, strides, offset, bytes)`: a copy with this layout.
+    /// `restrided(tensor, dtype, sizes, strides, offset, bytes)`: returns a copy with this layout,
+    /// in a new storage.
     pub(super) restrided: Py<PyAny>,
-    /// `scalar(dtype, bytes)`: a tensor without dimensions.
+    /// `scalar(dtype, bytes)`: returns a zero-dimensional tensor.
     pub(super) scalar: Py<PyAny>,
-    /// `constant(name)`: a memory format or a layout.
+    /// `constant(name)`: returns a memory format or a layout.
     pub(super) constant: Py<PyAny>,
-    /// `host_bytes(tensor)`: a capsule of its elements, contiguous and on the host.
+    /// `host_bytes(tensor)`: returns a capsule of the elements, contiguous and on the host.
     pub(super) host_bytes: Py<PyAny>,
-    /// `storage_bytes(storage, offset, bytes)`: a capsule of a part of a storage on the host.
+    /// `storage_bytes(storage, offset, bytes)`: returns a capsule of a part of a host storage.
     pub(super) storage_bytes: Py<PyAny>,
-    /// `staging(storage, bytes)`: host memory for bytes on their way to a storage on a device, as
-    /// a tensor and as a capsule of it.
+    /// `staging(storage, bytes)`: returns host memory for an upload to a storage on another device,
+    /// as a tensor and as a capsule of the tensor.
     pub(super) staging: Py<PyAny>,
-    /// `copy_staged(storage, offset, tensor)`: copies such a tensor to the storage.
+    /// `copy_staged(storage, offset, tensor)`: copies a tensor of `staging` to its storage.
     pub(super) copy_staged: Py<PyAny>,
     /// The default dtype of sessions that have not set one.
     pub(super) default_dtype: Py<PyAny>,
     /// `with_default(dtype, operator, args, kwargs)`: calls an operator with a default dtype.
     pub(super) with_default: Py<PyAny>,
-    /// `guard()`: the context in which operators run.
+    /// `guard()`: returns a guard, which disables autograd until it is dropped.
     pub(super) guard: Py<PyAny>,
     pub(super) devices: Vec<Py<PyAny>>,
-    /// Whether storages are in host memory.
+    /// Whether storages are in host memory that uploads and reads can access directly.
     pub(super) on_host: bool,
 }
 
-/// What the sessions of a server share: its Python half, and objects of PyTorch.
+/// The state that all sessions of a server share: its Python half, and objects of PyTorch.
 pub(super) struct Backend {
     pub(super) hooks: Hooks,
     pub(super) dtypes: TorchDtypes,
@@ -58,7 +59,10 @@ pub(super) struct Backend {
 impl Backend {
     pub(super) fn new(py: Python<'_>, hooks: Hooks) -> PyResult<Self> {
         if hooks.devices.is_empty() {
-            return Err(configuration_error(py, "no devices: a server needs at least one"));
+            return Err(configuration_error(
+                py,
+                "cannot create a server without devices: pass at least one",
+            ));
         }
         let torch = py.import("torch")?;
         let on_cpu = hooks.devices.iter().all(|device| device.to_string() == "cpu");
@@ -67,29 +71,47 @@ impl Backend {
     }
 
     /// Returns the dtype with this number.
+    ///
+    /// # Errors
+    /// Returns a failure if the installed PyTorch or this package lacks the dtype.
     pub(super) fn dtype(&self, number: ScalarType) -> Result<&TorchDtype, OpFailure> {
-        let unknown = || refused(format!("unknown dtype number {}", number.0));
-        self.dtypes.get(number).ok_or_else(unknown)
+        self.dtypes.get(number).ok_or_else(|| refused(missing_dtype(number, "this machine")))
     }
 
-    /// Returns the name of the dtype with this number, such as "float32", for messages.
+    /// Returns the device at this position among the devices of the machine.
+    ///
+    /// # Errors
+    /// Returns a failure if the machine has fewer devices.
+    pub(super) fn device(&self, position: u32) -> Result<&Py<PyAny>, OpFailure> {
+        let devices = &self.hooks.devices;
+        devices.get(position as usize).ok_or_else(|| {
+            refused(format!(
+                "device {position} does not exist: this machine has {} devices, numbered from 0",
+                devices.len()
+            ))
+        })
+    }
+
+    /// Returns the name of the dtype with this number, such as "float32", or "?" if it is unknown.
     pub(super) fn dtype_name(&self, number: ScalarType) -> &'static str {
-        self.dtypes.get(number).map_or("?", |dtype| dtype.row.name)
+        name_of(number).unwrap_or("?")
     }
 
     /// Returns the layout of a tensor in its storage.
+    ///
+    /// # Errors
+    /// ConfigurationError if the layout or the dtype of the tensor is not supported.
     pub(super) fn view_of(&self, tensor: &Bound<'_, PyAny>) -> PyResult<StorageView> {
         let py = tensor.py();
         let layout = tensor.getattr(intern!(py, "layout"))?.str()?;
         if layout.to_str()? != "torch.strided" {
             return Err(configuration_error(
                 py,
-                &format!("tensor has layout {layout} (expected torch.strided)"),
+                &format!("unsupported tensor layout {layout}: expected torch.strided"),
             ));
         }
         let dtype = tensor.getattr(intern!(py, "dtype"))?;
-        let unsupported =
-            || configuration_error(py, &format!("tensor has unsupported dtype {dtype}"));
+        let unsupported = || configuration_error(py, &format!("unsupported tensor dtype {dtype}"));
         Ok(StorageView {
             dtype: self.dtypes.number(&dtype).ok_or_else(unsupported)?,
             sizes: tensor.getattr(intern!(py, "shape"))?.extract()?,
@@ -98,8 +120,8 @@ impl Backend {
         })
     }
 
-    /// Returns the position of a tensor's device among those of the machine: its index if the
-    /// machine has as many devices, or else 0.
+    /// Returns the position of a tensor's device among the devices of the machine. That is the
+    /// index of the device, or 0 if the device has no index or the machine has fewer devices.
     pub(super) fn device_of(&self, tensor: &Bound<'_, PyAny>) -> u32 {
         let py = tensor.py();
         let index = || -> Option<u32> {

@@ -26,18 +26,18 @@ const SESSION_TIMEOUT: Duration = Duration::from_secs(60);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long the process of one session waits for its first connection.
 const FIRST_CONNECTION_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often a running server looks for signals, for sessions to drop, and for its end.
+/// The time between two checks of a running server for signals, expired sessions, and `stop`.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A server of operators, for Python.
 #[pyclass(frozen, module = "tensorstream", name = "RemoteServer")]
 pub(crate) struct RemoteServer {
-    /// `None` once it runs.
+    /// `None` once the server runs.
     listener: Mutex<Option<(Listener, Acceptor<UploadSink<Target>>)>>,
     backend: Arc<Backend>,
     sessions: Arc<SessionServer<TorchExecutor>>,
     stop: Arc<AtomicBool>,
-    /// The number of threads that serve a connection.
+    /// The number of threads that currently serve a connection.
     serving: Arc<AtomicUsize>,
     address: String,
 }
@@ -81,8 +81,8 @@ impl RemoteServer {
         Ok(Self::with_listener(backend, listener, acceptor, address))
     }
 
-    /// Serves connections that another process passes over this socket, and takes ownership of the
-    /// socket.
+    /// Creates a server for connections that another process passes over the socket `channel`.
+    /// Takes ownership of `channel`.
     #[staticmethod]
     fn from_handoffs(
         py: Python<'_>,
@@ -97,26 +97,28 @@ impl RemoteServer {
         Ok(Self::with_listener(backend, listener, Acceptor::new(options), address))
     }
 
-    /// The address it listens at, with the port that the system chose if 0 was given.
+    /// The address to connect to, with the actual port.
     #[getter]
     fn address(&self) -> &str {
         &self.address
     }
 
-    /// The number of sessions.
+    /// The number of sessions, including those that have lost their connection but not expired yet.
     #[getter]
     fn sessions(&self) -> usize {
         self.sessions.count()
     }
 
-    /// Serves until `stop` is called, or with `once` until the last session has ended. Each client
-    /// has its own thread. When a connection fails or ends, calls `log` with the peer and the
-    /// reason. Blocks.
+    /// Serves clients, each on its own thread. Blocks until `stop` is called, or until the process
+    /// that passes the connections has ended. With `once`, also returns when no session is left, or
+    /// if no client connects within 5 seconds.
+    ///
+    /// Calls `log` with the peer and the reason when a connection fails.
     #[pyo3(signature = (log=None, once=false))]
     fn run(&self, py: Python<'_>, log: Option<&Bound<'_, PyAny>>, once: bool) -> PyResult<()> {
         let taken = self.listener.lock().take();
         let (listener, mut acceptor) = taken.ok_or_else(|| {
-            configuration_error(py, "the server is running already, or was stopped")
+            configuration_error(py, "cannot run the server again: `run` can be called only once")
         })?;
         let ended = Arc::new(Mutex::new(Vec::new()));
         let (began, mut served) = (Instant::now(), false);
@@ -124,7 +126,8 @@ impl RemoteServer {
             if once && self.sessions.is_stuck() {
                 return Err(configuration_error(
                     py,
-                    "an operator is still running after its client disconnected",
+                    "cannot end the session: an operator is still running, although its client \
+                     disconnected more than a minute ago; end this process to stop it",
                 ));
             }
             let idle = self.serving.load(Ordering::Relaxed) == 0 && self.sessions.count() == 0;
@@ -165,8 +168,8 @@ impl RemoteServer {
             served = true;
             let serve = move || {
                 let make = || TorchExecutor::new(backend);
-                // Attached around all batches, so that the interpreter keeps its state of this
-                // thread.
+                // The thread attaches once around all batches, so that the interpreter keeps its
+                // state for the thread.
                 let served = Python::attach(|py| py.detach(|| sessions.serve(link, make, &stop)));
                 if let Err(error) = served {
                     ended.lock().push((peer, error.to_string()));
@@ -187,7 +190,7 @@ impl RemoteServer {
         Ok(())
     }
 
-    /// Ends all sessions, and `run`. Does not block.
+    /// Makes `run` end all sessions and return. Does not block.
     fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
     }

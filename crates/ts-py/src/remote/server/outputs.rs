@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Stores what operators return.
+//! Stores the results of operators.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -11,7 +11,7 @@ use super::hooks::Backend;
 use super::storages::{StorageEntry, Storages, exists, identity};
 use crate::remote::values::integer;
 
-/// A tensor whose storage no entry has.
+/// A result whose storage does not belong to an entry yet.
 struct NewTensor<'py> {
     tensor: Bound<'py, PyAny>,
     view: StorageView,
@@ -21,7 +21,7 @@ struct NewTensor<'py> {
 }
 
 impl Storages {
-    /// Stores the results of a call as its outputs say. Returns the values for its reply.
+    /// Stores the results of a call as its outputs specify. Returns the values for its reply.
     pub(super) fn store(
         &mut self,
         backend: &Backend,
@@ -63,7 +63,8 @@ impl Storages {
         Ok(values)
     }
 
-    /// Stores a tensor in the storage that the client has planned. Does nothing for other outputs.
+    /// Stores a tensor in the storage that the client has planned. Does nothing if the output is
+    /// not a new tensor.
     fn store_planned(
         &mut self,
         backend: &Backend,
@@ -72,9 +73,10 @@ impl Storages {
     ) -> Result<(), OpFailure> {
         let Some(Output::New { tensor: planned, bytes }) = output else { return Ok(()) };
         let py = returned.py();
-        let failed = |error: PyErr| raised(py, "storing a result", &error);
+        let failed = |error: PyErr| raised(py, "cannot store a result", &error);
         if self.contains(planned.storage) {
-            // The output is a view of an earlier one, so the elements go to that storage.
+            // The output is a view of an earlier output, so its elements are copied to the storage
+            // of that output.
             let stored = self.tensor(py, planned)?;
             stored.call_method1(py, intern!(py, "copy_"), (returned,)).map_err(failed)?;
             return Ok(());
@@ -83,7 +85,8 @@ impl Storages {
         let view = &planned.view;
         if new.view.sizes != view.sizes || new.view.dtype != view.dtype {
             let what = format!(
-                "operator returned a tensor of shape {:?} and dtype {} (expected {:?} and {})",
+                "the operator returned a tensor of shape {:?} and dtype {} (expected shape {:?} \
+                 and dtype {})",
                 new.view.sizes,
                 backend.dtype_name(new.view.dtype),
                 view.sizes,
@@ -104,8 +107,8 @@ impl Storages {
         self.insert(planned.storage, new.into_entry(backend, *bytes))
     }
 
-    /// Stores a result of which the client does not know the kind or shape. Returns the value for
-    /// the reply.
+    /// Stores a result whose kind and shape the client has not planned. Returns the value for the
+    /// reply.
     fn store_unplanned(
         &mut self,
         backend: &Backend,
@@ -116,7 +119,7 @@ impl Storages {
             return Ok(Value::None);
         }
         let py = returned.py();
-        let failed = |error: PyErr| raised(py, "storing a result", &error);
+        let failed = |error: PyErr| raised(py, "cannot store a result", &error);
         if !returned.is_instance(backend.tensor.bind(py)).map_err(failed)? {
             return Ok(to_value(backend, returned));
         }
@@ -134,15 +137,18 @@ impl Storages {
         Ok(Value::List(vec![Value::Tensor(TensorRef { storage, view }), Value::Int(bytes as i64)]))
     }
 
-    /// Prepares a result for a new entry. It must be on a device of the machine. It is copied if an
-    /// entry has its storage, or if its elements are not in memory as they are.
+    /// Prepares a result for a new entry. Copies the result if an entry already has its storage, or
+    /// if PyTorch only marks its complex elements as conjugated or negated.
+    ///
+    /// # Errors
+    /// Returns a failure if the result is not on a device of the machine.
     fn as_new<'py>(
         &self,
         backend: &Backend,
         returned: &Bound<'py, PyAny>,
     ) -> Result<NewTensor<'py>, OpFailure> {
         let py = returned.py();
-        let failed = |error: PyErr| raised(py, "storing a result", &error);
+        let failed = |error: PyErr| raised(py, "cannot store a result", &error);
         let call = |of: &Bound<'py, PyAny>, method| of.call_method0(method).map_err(failed);
         let is_cpu = |tensor: &Bound<'py, PyAny>| {
             tensor.getattr(intern!(py, "is_cpu")).and_then(|is_cpu| is_cpu.is_truthy())
@@ -152,7 +158,8 @@ impl Storages {
             let is_own = |own: &Py<PyAny>| device.eq(own.bind(py)).unwrap_or(false);
             if !backend.hooks.devices.iter().any(is_own) {
                 let what = format!(
-                    "operator returned a tensor on {device}, which is not a device of this machine"
+                    "the operator returned a tensor on {device}, which is not a device of this \
+                     machine"
                 );
                 return Err(refused(what));
             }
@@ -160,7 +167,7 @@ impl Storages {
         let mut tensor = returned.clone();
         let mut view = backend.view_of(&tensor).map_err(failed)?;
         if view.is_complex() {
-            // PyTorch may only mark elements as conjugated or negated.
+            // PyTorch can mark elements as conjugated or negated without changing the memory.
             tensor =
                 call(&call(&tensor, intern!(py, "resolve_conj"))?, intern!(py, "resolve_neg"))?;
             view = backend.view_of(&tensor).map_err(failed)?;

@@ -1,14 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The sandbox of a session: its process keeps memory, threads, clocks and open descriptors only.
+//! The sandbox of a session. On Linux, the process of a session on a CPU can use only memory,
+//! threads, clocks and open descriptors.
 
 use pyo3::prelude::*;
 
-/// Restricts this process for good: it can no longer open files or sockets, start programs, or
-/// reach other processes. Open descriptors stay usable. Call it before the first other thread
-/// starts, because Landlock restricts only the calling thread and its later threads.
+/// Restricts this process permanently, as far as the system supports it. The process can no longer
+/// open files or sockets, start programs, or reach other processes. Open descriptors stay usable.
 ///
-/// With `gpu` the process can still open files, which GPU drivers need. Returns what each mechanism
-/// prevents: two descriptions, or fewer where the system lacks Landlock or seccomp.
+/// Call this before other threads start, because Landlock restricts only the calling thread and the
+/// threads that it starts later.
+///
+/// Args:
+///     gpu: Whether the process can still open files and Unix sockets, which GPU drivers need.
+///
+/// Returns:
+///     A description of what Landlock prevents, and one of what seccomp prevents. A description is
+///     missing if the system lacks the mechanism.
 #[pyfunction]
 #[pyo3(signature = (gpu=false))]
 pub(crate) fn sandbox(py: Python<'_>, gpu: bool) -> PyResult<Vec<&'static str>> {
@@ -48,7 +55,7 @@ mod system {
     #[cfg(target_arch = "aarch64")]
     const ARCH: TargetArch = TargetArch::aarch64;
 
-    /// Requests the restrictions of this Landlock version, or those of an older kernel.
+    /// The Landlock version whose restrictions are requested. Older kernels apply fewer of them.
     const LANDLOCK: ABI = ABI::V6;
 
     /// System calls that a session on a CPU may make with any arguments.
@@ -103,7 +110,7 @@ mod system {
         libc::SYS_getcpu,
         libc::SYS_exit,
         libc::SYS_exit_group,
-        // Its own signal handling.
+        // Signal handling of the process itself.
         libc::SYS_rt_sigaction,
         libc::SYS_rt_sigprocmask,
         libc::SYS_rt_sigreturn,
@@ -143,7 +150,8 @@ mod system {
     #[cfg(target_arch = "aarch64")]
     const ARCH_ALLOWED: &[c_long] = &[];
 
-    /// Socket options that a session may set: timeouts and keep-alive probes.
+    /// Socket options that a session on a CPU may set: timeouts, keep-alive probes, and whether TCP
+    /// sends data and acknowledgements at once.
     const SOCKET_OPTIONS: &[(i32, i32)] = &[
         (libc::SOL_SOCKET, libc::SO_RCVTIMEO),
         (libc::SOL_SOCKET, libc::SO_SNDTIMEO),
@@ -187,11 +195,11 @@ mod system {
         libc::SYS_kexec_load,
     ];
 
-    /// The same system calls under the numbers of the x32 ABI, and `socket`. Filters see them as
-    /// calls of x86-64.
+    /// Returns the numbers of the refused system calls and of `socket` in the x32 ABI. Filters see
+    /// x32 calls as calls of x86-64.
     #[cfg(target_arch = "x86_64")]
     fn refused_x32() -> impl Iterator<Item = c_long> {
-        // __X32_SYSCALL_BIT of asm/unistd.h. The calls with numbers of their own are, from
+        // __X32_SYSCALL_BIT of asm/unistd.h. These calls have different numbers in x32, from
         // asm/unistd_x32.h: execve, rt_sigqueueinfo, ptrace, kexec_load, rt_tgsigqueueinfo,
         // process_vm_readv, process_vm_writev and execveat.
         const X32: c_long = 0x4000_0000;
@@ -205,7 +213,7 @@ mod system {
     }
 
     pub(super) fn restrict(gpu: bool) -> Result<Vec<&'static str>, String> {
-        without_privileges().map_err(|error| format!("dropping capabilities: {error}"))?;
+        without_privileges().map_err(|error| format!("cannot drop capabilities: {error}"))?;
         let mut prevented = Vec::new();
         if landlocked(gpu).map_err(|error| error.to_string())? {
             prevented.push(if gpu {
@@ -228,7 +236,7 @@ mod system {
         Ok(prevented)
     }
 
-    /// Drops the capabilities that a process of root has, and prevents core dumps.
+    /// Drops all capabilities, which a process of root has, and prevents core dumps.
     fn without_privileges() -> io::Result<()> {
         /// `__user_cap_header_struct` of linux/capability.h.
         #[repr(C)]
@@ -236,11 +244,11 @@ mod system {
             version: u32,
             pid: i32,
         }
-        // _LINUX_CAPABILITY_VERSION_3, whose sets are two words each: effective, permitted,
-        // inheritable.
+        // _LINUX_CAPABILITY_VERSION_3. The effective, permitted and inheritable sets have two words
+        // each.
         let (header, none) = (Header { version: 0x2008_0522, pid: 0 }, [0u32; 6]);
-        // SAFETY: the kernel reads both, which have the layout of that version and outlive the
-        // call.
+        // SAFETY: the kernel only reads `header` and `none`, which have the layout of that version
+        // and outlive the call.
         let done = unsafe {
             libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
             libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr())
@@ -248,8 +256,8 @@ mod system {
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Prevents access to files (not with `gpu`), TCP ports and other processes. Returns whether
-    /// the kernel has Landlock.
+    /// Prevents access to files (not with `gpu`), TCP ports and other processes, as far as the
+    /// kernel supports it. Returns whether the kernel enforces any of these restrictions.
     fn landlocked(gpu: bool) -> Result<bool, BoxedError> {
         let ruleset = Ruleset::default().handle_access(AccessNet::from_all(LANDLOCK))?;
         let ruleset =
@@ -310,10 +318,10 @@ mod system {
             0,
             &[number(libc::PR_SET_NAME), number(libc::PR_GET_NAME), number(libc::PR_SET_VMA)],
         )?;
-        // Affects this process only.
+        // Allowed only for threads of this process.
         only(libc::SYS_sched_setaffinity, 0, &[0])?;
         only(libc::SYS_tgkill, 0, &[i64::from(std::process::id())])?;
-        // Reads limits of this process, and sets none.
+        // Allows reading the limits of this process, but not setting them.
         let no_new_limit = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
         let own = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, 0)?;
         rules.insert(libc::SYS_prlimit64, vec![SeccompRule::new(vec![own, no_new_limit])?]);
@@ -328,7 +336,7 @@ mod system {
         let flags =
             Condition(0, SeccompCmpOp::MaskedEq((thread | namespaces) as u64), thread as u64);
         rules.insert(libc::SYS_clone, vec![flags.rule()?]);
-        // The filter `without_clone3` refuses it, and a refusal by either filter counts.
+        // The filter of `without_clone3` refuses clone3, and a refusal by either filter counts.
         rules.insert(libc::SYS_clone3, Vec::new());
         Ok(SeccompFilter::new(rules, refused, SeccompAction::Allow, ARCH)?.try_into()?)
     }

@@ -12,18 +12,18 @@ use tensorstream::exec::{OpFailure, OpFailureKind, StorageView, TensorRef};
 use super::failures::{raised, refused};
 use super::hooks::{Backend, Hooks};
 
-/// The largest number of views that are cached for a storage.
+/// The maximum number of views that are cached for a storage.
 const MAX_VIEWS: usize = 8;
-/// The largest number of storages of a session.
+/// The maximum number of storages of a session.
 const MAX_STORAGES: usize = 1 << 20;
 
 /// The storages of a session, by the numbers that the client has given them.
 pub(super) struct Storages {
     pub(super) backend: Arc<Backend>,
     entries: HashMap<u64, StorageEntry>,
-    /// The identities of all allocated storages. No two entries have the same.
+    /// The identities of all allocated storages. No two of these storages have the same identity.
     identities: HashSet<usize>,
-    /// Memory that receives an upload to a storage that is not on the host.
+    /// The host memory for the upload in progress, if its storage is not on the host.
     pub(super) staged: Option<Py<PyAny>>,
 }
 
@@ -57,7 +57,7 @@ impl Storages {
     /// Returns an entry.
     ///
     /// # Errors
-    /// Returns a failure of kind `Stale` if there is none with this number.
+    /// Returns a failure of kind `Stale` if no entry has this number.
     pub(super) fn entry(&mut self, number: u64) -> Result<&mut StorageEntry, OpFailure> {
         self.entries.get_mut(&number).ok_or_else(|| {
             let what = format!(
@@ -68,14 +68,14 @@ impl Storages {
         })
     }
 
-    /// Returns PyTorch's storage, which is allocated on the first use.
+    /// Returns PyTorch's storage. Allocates it on the first use.
     pub(super) fn storage(&mut self, py: Python<'_>, number: u64) -> Result<Py<PyAny>, OpFailure> {
         let entry = self.entry(number)?;
         if let Some(storage) = &entry.storage {
             return Ok(storage.clone_ref(py));
         }
         let (bytes, device) = (entry.bytes, entry.device as usize);
-        let failed = |error: PyErr| raised(py, &format!("allocating {bytes} bytes"), &error);
+        let failed = |error: PyErr| raised(py, &format!("cannot allocate {bytes} bytes"), &error);
         let Hooks { allocate, devices, .. } = &self.backend.hooks;
         let storage = allocate.call1(py, (bytes, &devices[device])).map_err(failed)?;
         let identity = identity(storage.bind(py)).map_err(failed)?;
@@ -85,7 +85,7 @@ impl Storages {
         Ok(storage)
     }
 
-    /// Returns PyTorch's tensor.
+    /// Returns the PyTorch tensor for a view of a storage.
     pub(super) fn tensor(
         &mut self,
         py: Python<'_>,
@@ -98,10 +98,14 @@ impl Storages {
         let storage = self.storage(py, tensor.storage)?;
         let dtype = &self.backend.dtype(tensor.view.dtype)?.object;
         let StorageView { sizes, strides, offset, .. } = &tensor.view;
-        let created =
-            self.backend.hooks.view.call1(py, (storage, dtype, sizes, strides, offset)).map_err(
-                |error| raised(py, &format!("viewing storage {}", tensor.storage), &error),
-            )?;
+        let created = self
+            .backend
+            .hooks
+            .view
+            .call1(py, (storage, dtype, sizes, strides, offset))
+            .map_err(|error| {
+            raised(py, &format!("cannot create a view of storage {}", tensor.storage), &error)
+        })?;
         let views = &mut self.entry(tensor.storage)?.views;
         if views.len() >= MAX_VIEWS {
             views.remove(0);
@@ -110,11 +114,9 @@ impl Storages {
         Ok(created)
     }
 
-    /// Creates a storage of zeros, without memory until its first use.
+    /// Creates a storage of zeros. Its memory is allocated on the first use.
     pub(super) fn create(&mut self, number: u64, bytes: u64, device: u32) -> Result<(), OpFailure> {
-        if device as usize >= self.backend.hooks.devices.len() {
-            return Err(refused(format!("no device {device} on this machine")));
-        }
+        self.backend.device(device)?;
         if self.contains(number) {
             return Err(exists(number));
         }
@@ -124,7 +126,7 @@ impl Storages {
         Ok(())
     }
 
-    /// Adds an allocated storage, which no entry has yet.
+    /// Adds an entry for an allocated storage that no entry has yet.
     pub(super) fn insert(&mut self, number: u64, entry: StorageEntry) -> Result<(), OpFailure> {
         self.check_count()?;
         self.identities.insert(entry.identity);
@@ -138,11 +140,15 @@ impl Storages {
         }
         Err(OpFailure::new(
             OpFailureKind::OutOfMemory,
-            format!("too many storages: a session can have {MAX_STORAGES}"),
+            format!(
+                "too many storages: a session can have at most {MAX_STORAGES}; delete tensors that \
+                 are not needed"
+            ),
         ))
     }
 
-    /// Changes the length of a storage. The common prefix is kept; new bytes are zero.
+    /// Changes the length of a storage, in bytes. Keeps the bytes up to the shorter of both
+    /// lengths. New bytes are zero.
     pub(super) fn resize(
         &mut self,
         py: Python<'_>,
@@ -160,8 +166,8 @@ impl Storages {
         Ok(())
     }
 
-    /// Frees a storage, if it exists. Call it with the interpreter attached, because objects are
-    /// dropped.
+    /// Frees a storage, if it exists. Call this with the interpreter attached, because Python
+    /// objects are dropped.
     pub(super) fn free(&mut self, number: u64) {
         if let Some(entry) = self.entries.remove(&number)
             && entry.storage.is_some()
@@ -170,7 +176,7 @@ impl Storages {
         }
     }
 
-    /// Lists the storages: number, bytes, device, and whether it is allocated.
+    /// Returns the number, bytes and device of each storage, and whether the storage is allocated.
     pub(super) fn list(&self) -> Vec<(u64, u64, u32, bool)> {
         let row = |(&number, entry): (&u64, &StorageEntry)| {
             (number, entry.bytes, entry.device, entry.storage.is_some())
@@ -193,10 +199,10 @@ fn resize(storage: &Bound<'_, PyAny>, old: u64, new: u64) -> PyResult<()> {
 
 /// Creates the failure for a storage number that is already in use.
 pub(super) fn exists(number: u64) -> OpFailure {
-    refused(format!("storage {number} exists already"))
+    refused(format!("cannot create storage {number}: it already exists"))
 }
 
-/// Returns what distinguishes a storage of PyTorch from all others that exist.
+/// Returns a number that distinguishes a PyTorch storage from all others that exist.
 pub(super) fn identity(storage: &Bound<'_, PyAny>) -> PyResult<usize> {
     storage.getattr(intern!(storage.py(), "_cdata"))?.extract()
 }

@@ -12,7 +12,7 @@ use super::failures::{raised, refused};
 use super::storages::Storages;
 use crate::memory::{Memory, Payload, Target, copy_address};
 
-/// Contiguous tensors on the host of up to this number of bytes are copied without PyTorch.
+/// The maximum size of a contiguous host tensor that is copied without PyTorch, in bytes.
 const MAX_COPIED_READ: u64 = 4096;
 
 impl Storages {
@@ -28,12 +28,12 @@ impl Storages {
             .bind(py)
             .call1((object,))
             .and_then(|capsule| Memory::from_capsule(&capsule))
-            .map_err(|error| raised(py, "reading a tensor", &error))?;
+            .map_err(|error| raised(py, "cannot read a tensor", &error))?;
         Ok(Bytes::from_owner(Payload(memory)))
     }
 
-    /// Copies the elements of a tensor if it is small, contiguous and on the host: a program that
-    /// reads a scalar waits for them.
+    /// Copies the elements of a small, contiguous tensor on the host, and returns `None` for other
+    /// tensors. This is faster than a copy by PyTorch, and programs wait for scalars.
     fn read_small(
         &mut self,
         py: Python<'_>,
@@ -54,23 +54,27 @@ impl Storages {
         let storage = self.storage(py, tensor.storage)?;
         let number = |name| {
             let number = storage.call_method0(py, name).and_then(|of| of.extract::<u64>(py));
-            number.map_err(|error| raised(py, "reading a storage", &error))
+            number.map_err(|error| raised(py, "cannot read a storage", &error))
         };
         let bytes = number(intern!(py, "nbytes"))?;
         let end = view.offset.checked_add(count).and_then(|end| end.checked_mul(element));
         if end.is_none_or(|end| end > bytes) {
             return Err(refused(format!(
-                "tensor exceeds storage {}, which has {bytes} bytes",
-                tensor.storage
+                "cannot read a tensor: {count} elements of {element} bytes at element {} exceed \
+                 storage {} of {bytes} bytes",
+                view.offset, tensor.storage
             )));
         }
         let first = number(intern!(py, "data_ptr"))?;
         if first == 0 {
-            return Err(refused(format!("storage {} has no memory", tensor.storage)));
+            return Err(refused(format!(
+                "cannot read a tensor: storage {} has no memory",
+                tensor.storage
+            )));
         }
         let address = first + view.offset * element;
-        // SAFETY: the bytes are within the storage, which is on the host and kept by its entry. All
-        // that writes to it runs on this thread.
+        // SAFETY: the bytes are inside the storage, which is on the host and which its entry keeps
+        // allocated. Only requests of this session write to it, and they run on this thread.
         Ok(Some(unsafe {
             copy_address(address as usize, (count.saturating_mul(element)) as usize)
         }))
@@ -89,8 +93,9 @@ impl Storages {
         self.finish_upload(py, number, offset)
     }
 
-    /// Returns host memory for an upload to a part of a storage: the part itself, or staging memory
-    /// if the storage is not on the host. [`finish_upload`](Self::finish_upload) must follow.
+    /// Returns host memory for an upload to a part of a storage. That is the part itself, or
+    /// staging memory if the storage is not on the host. Call
+    /// [`finish_upload`](Self::finish_upload) afterwards.
     pub(super) fn upload_target(
         &mut self,
         py: Python<'_>,
@@ -107,7 +112,7 @@ impl Storages {
             )));
         }
         let failed = |error: PyErr| {
-            raised(py, &format!("receiving {bytes} bytes for storage {number}"), &error)
+            raised(py, &format!("cannot receive {bytes} bytes for storage {number}"), &error)
         };
         let capsule = if backend.hooks.on_host {
             backend.hooks.storage_bytes.bind(py).call1((storage, offset, bytes)).map_err(failed)?
@@ -118,8 +123,9 @@ impl Storages {
             capsule
         };
         let memory: Arc<Memory> = Memory::from_capsule(&capsule).map_err(failed)?;
-        Target::new(memory, 0, bytes as usize)
-            .ok_or_else(|| refused(format!("storage {number} is not writable on the host")))
+        Target::new(memory, 0, bytes as usize).ok_or_else(|| {
+            refused(format!("cannot write to storage {number}: it has no writable host memory"))
+        })
     }
 
     /// Copies staging memory to the storage, if the upload used it.
@@ -136,6 +142,6 @@ impl Storages {
             .copy_staged
             .call1(py, (storage, offset, staged))
             .map(drop)
-            .map_err(|error| raised(py, &format!("writing to storage {number}"), &error))
+            .map_err(|error| raised(py, &format!("cannot write to storage {number}"), &error))
     }
 }
