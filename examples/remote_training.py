@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Trains on a remote machine, finds where the program waits, and compares with local training.
+"""Trains on a remote machine, shows where the program waits, and compares with local training.
 
 Run: `python examples/remote_training.py [HOST:PORT]`. Needs tensorstream[remote].
 
-Without an address the machine is a process on this computer. With one it is a computer that runs
-`tensorstream serve`; the token is then read from the environment variable TENSORSTREAM_TOKEN.
+Without an address, the machine is a process on this computer. With an address, it is a computer
+that runs `tensorstream serve`. Set the environment variable TENSORSTREAM_TOKEN to the token of that
+server.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ STEPS = 20
 
 
 def train(device: torch.device) -> list[torch.Tensor]:
-    """Trains a small network on a device and returns the losses, which are there too."""
+    """Trains a small network on a device. Returns the losses, which are on the same device."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1)
@@ -37,7 +38,7 @@ def train(device: torch.device) -> list[torch.Tensor]:
 
 
 def connect() -> RemoteMachine:
-    """Returns the machine of the command line."""
+    """Connects to the address on the command line, or starts a local machine."""
     if len(sys.argv) > 1:
         return RemoteMachine.tcp(sys.argv[1], token=os.environ.get("TENSORSTREAM_TOKEN"))
     return RemoteMachine.local()
@@ -47,7 +48,8 @@ def main() -> None:
     with connect() as machine:
         print(f"training on {machine.device()}")
         losses = train(machine.device())
-        # Operators are not waited for. Reading a value waits, here once for all losses.
+        # The program does not wait for operators. It waits when it reads a value, which it does
+        # here once for all losses.
         remote = torch.stack(losses).cpu()
         stats = machine.stats()
         print(f"{stats['operators']} operators in {stats['batches']} batches")

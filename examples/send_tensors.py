@@ -3,8 +3,9 @@
 
 Run: `python examples/send_tensors.py`. Needs tensorstream.
 
-The receiver keeps a pool of memory, so only the first activations are received into new pages. Both
-processes run on this computer. For two computers, listen at an address of the network; `listen`
+The receiver keeps a pool of memory, so only the first activations are received into new pages.
+
+Both processes run on this computer. To use two computers, listen on a network address. `listen`
 and `connect` then need a token or certificates.
 """
 
@@ -21,7 +22,7 @@ SHAPE = (8, 1024, 1024)
 
 
 def sender(address: str) -> None:
-    """Connects, and sends until everything is delivered."""
+    """Connects and sends all tensors. Returns when all of them are delivered."""
     torch.manual_seed(0)
     model = torch.nn.Linear(1024, 1024)
     with ts.connect(address, token="example") as connection:

@@ -28,6 +28,7 @@ def leased(parameter: Any) -> torch.Tensor:
     """Returns the leased weight of a streamed parameter. Returns other parameters unchanged."""
     weights = getattr(parameter, "weights", None)
     if weights is None:
+        # The parameter is typed as Any, because stand-ins have other attributes.
         return parameter  # type: ignore[no-any-return]
     unit = weights.specs[parameter.key].unit
     real: torch.Tensor = weights.streamer.hold([unit]).weight(weights.streamer, parameter.key, True)
@@ -36,9 +37,9 @@ def leased(parameter: Any) -> torch.Tensor:
 
 @pytest.fixture
 def no_collector_callbacks() -> Iterator[None]:
-    """Removes callbacks of the garbage collector, such as that of jax.
+    """Removes callbacks of the garbage collector, such as the one of jax.
 
-    Python ignores exceptions in them, including KeyboardInterrupt.
+    Python ignores exceptions in these callbacks, including KeyboardInterrupt.
     """
     callbacks = gc.callbacks[:]
     gc.callbacks.clear()
@@ -48,7 +49,7 @@ def no_collector_callbacks() -> Iterator[None]:
 
 @pytest.fixture
 def trusted(tmp_path: Path) -> dict[str, Path]:
-    """A certificate authority, and a certificate for 127.0.0.1 from it."""
+    """Creates the certificate of an authority, and a certificate and key for 127.0.0.1 from it."""
     import datetime
     import ipaddress
 
@@ -109,7 +110,11 @@ def minilm() -> Path:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
-    """Creates small Llama checkpoints with a dtype, shards, ties, and a start of data modulo 16."""
+    """Returns a function that writes a small Llama checkpoint with random weights.
+
+    Its options are the dtype, the size of shards, tied weights, and the offset of the data modulo
+    16.
+    """
 
     def make(
         dtype: torch.dtype = torch.float32,
@@ -144,7 +149,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
 
 
 def start_data_at(file: Path, mod_16: int) -> None:
-    """Pads the header with spaces until the data start at ``mod_16`` modulo 16."""
+    """Pads the header with spaces until the offset of the data is ``mod_16`` modulo 16."""
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header, data = content[8 : 8 + length].rstrip(b" "), content[8 + length :]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Drops tensors in every order under `cargo xtask valgrind`. Does not import torch, which is slow.
+"""Drops tensors in several orders. `cargo xtask valgrind` runs this program.
 
-With the argument `twice`, it frees a tensor twice, which valgrind must report.
+It does not import torch, which is slow under valgrind. With the argument `twice`, it frees a tensor
+twice, which valgrind must report.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def twice() -> None:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     managed = pointer(capsule, b"dltensor")
-    # The last member of the structure, after the 48 bytes of the tensor and the context.
+    # The deleter follows the tensor, which has 48 bytes, and the context pointer.
     deleter = ctypes.cast(managed + 56, ctypes.POINTER(ctypes.c_void_p))[0]
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(deleter)(managed)
     del capsule

@@ -376,7 +376,7 @@ FAMILIES: dict[str, Family] = {
         ),
         lambda batch: {"input_values": wave(batch)["input_values"].unsqueeze(1)},
     ),
-    # Poolers that use weights of other modules, kept views, assignments while loading.
+    # These models use weights of other modules, keep views, or assign tensors while they load.
     "siglip": Family(
         "SiglipModel", lambda: hf.SiglipConfig(text_config=BASE, vision_config=VISION), clip
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Links between network namespaces that lose packets, delay them, or are slow."""
+"""Links network namespaces. The links lose packets, delay them, or are slow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from typing import Any
 
 __all__ = ["Link", "Namespace", "bad_link", "shaped_star", "skip_reason"]
 
-# Not every kernel has netem, so packets pass through this process, which delays or drops them.
+# Not every kernel has netem, so the packets of `bad_link` pass through this process, which delays
+# or drops them.
 _OPEN_TUN = """
 import fcntl, os, socket, struct, sys
 tun = os.open("/dev/net/tun", os.O_RDWR)
@@ -32,7 +33,7 @@ _MTU = 9000
 
 
 def skip_reason() -> str | None:
-    """Returns why this computer cannot create such links, or None."""
+    """Returns the reason why this computer cannot create such links, or None if it can."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs root, ip and tc"
     if not Path("/dev/net/tun").exists():
@@ -87,7 +88,11 @@ class Namespace:
 
 
 class Link:
-    """Forwards packets between two namespaces. Its attributes can be changed at any time."""
+    """Forwards packets between two namespaces. Its attributes can be changed at any time.
+
+    ``loss`` is the probability that a packet is dropped, and ``cut`` drops all packets. At first,
+    the link is fast and drops none.
+    """
 
     def __init__(self, ends: tuple[int, int]) -> None:
         self.delay_s = 0.0
@@ -111,7 +116,7 @@ class Link:
             os.close(end)
 
     def _forward(self) -> None:
-        # Time, order of arrival, target and content of each packet.
+        # The time of delivery, the order of arrival, the target and the content of each packet.
         pending: list[tuple[float, int, int, bytes]] = []
         free_at = {end: 0.0 for end in self._ends}
         number = 0
@@ -126,7 +131,7 @@ class Link:
                 target = self._ends[1] if end == self._ends[0] else self._ends[0]
                 now = time.monotonic()
                 free_at[target] = max(free_at[target], now) + len(packet) / self.bytes_per_s
-                # Routers queue packets for about 100 ms, and drop the rest.
+                # Like a router, queues at most 100 ms of packets for each end, and drops the rest.
                 full = free_at[target] - now > 0.1
                 if self.cut or full or self._random.random() < self.loss:
                     self.dropped += 1
@@ -137,7 +142,10 @@ class Link:
 
 @contextmanager
 def bad_link() -> Iterator[tuple[Namespace, Namespace, Link]]:
-    """Creates two namespaces, 10.77.0.1 and 10.77.0.2, and the link between them."""
+    """Links two new namespaces, and yields them with their link.
+
+    Their addresses are 10.77.0.1 and 10.77.0.2.
+    """
     with ExitStack() as stack:
         spaces = [stack.enter_context(Namespace(name)) for name in ("a", "b")]
         ends = []
@@ -168,7 +176,7 @@ def bad_link() -> Iterator[tuple[Namespace, Namespace, Link]]:
 
 @contextmanager
 def shaped_star(count: int, rate: str) -> Iterator[list[tuple[Namespace, str]]]:
-    """Creates namespaces around a switch, with their addresses.
+    """Creates namespaces that a switch connects. Yields a list of them and their addresses.
 
     Args:
         count: The number of namespaces.

@@ -15,7 +15,7 @@ SERVE = [sys.executable, "-m", "tensorstream.serve"]
 
 
 class Serving:
-    """A running ``tensorstream serve``, which is terminated at the end of a ``with`` block.
+    """A running ``tensorstream serve``, which ends with the ``with`` block.
 
     Args:
         options: Options with values.
@@ -36,12 +36,12 @@ class Serving:
         self.address = self.process.stdout.readline().removeprefix("listening at ").strip()
 
     def zygote(self) -> int:
-        """Returns the process from which sessions are forked."""
+        """Returns the ID of the process from which sessions are forked."""
         (child,) = children(self.process.pid)
         return child
 
     def sessions(self) -> list[int]:
-        """Returns the processes of sessions, the oldest first."""
+        """Returns the IDs of the processes of sessions, in ascending order."""
         return children(self.zygote())
 
     def __enter__(self) -> Serving:
@@ -57,7 +57,7 @@ class Serving:
 
 
 def children(process: int) -> list[int]:
-    """Returns the running child processes of a process, the oldest first."""
+    """Returns the IDs of the running child processes of a process, in ascending order."""
     found: list[int] = []
     for thread in Path(f"/proc/{process}/task").glob("*/children"):
         try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """PyTorch's attention modules, whose fast paths need all weights of a layer at once.
 
-Tested at the smallest budget, at three times that budget, and with everything in memory.
+Each module is tested at the smallest budget, at three times that budget, and in memory.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def encoder_layer(batch_first: bool, norm_first: bool, masked: bool, gelu: bool)
 
 def encoder(batch_first: bool, norm_first: bool, masked: bool, gelu: bool) -> Case:
     layer, inputs, more = encoder_layer(batch_first, norm_first, masked, gelu)
+    # The stub requires the class of the layer, but `Case` types it as a module.
     return nn.TransformerEncoder(layer, 4), inputs, more  # type: ignore[arg-type]
 
 

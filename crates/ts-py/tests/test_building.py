@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Operations of loaders on symbolic tensors: same bytes as real tensors, or a typed error."""
+"""Operations on symbolic tensors give the bytes of real tensors, or raise a typed error."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check(builder: Builder, program: Program) -> SymbolicTensor:
-    """Compares the result of a program, as a whole and in pieces under two budgets."""
+    """Compares the results of a program on symbolic and on real tensors, whole and in pieces."""
     expected, result = program(weights()), program(SymbolicWeights(builder))
     assert isinstance(result, SymbolicTensor)
     assert (result.shape, result.dtype, result.stride()) == (
@@ -76,7 +76,7 @@ def check(builder: Builder, program: Program) -> SymbolicTensor:
     return result
 
 
-#: Programs that only rearrange bytes, in ranges that are long enough.
+#: Programs that only rearrange bytes, so that nothing has to be computed.
 REARRANGED: dict[str, Program] = {
     "itself": lambda w: w["a"],
     "rows": lambda w: w["a"][1:3],
@@ -95,7 +95,7 @@ REARRANGED: dict[str, Program] = {
     "cat of empty": lambda w: torch.cat([w["small"], w["empty"]]),
     "stack": lambda w: torch.stack([w["a"], w["b"]]),
     "cat inside": lambda w: torch.cat([w["a"], w["b"]], dim=1),
-    "cat from behind": lambda w: torch.cat([w["a"], w["b"]], dim=-2),
+    "cat, negative dimension": lambda w: torch.cat([w["a"], w["b"]], dim=-2),
     "stacks joined": lambda w: torch.cat(
         [torch.stack([w["a"][0], w["a"][1]]), torch.stack([w["b"][0], w["b"][1]])], 1
     ),
@@ -172,7 +172,7 @@ WRITES: dict[str, Program] = {
     "through one of a split": lambda w: w["small"].split(1)[1].mul_(2),
     "through detach": lambda w: w["a"].detach().zero_(),
     "through data": lambda w: w["a"].data.mul_(2),
-    "with a view about": lambda w: (w["a"][0], w["a"].zero_())[1],
+    "with an existing view": lambda w: (w["a"][0], w["a"].zero_())[1],
     "twice": lambda w: (w["a"][0].fill_(2), w["a"].add_(1), w["a"][:, 1].copy_(w["a"][:, 0]))[1],
 }
 
@@ -182,10 +182,12 @@ def test_writes_through_views_reach_all_views(builder: Builder, name: str) -> No
     w, real = SymbolicWeights(builder), weights()
     views_of = {key: [w[key][1:], w[key].mT, w[key].detach()] for key in ("a", "small")}
     WRITES[name](w)
-    WRITES[name](real)  # type: ignore[arg-type]  # tensors too
+    # The same programs also work with real tensors.
+    WRITES[name](real)  # type: ignore[arg-type]
     for key, views in views_of.items():
         assert same(builder.materialize(w[key]), real[key])
         for view, expected in zip(views, [real[key][1:], real[key].mT, real[key]], strict=True):
+            # The views are symbolic tensors, although torch types them as tensors.
             assert same(builder.materialize(view), expected)  # type: ignore[arg-type]
 
 
@@ -258,6 +260,7 @@ def test_random_programs_match_real_tensors(builder: Builder) -> None:
             dice, x = random.Random(seed), w["a"]
             for step in chosen:
                 x = steps[step](x, dice)
+            # The steps have no types.
             return x  # type: ignore[no-any-return]
 
         check(builder, program)
@@ -294,6 +297,7 @@ class Direct(nn.Module):
         self.child = nn.Linear(100, 100)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Calls of modules have no types.
         return self.child(x.transpose(1, 2) @ self.w)  # type: ignore[no-any-return]
 
 
@@ -381,8 +385,8 @@ def ordinary() -> nn.Conv2d:
     return nn.Conv2d(16, 8, 3)
 
 
-# Checkpoints are row-major. So without `stored`, only convolutions whose channels-last weights are
-# contiguous too.
+# Without `stored`, the weights come from a row-major checkpoint. They must then be contiguous also
+# in the channels-last format, so `ordinary` is omitted.
 @pytest.mark.parametrize(
     ("make", "stored"),
     [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""``Config``: valid settings, presets, and the errors for invalid ones."""
+"""Tests ``Config``: valid settings, presets, and the errors for invalid settings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch import nn
 @pytest.mark.parametrize(
     ("field", "value", "wanted"),
     [
-        ("budget", 0, "a positive number of bytes or a size such as '600MiB'"),
-        ("budget", -5, "a positive number"),
-        ("budget", "lots", "a positive number"),
-        ("budget", 1.5, "a positive number"),
-        ("budget", True, "a positive number"),
+        ("budget", 0, "a positive integer of bytes (below 2**63) or a size such as '600MiB'"),
+        ("budget", -5, "a positive integer"),
+        ("budget", "lots", "a positive integer"),
+        ("budget", 1.5, "a positive integer"),
+        ("budget", True, "a positive integer"),
         ("storage_path", 7, "a path"),
         ("max_passes", 0, "an integer from 1 to 64"),
         ("max_passes", "2", "an integer from 1 to 64"),
@@ -43,6 +43,7 @@ from torch import nn
 )
 def test_invalid_field_error_names_value_and_range(field: str, value: object, wanted: str) -> None:
     with pytest.raises(ts.ConfigurationError) as caught:
+        # The value is invalid on purpose.
         ts.Config(**{field: value})  # type: ignore[arg-type]
     assert isinstance(caught.value, ValueError)
     assert f"invalid Config.{field}: {value!r}" in str(caught.value)
@@ -109,7 +110,7 @@ def test_an_unsupported_backend_warns_and_falls_back(linear: Any, backend: str) 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the NVIDIA driver is loaded")
 def test_gds_without_a_driver_is_refused(linear: Any) -> None:
     # Without a driver, cuFileDriverOpen of the package nvidia-cufile never returns. TensorStream
-    # finds the library once it is loaded.
+    # finds the library if the process has loaded it.
     library = next((Path(torch.__file__).parents[1] / "nvidia").glob("*/lib/libcufile.so.0"), None)
     if library is None:
         pytest.skip("nvidia-cufile is not installed")

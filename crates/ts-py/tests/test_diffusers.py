@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Diffusion transformers at the smallest budget. They keep views of their tables while their
-children run.
+"""Diffusion transformers are bit-identical at the smallest budget and at three times that budget.
+
+They keep views of their tables while their children run.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def stable_audio3() -> Made:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [ltx2, flux, pixart, same, stable_audio3])
 @pytest.mark.parametrize("times", [1, 3])
-def test_diffusers_are_bit_identical_at_the_smallest_budget(
+def test_diffusers_are_bit_identical_at_small_budgets(
     make: Callable[[], Made], times: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)

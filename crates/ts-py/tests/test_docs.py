@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Runs the blocks of the README and of the pages in docs/, in order, and docstring examples."""
+"""Runs the Python and shell blocks of the README and docs/, and the examples of docstrings."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ _BLOCK = re.compile(
 _README_WORDS, _README_LINES = 700, 120
 #: Modules whose docstrings have examples.
 MODULES = [
+    "tensorstream",
     "tensorstream.config",
+    "tensorstream.errors",
     "tensorstream.files._convert",
     "tensorstream.files._safe_open",
     "tensorstream.files._state_dict",
     "tensorstream.numpy",
+    "tensorstream.remote",
     "tensorstream.remote.client._machine",
     "tensorstream.remote.client._trace",
     "tensorstream.streaming._offload",
     "tensorstream.streaming._plan",
+    "tensorstream.streaming._stats",
     "tensorstream.wire._connection",
 ]
 
@@ -66,7 +70,7 @@ def test_code_blocks_of_pages_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    # Names that the pages use without defining them.
+    # Pages use these names without defining them.
     names = {
         "ids": torch.tensor([[1, 2, 3]]),
         "my_model": nn.Sequential(nn.Linear(3, 3), nn.ReLU()),

@@ -162,8 +162,8 @@ def test_changing_a_streamed_file_is_an_error(llama: Llama, change: str) -> None
             handle.seek(len(content) // 2)
             handle.write(b"\xff" * 4096)
     with torch.inference_mode():
-        # Prefetched units may each be used once more. After that, there is an error and no wrong
-        # result.
+        # A pass can still succeed with units that are in memory. At the latest, the third pass
+        # raises an error. No pass returns a wrong result.
         with pytest.raises(
             ts.CheckpointChangedError, match=r"tensor `.*model\.safetensors.*byte \d+"
         ) as caught:

@@ -147,7 +147,7 @@ def test_a_live_model_of_cloned_weights_keeps_its_own_phase(llama: Llama) -> Non
 
 
 def test_every_weight_has_the_phase_of_the_reference(llama: Llama) -> None:
-    """Compares addresses modulo 64 (the phase) with those of the reference."""
+    """Compares the phases, which are addresses modulo 64, with those of the reference."""
     path = llama()
     reference, streamed = (
         LlamaForCausalLM.from_pretrained(path),
@@ -161,7 +161,7 @@ def test_every_weight_has_the_phase_of_the_reference(llama: Llama) -> None:
 
 
 def test_results_depend_on_the_phase() -> None:
-    """Without equal phases, f32 results depend on the address of the weights."""
+    """Passes if f32 results of this CPU depend on the address of weights modulo 64, else skips."""
     weight, vector, results = torch.randn(260, 1024), torch.randn(1, 1024), []
     for phase in range(0, 64, 4):
         room = torch.empty(weight.numel() + 32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Runs every example. Each reports whether its result is correct."""
+"""Runs every example, and checks that its output contains the expected result."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Families of transformers models, with a budget of about their three largest units."""
+"""Tests families of transformers models, with a budget of about three times the largest unit."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_families_are_bit_identical_within_the_budget(saved: Saved, name: str) -
     budget = three_largest_units(path, name)
     streamed = ts.from_pretrained(path, budget=budget, model_class=model_class(family))
     assert sum(parameter.nbytes for parameter in streamed.parameters()) > budget, (
-        "else the budget keeps the whole model"
+        "the budget is smaller than the model"
     )
     with torch.inference_mode():
         for batch in (1, 4):
@@ -213,7 +213,7 @@ def test_a_damaged_conversion_is_an_error_or_rewritten(saved: Saved, cache: Path
 def test_a_conversion_over_budget_reports_the_smallest_budget(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses transposed weights, which a loader for another layout creates."""
+    """Uses transposed weights, which a loader creates for models with another layout."""
     from tensorstream.streaming._builder import Builder
     from tensorstream.streaming._offload import attach
 

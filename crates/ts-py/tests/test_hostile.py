@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Bad checkpoints raise a typed error with file, tensor and offset within a second."""
+"""Bad checkpoints raise a typed error that names the file and the cause, within a second."""
 
 from __future__ import annotations
 
@@ -90,15 +90,16 @@ def cut(length: int) -> Callable[[bytearray], object]:
 GOOD = raw(one())
 DEEP = "[" * 100_000 + "]" * 100_000
 
-#: For each bad checkpoint: how to create it, and what the message contains.
+#: Bad checkpoints by name: a function that creates one, and a pattern for the message.
 CASES: dict[str, tuple[Make, str]] = {
     "empty file": (single(b""), "truncated"),
     "length past the end": (single(raw(one(), 0, length=10_000)), "truncated.*10008"),
     "length over its cap": (single(raw("{}", 0, length=100_000_001)), "byte 0: .*100000001"),
     "length of 2^64-1": (single(b"\xff" * 8 + b"{}"), "byte 0: .*18446744073709551615"),
-    "a pickle": (single(b"\x80\x02}q\x00." + b"\0" * 99), "byte 0: .*not a safetensors file"),
+    "a pickle": (single(b"\x80\x02}q\x00." + b"\0" * 99),
+        "byte 0: .*not a safetensors or .ts file"),
     "no JSON": (single(raw("weights here")), "byte 8: .*begin with"),
-    "half JSON": (single(raw(one()[:-9])), "byte [0-9]+: EOF"),
+    "half JSON": (single(raw(one()[:-9])), "byte [0-9]+: .*EOF"),
     "no object": (single(raw("[]")), "byte 8: .*begin with"),
     "not UTF-8": (single(raw(b'{"a\xff":{}}')), "byte 11: the header is not UTF-8"),
     "nested deeply": (single(raw('{"bad.one":' + DEEP + "}")), "byte [0-9]+: "),
@@ -133,13 +134,13 @@ CASES: dict[str, tuple[Make, str]] = {
     "half a byte": (single(raw(one(dtype="F4", shape=[3], data_offsets=[0, 1]), 1)),
         "tensor `bad.one`.*not a whole"),
     "a missing field": (single(raw('{"bad.one":{"dtype":"F32","shape":[4]}}')),
-        "byte [0-9]+: missing field"),
-    "an unknown field": (single(raw(one(stride=[1]))), "byte [0-9]+: unknown field"),
-    "a name twice": (single(raw(one()[:-1] + "," + one()[1:])), "duplicate tensor name `bad.one`"),
+        "byte [0-9]+: .*missing field"),
+    "an unknown field": (single(raw(one(stride=[1]))), "byte [0-9]+: .*unknown field"),
+    "a name twice": (single(raw(one()[:-1] + "," + one()[1:])), "duplicate key `bad.one`"),
     "NUL in a name": (single(raw(one().replace("bad.one", "bad\\u0000one"))),
         "invalid tensor name"),
     "an empty name": (single(raw(one().replace("bad.one", ""))), "invalid tensor name"),
-    "trailing bytes": (single(GOOD + b"x"), "byte [0-9]+: 1 bytes after the last tensor"),
+    "trailing bytes": (single(GOOD + b"x"), "byte [0-9]+: 1 trailing bytes after the last tensor"),
     "data cut": (single(GOOD[:-1]), "truncated: tensor `bad.one` needs bytes"),
     "index that is no JSON": (sharded({}, text="{'weight_map'"), f"{INDEX}: byte 1: "),
     "index without a map": (sharded({}, text='{"metadata":{}}'), f"{INDEX}: byte .*weight_map"),
@@ -208,7 +209,7 @@ def test_a_file_truncated_at_any_byte_is_an_error(tmp_path: Path) -> None:
 
 
 def test_files_that_the_library_refuses_are_refused(tmp_path: Path) -> None:
-    """The exceptions, which only the library accepts, are listed in ``lenient``."""
+    """Only the library accepts the checkpoints in ``lenient``."""
     accepted = []
     for name, (make, _) in CASES.items():
         directory = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Leases end in the deleter of the tensor: memory of a live tensor is never reused."""
+"""A lease ends in the deleter of its tensor, so the memory of a live tensor is never reused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Models that hold weights: writes them to a storage path, streams and restores them."""
+"""Writes the weights of live models to a storage path, streams them, and restores them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def mlp(seed: int = 0, layers: int = 8, width: int = 64) -> nn.Sequential:
 
 
 class Zoo(nn.Module):
-    """Modules without parameters, with one element, with many, with ties and with buffers."""
+    """Has parameters with no, one and many elements, and parameters that are tied or transposed.
+
+    Also has buffers, and modules without parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +285,7 @@ def test_a_failed_store_leaves_the_model_unchanged(tmp_path: Path) -> None:
             half_meta,
             {"storage_path": tmp_path / "d", "budget": "1MiB"},
             ts.ModelError,
-            "others hold weights",
+            "others have weights",
         ),
         (
             nn.Bilinear(2, 2, 2).to(torch.complex128),
@@ -331,7 +334,7 @@ def test_a_hundred_cycles_leak_nothing(tmp_path: Path) -> None:
         time.sleep(0.02)
         after = census()
     assert after[:2] == before[:2]
-    assert after[2] <= before[2] + 4, "mappings"
+    assert after[2] <= before[2] + 4, "mappings are not leaked"
     assert after[3] <= before[3] + (4 << 20), f"{(after[3] - before[3]) >> 20} MiB more in memory"
 
 
@@ -355,7 +358,7 @@ def test_channels_last_is_preserved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Conv2d(24, 24, 3, padding=1) for _ in range(6))).to(
         memory_format=torch.channels_last
-    )  # type: ignore[call-overload]
+    )  # type: ignore[call-overload]  # the stub has no such overload
     x = torch.randn(2, 24, 9, 9).contiguous(memory_format=torch.channels_last)
     with torch.inference_mode():
         expected = model(x)

@@ -19,7 +19,7 @@ Make = Callable[["Trees"], nn.Module]
 
 
 class Chain(nn.Module):
-    """Calls its children in order, some more than once."""
+    """Calls its children in the given order, which can repeat or omit children."""
 
     def __init__(self, children: list[nn.Module], order: list[int]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class OwnMatrix(nn.Module):
 
 
 class Reads(nn.Module):
-    """Uses the weights of its children without calling them, and keeps views of them."""
+    """Uses the weights of its children, and keeps views of them. Does not call the children."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Reads(nn.Module):
 
 
 class Table(nn.Module):
-    """Returns a view of its weight: a table of positions."""
+    """Returns a view of its weight, which is a table of positions."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Table(nn.Module):
 
 
 class Positions(nn.Module):
-    """Adds rows of a table before and after its child."""
+    """Adds rows of a table before its child, and multiplies by the same rows after it."""
 
     def __init__(self, dim: int, child: nn.Module) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Positions(nn.Module):
 
 
 class Called(nn.Linear):
-    """A module whose forward is never called."""
+    """A linear layer that overrides ``__call__``, so its forward never runs."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -231,7 +231,7 @@ NESTED: list[Any] = [
 
 
 def smallest_of(model: nn.Module, path: Path) -> int:
-    """Returns the smallest budget, from the error message."""
+    """Returns the smallest budget that works for a model. Reads it from the error message."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in model.parameters()
     }
@@ -244,7 +244,7 @@ def smallest_of(model: nn.Module, path: Path) -> int:
 
 
 def run_program(seed: int, path: Path) -> tuple[bool, bool]:
-    """Returns whether a model was streamed, and whether its graph was."""
+    """Runs a random model. Returns whether it was streamed, and whether autocast was enabled."""
     torch.manual_seed(seed)
     trees = Trees(seed)
     pick = trees.random

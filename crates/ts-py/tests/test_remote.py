@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The device ``ts`` behaves as a CPU, on another machine."""
+"""Tests that the device ``ts`` behaves like a CPU."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_encoders_compute_as_on_a_cpu(machine: RemoteMachine, device: torch.devi
         with torch.no_grad():
             before = machine.stats()["waits"]
             logits = remote(**on_device).logits.cpu()
-            # BERT reads whether its mask hides anything.
+            # BERT reads whether its mask excludes any token.
             assert machine.stats()["waits"] - before <= 2
             assert torch.equal(model.eval()(**arguments).logits, logits)
 
@@ -428,7 +428,7 @@ def test_unsupported_types_of_tensors_are_refused_by_name(device: torch.device) 
         return nested * 2
 
     for run, message in [
-        (train, r"not support sparse tensors; nn.Embedding\(sparse=False\) has dense gradients"),
+        (train, r"not support sparse tensors; use to_dense\(\), or nn.Embedding\(sparse=False\)"),
         (lambda: torch.eye(3).to_sparse().to(device), "sparse tensors"),
         (lambda: repr(torch.eye(3).to_sparse_csr().to(device)), r"sparse tensors; use to_dense"),
         (
@@ -521,7 +521,7 @@ def test_scalars_are_cached_until_they_are_written_to(
         after["waits"] - before["waits"],
         after["cached_scalars"] - before["cached_scalars"],
     ) == (1, 2)
-    # Any write to the storage invalidates the cache.
+    # Every write to the tensor or its storage, and every change of its data, invalidates the cache.
     writes: list[tuple[Callable[[], object], float]] = [
         (lambda: total.add_(1), 7.0),
         (lambda: total.copy_(torch.tensor(3.0)), 3.0),
@@ -582,7 +582,7 @@ def test_storages_are_freed_after_operators_that_use_them(
     before = storages()
     x = torch.ones(1000, device=device)
     view, number = x[10:20], storage_id(x)
-    # These are requested before the storage is freed, so they must run before that.
+    # These operators are requested before the storage is freed, so they must run first.
     results = [(x + step).sum() for step in range(100)]
     del x
     assert number in storages(), "a view keeps the storage"

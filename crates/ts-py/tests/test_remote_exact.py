@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tests that results on the device ``ts`` equal those of a CPU bit for bit, in every dtype."""
+"""Tests that results on the device ``ts`` equal those of a CPU bit for bit, in several dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 def _assert_exact(module: nn.Module, device: torch.device, *inputs: Any) -> None:
     """Compares a module on the device with the CPU, forward and backward.
 
-    Tries every choice of inputs that require gradients.
+    Repeats this for every choice of inputs that require gradients.
     """
     for grads in itertools.product([True, False], repeat=len(inputs)):
         for to in (torch.device("cpu"), device):

@@ -54,7 +54,7 @@ def test_tensors_of_different_machines_do_not_mix(
         with pytest.raises(CrossMachineError, match="other"):
             x + y
         assert (x + (y * 2).to(device)).tolist() == [3.0, 3.0, 3.0]
-    with pytest.raises(ConfigurationError, match="no device"):
+    with pytest.raises(ConfigurationError, match="does not exist"):
         y + y
 
 
@@ -292,7 +292,7 @@ def test_a_pause_keeps_errors_and_restores_only_used_storages(
         restore, refused = SavedStorages.restore, []
 
         def restore_with_changes(self: SavedStorages, session: Any) -> None:
-            # A storage that is freed meanwhile is not restored, and other threads cannot compute.
+            # A storage that is freed now is not restored, and other threads cannot run operators.
             dropped.clear()
 
             def compute() -> None:
@@ -309,6 +309,7 @@ def test_a_pause_keeps_errors_and_restores_only_used_storages(
         machine.pause()
         # Other machines continue, and a seed also applies to paused machines.
         torch.manual_seed(11)
+        # PyTorch creates this module at run time.
         torch.ts.synchronize()  # type: ignore[attr-defined]
         machine.resume()
         assert refused == [True]
@@ -556,7 +557,7 @@ def test_results_are_tensors_of_the_machine_with_own_storage(
         RemoteTensorError, match="a tensor on meta, which is not a device of this machine"
     ):
         on_meta.tolist()
-    # Results that the machine reports have their own storage, even if they are views there.
+    # Results that the machine reports have their own storage, even if they are views.
     aliased = _native.RemoteKernel(
         "aten::alias",
         torch.ops.aten.alias.default,

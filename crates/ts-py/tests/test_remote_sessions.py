@@ -27,8 +27,8 @@ from tensorstream.serve import _broker, _messages, _peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sessions need Linux")
 
-# What an attacker with code execution in the process of a session would try. Prints the result of
-# each attempt.
+# Tries the attacks of someone who can execute code in the process of a session. Prints the result
+# of each attack.
 _ATTACKS = """
 import ctypes, json, os, resource, socket, sys, threading
 import torch
@@ -50,7 +50,7 @@ def read_page():
     return into.raw.decode()
 
 def reconnect():
-    # A connected socket can be connected to another address.
+    # AF_UNSPEC would end the connection, so that the socket can be connected to another address.
     if libc.connect(connected.fileno(), b"\\0" * 16, 16) < 0:
         raise OSError(ctypes.get_errno(), "connect")
 
@@ -127,7 +127,7 @@ def test_sandboxed_code_cannot_reach_anything_outside(tmp_path: Path, gpu: bool)
     restrictions, results, sums = json.loads(done.stdout)
     assert len(restrictions) == 2 and sums == [300.0**3]
     succeeded = {name for name, result in results.items() if not result.startswith("refused")}
-    # GPU drivers open files and start processes.
+    # For GPUs, the sandbox allows more, because GPU drivers open files and start processes.
     allowed_on_gpu = {
         "read a file", "stat a file", "write a file", "list files", "fork",
         "read another process's limits", "set a limit",
@@ -227,7 +227,7 @@ def test_a_client_reconnects_to_its_own_session() -> None:
 
 
 def _cut(descriptor: int, address: tuple[str, int]) -> None:
-    """Shuts down a connection of this process if it is to this address."""
+    """Shuts down a socket of this process if it is connected to this address."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.getpeername() == address:
@@ -264,7 +264,7 @@ def test_a_full_server_refuses_sessions_with_a_reason() -> None:
         machines[1].stop()
 
 
-def test_stopping_a_server_tells_clients_and_leaves_no_process() -> None:
+def test_stopping_a_server_notifies_clients_and_leaves_no_process() -> None:
     with Serving() as served:
         machine = RemoteMachine("tcp", served.address, retry=20.0)
         x = torch.ones(3, device=machine.device())
@@ -310,7 +310,7 @@ def test_a_server_replaces_its_zygote() -> None:
         while (other := _try_to_connect(served.address, refusals)) is None and len(refusals) < 300:
             time.sleep(0.1)
         assert other is not None and torch.ones(2, device=other.device()).sum().item() == 2.0
-        # The first connection may have been passed to the zygote before it was killed.
+        # The first connection may have been passed to the killed zygote before its end was noticed.
         assert all("cannot start a session now" in refusal for refusal in refusals[1:]), refusals
         other.stop()
         assert (x + 1).sum().item() == 6.0
@@ -339,7 +339,7 @@ def test_the_processes_of_sessions_contain_no_secrets(tmp_path: Path) -> None:
             + Path(f"/proc/{process}/cmdline").read_bytes()
         )
         assert b"secret" not in inherited.lower() and b"PATH=" in inherited
-        # Searches its writable memory.
+        # Searches the writable memory of the zygote, except mappings of files.
         with Path(f"/proc/{process}/mem").open("rb", buffering=0) as memory:
             for line in Path(f"/proc/{process}/maps").read_text(encoding="utf-8").splitlines():
                 addresses, access, _, _, inode, *_ = [*line.split(), ""]
@@ -405,7 +405,7 @@ def test_a_claim_succeeds_while_its_offer_is_withdrawn(
 
     def withdraw_first(*arguments: Any, **options: Any) -> None:
         broker._answer(one, {"withdraw": ticket}, None)
-        # The next descriptor reuses the number of the one that was closed.
+        # The next new descriptor reuses the number of the closed one.
         reused.append(os.dup(secret))
         _messages.send(*arguments, **options)
 
@@ -441,18 +441,18 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
     ]:
         assert "invalid offer" in str(ask(one, message, descriptor))
     assert ask(one, {"offer": ticket, "tensor": tensor}, packed) == ""
-    assert "withdraw one first" in str(ask(other, {"offer": ticket, "tensor": tensor}, packed))
-    # Another session can claim the tensor, and cannot withdraw it.
+    assert "already in use" in str(ask(other, {"offer": ticket, "tensor": tensor}, packed))
+    # Another session can claim the tensor, but cannot withdraw it.
     broker._answer(other, {"withdraw": ticket}, None)
     assert torch.equal(ask(other, {"claim": ticket}), torch.arange(6.0).view(2, 3))
     broker._answer(one, {"withdraw": ticket}, None)
     assert "no session offers" in str(ask(other, {"claim": ticket}))
     for number in range(_broker._MAX_OFFERED + 1):
         full = ask(one, {"offer": f"{number:032x}", "tensor": tensor}, packed)
-    assert "withdraw one first" in str(full)
+    assert "16 tensors at a time" in str(full)
     broker._memory = 10
     big, packed_big = _exchange.pack(torch.ones(100))
-    assert "withdraw a tensor first" in str(
+    assert "would offer 400 bytes" in str(
         ask(other, {"offer": "f" * 32, "tensor": big}, packed_big)
     )
     os.close(packed_big)

@@ -32,7 +32,7 @@ def served(directory: Path, *arguments: str) -> Iterator[str]:
 
 @contextmanager
 def serving(directory: Path, *arguments: str) -> Iterator[tuple[str, int]]:
-    """Runs a server, and yields its URL and its process."""
+    """Runs a server, and yields its URL and its process ID."""
     command = [PROGRAM, "--json", "serve-weights", directory]
     server = subprocess.Popen(
         [*command, "--listen", "127.0.0.1:0", *arguments], stdout=subprocess.PIPE, text=True
@@ -137,7 +137,7 @@ def test_a_second_signal_ends_a_server_at_once(tmp_path: Path) -> None:
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["url"]
         for _ in range(2):
-            # A client that keeps reading would delay the end of the server.
+            # Recent transfers delay the end of the server, so the second signal finds it running.
             for _ in range(10):
                 ts.load_file(url + "a.safetensors")
             server.terminate()
@@ -152,7 +152,7 @@ def test_a_public_address_requires_authentication(trusted: dict[str, Path], tmp_
     for options in ([], certificate):
         refused = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
         assert refused.returncode == 1
-        assert "anyone could connect" in refused.stderr
+        assert "other machines can reach" in refused.stderr
 
 
 def test_the_error_names_an_unreachable_server(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_ten_thousand_idle_connections_use_little_memory(tmp_path: Path) -> None
     state = {"w": torch.ones(1 << 20)}
     save_file(state, tmp_path / "model.safetensors")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Fewer if this process cannot open ten thousand sockets.
+    # Opens fewer if this process cannot open ten thousand sockets.
     count = 10_000 if hard == resource.RLIM_INFINITY else min(10_000, hard - 200)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 200), hard))
     silent: list[socket.socket] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""``Tensor``: zero-copy exchange with NumPy, PyTorch and JAX."""
+"""Tests the exchange of ``Tensor`` with NumPy, PyTorch and JAX without copies."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_jax_exchange_does_not_copy() -> None:
 
 
 def test_memory_lives_until_the_last_holder_is_dropped() -> None:
-    """The memory lives until the last holder is dropped, in every order."""
+    """Drops the holders in six different orders."""
     for order in range(6):
         array = np.arange(1000, dtype=np.int64)
         gone = weakref.ref(array)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The types of the package, checked with mypy and pyright."""
+"""Checks the types of the package with mypy and pyright."""
 
 from __future__ import annotations
 

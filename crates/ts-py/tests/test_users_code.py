@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the code of users does to a model: writes, moves, ties, signals, forks, other libraries.
+"""Tests user code that writes to, moves, ties, interrupts or forks a streamed model.
 
-Results are those of the model in memory, or there is a clear error and the model stays usable.
+The result is that of the model in memory, or a clear error that leaves the model usable.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_a_write_in_a_forward_is_refused(how: str, budget: int, tmp_path: Path) 
 
 
 class WritesPastPyTorch(nn.Linear):
-    """Changes the bytes of its weight in its forward without PyTorch noticing."""
+    """Changes the bytes of its weight in its forward in ways that PyTorch does not notice."""
 
     how = ""
 
@@ -120,6 +120,7 @@ class WritesPastPyTorch(nn.Linear):
                 case "storage":
                     self.weight.untyped_storage().fill_(1)
                 case "fused optimizer":
+                    # The stub of PyTorch lacks this function.
                     step = torch._fused_sgd_  # type: ignore[attr-defined]
                     rates = {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.0, "dampening": 0.0}
                     flags = {"nesterov": False, "maximize": False, "is_first_step": False}
@@ -285,7 +286,7 @@ def test_autocast_does_not_cache_weights(budget: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.15, 0.4, 1.3])
 def test_adapters_train_on_a_streamed_model(share: float, tmp_path: Path) -> None:
-    """Trains low-rank adapters on frozen weights. The graph holds no weights."""
+    """Trains low-rank adapters on frozen weights. The autograd graph keeps no weights."""
 
     class Adapted(nn.Module):
         def __init__(self, base: nn.Module) -> None:
@@ -408,7 +409,7 @@ def test_a_forked_child_runs_the_model_and_exits(used: bool, budget: int, tmp_pa
 
 EXITS = {
     "streams": "m(x)",
-    # Not tested: a daemon thread in a forward, where PyTorch itself aborts.
+    # A daemon thread in a forward is not tested, because PyTorch itself then aborts.
     "after another thread": "t = threading.Thread(target=lambda: [m(x) for _ in range(9)]); "
     "t.start(); t.join()",
     "a child that only exits": "m(x); pid = os.fork(); sys.exit(0) if pid == 0 else "
@@ -443,6 +444,7 @@ def test_invalid_settings_are_refused_with_advice(tmp_path: Path) -> None:
         (transformers.LlamaConfig(), "model_config"),
     ):
         with pytest.raises(ts.ConfigurationError, match=words):
+            # The configuration is invalid on purpose.
             ts.offload(linear, config)  # type: ignore[arg-type]
     for fields, words in (
         ({"cache_size_layers": 3}, "set `budget`"),
@@ -451,8 +453,10 @@ def test_invalid_settings_are_refused_with_advice(tmp_path: Path) -> None:
         ({"compression_level": 3}, "compression_enabled"),
     ):
         with pytest.raises(ts.ConfigurationError, match=words):
+            # The fields are invalid on purpose.
             ts.Config(**fields)  # type: ignore[arg-type]
     with pytest.raises(ts.ConfigurationError, match="keyword arguments"):
+        # Config takes no positional arguments.
         ts.Config("600MiB")  # type: ignore[misc]
     assert ts.Config(storage_path="~/weights").storage_path == str(Path.home() / "weights")
 
@@ -465,7 +469,7 @@ def test_the_budget_is_limited_to_the_available_memory(monkeypatch: pytest.Monke
         return ts.Config(budget=budget).fitted_bytes(smallest * mib, 2000 * mib)
 
     assert fitted(250 * mib) == 250 * mib
-    with pytest.warns(ts.BudgetWarning, match=r"400 MiB exceeds the available memory \(350 MiB\)"):
+    with pytest.warns(ts.BudgetWarning, match="400 MiB does not fit: 350 MiB are available"):
         assert 250 * mib < fitted(400 * mib) < 290 * mib
     with pytest.warns(ts.BudgetWarning):
         assert fitted(300 * mib) == fitted(1500 * mib), "both get the same budget"

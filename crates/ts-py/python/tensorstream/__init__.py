@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Run PyTorch models larger than memory: weights streamed from disk under a hard budget.
+"""Runs PyTorch models larger than memory. Their weights stream from disk under a hard budget.
 
 Examples:
     >>> import tensorstream as ts
@@ -138,7 +138,8 @@ _HOMES = {
 def _load(name: str) -> object:
     """Imports a public name when it is first used.
 
-    Importing torch takes two seconds. The command line, convert and plan do not need it.
+    Importing torch takes about two seconds. The command line, ``convert`` and ``plan`` do not need
+    it.
     """
     import importlib
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The console script: the program that ``cargo install`` builds, and ``serve``.
+"""The console script ``tensorstream``: the program that ``cargo install`` builds, plus ``serve``.
 
 ``serve`` is written in Python because it needs PyTorch.
 """
@@ -16,7 +16,10 @@ _INTERRUPTED = 130
 
 
 class _Signals:
-    """Stops the command cleanly at the first SIGINT or SIGTERM, and the process at the second."""
+    """Handles SIGINT and SIGTERM.
+
+    The first signal stops the command cleanly. A second signal exits at once.
+    """
 
     def __init__(self) -> None:
         self.received = 0
@@ -31,10 +34,11 @@ class _Signals:
 
 
 def main() -> int:
-    """Runs the command line of this process.
+    """Runs ``tensorstream`` with the arguments of this process. Blocks.
 
     Returns:
-        The exit status. If a signal stopped the command, 128 plus its number.
+        The exit status. If a signal stopped the command, it is usually 128 plus the number of the
+        signal. Servers that stop cleanly return 0.
     """
     if sys.argv[1:2] == ["serve"]:
         from .serve.__main__ import main as serve

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Deprecated names of arguments, which still work but warn."""
+"""Accepts deprecated names of arguments, with a ``DeprecationWarning``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def renamed(
     """Returns a decorator that accepts deprecated names of keyword arguments.
 
     Args:
-        names: The current name for each deprecated name.
+        names: The current name of each argument, by its deprecated name.
     """
 
     def decorate(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
@@ -27,7 +27,10 @@ def renamed(
             for old in kwargs.keys() & names.keys():
                 new = names[old]
                 if new in kwargs:
-                    raise TypeError(f"{function.__name__}() got both {new!r} and {old!r}")
+                    raise TypeError(
+                        f"{function.__name__}() got both {new!r} and {old!r}, a deprecated name of "
+                        f"the same argument; pass only {new!r}"
+                    )
                 warnings.warn(
                     f"argument {old!r} is deprecated; use {new!r}", DeprecationWarning, stacklevel=2
                 )

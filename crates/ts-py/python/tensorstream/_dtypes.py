@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Maps PyTorch dtypes to their names in files and to their numbers.
+"""Tables of PyTorch dtypes, their safetensors names and their ``c10::ScalarType`` numbers.
 
-The native module has the table.
+They are derived from ``DTYPES`` in the native module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 #: Safetensors names by PyTorch dtype.
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-#: Numbers (``c10::ScalarType``) by PyTorch dtype.
+#: ``c10::ScalarType`` numbers by PyTorch dtype.
 SCALAR_TYPES: dict[torch.dtype, int] = {
     getattr(torch, name): number for name, _, number, _ in _native.DTYPES if hasattr(torch, name)
 }

@@ -60,7 +60,8 @@ __all__ = [
 
 __version__: str
 
-#: Name, safetensors name, PyTorch's number (c10::ScalarType) and bytes of an element of each dtype.
+#: For each dtype: its name, its safetensors name (None if checkpoints cannot contain the dtype),
+#: its ``c10::ScalarType`` number, and the size of an element in bytes.
 DTYPES: list[tuple[str, str | None, int, int]]
 
 _Path: TypeAlias = str | PathLike[str]
@@ -75,7 +76,13 @@ _NewTensorSpec: TypeAlias = tuple[str, str, list[int], int | None]
 def parse_bytes(text: str) -> int: ...
 def available_memory() -> int | None: ...
 def backends() -> list[str]:
-    """Returns the names of the I/O backends. The preferred one is first."""
+    """Returns the names of the I/O backends in this build. The preferred one is first.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> next(iter(ts.backends()))
+        'adaptive'
+    """
 
 def smallest_budget(sizes: list[int], together: list[list[int]], max_passes: int) -> int: ...
 def requirement(
@@ -128,6 +135,7 @@ class Checkpoint:
     def load_each(
         self, verify: bool, budget: int, take: Callable[[str, str, list[int], object], None]
     ) -> None: ...
+    def version(self, file: int) -> str | None: ...
     def files(self) -> list[tuple[str, int, dict[str, str]]]: ...
 
 @final
@@ -135,7 +143,6 @@ class Streamer:
     def __new__(
         cls,
         checkpoint: Checkpoint,
-    def version(self, file: int) -> str | None: ...
         units: list[tuple[str, list[_TensorSpec]]],
         weights: list[_WeightSpec],
         *,
@@ -229,15 +236,28 @@ class Progress:
 
 @final
 class DType:
-    """The element type of a tensor."""
+    """The element type of a tensor.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.DType.of(torch.bfloat16)
+        DType(bfloat16)
+        >>> ts.DType.of("F32") == ts.DType.float32()
+        True
+        >>> ts.DType.float32().itemsize
+        4
+    """
 
     @staticmethod
     def of(value: object) -> DType:
-        """Converts a ``DType``, a ``torch.dtype``, a NumPy dtype, or a name of PyTorch, NumPy or
-        safetensors.
+        """Converts a dtype of another library, or the name of a dtype.
+
+        Args:
+            value: A ``DType``, a ``torch.dtype``, a NumPy dtype, or a name in PyTorch, NumPy or
+                safetensors.
 
         Raises:
-            TypeError: The value is none of these.
+            TypeError: The value is none of these, or checkpoints cannot contain the dtype.
         """
     @staticmethod
     def bool() -> DType: ...
@@ -273,18 +293,25 @@ class DType:
     def float8_e5m2() -> DType: ...
     @property
     def name(self) -> str:
-        """The name in PyTorch, such as "float32"."""
+        """The name in PyTorch, such as "float32". The safetensors name if PyTorch has none."""
     @property
     def itemsize(self) -> int:
-        """The size of an element in bytes; 0 if it is smaller than a byte."""
+        """The size of an element in bytes, or 0 if an element is smaller than a byte."""
 
 @final
 class GpuStatus:
-    """Whether CUDA GPUs can be used, and if not, why."""
+    """Reports whether CUDA GPUs can be used, and the reason if they cannot.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> device = "cuda:0" if ts.GpuStatus.detect().is_available else "cpu"
+        >>> ts.Tensor.zeros([2, 3], "float32", device=device).nbytes
+        24
+    """
 
     @staticmethod
     def detect() -> GpuStatus:
-        """Detects the GPUs. Later calls return the result of the first one."""
+        """Detects the GPUs. Later calls return the result of the first call."""
     @property
     def kind(self) -> str:
         """One of "NotCompiled", "NoCuda", "NoDevices" and "Available"."""
@@ -298,21 +325,30 @@ class GpuStatus:
     def cuda_compiled(self) -> _bool:
         """Whether this build supports GPUs."""
     def message(self) -> str:
-        """Returns a description: the GPUs, or why there are none. The same as ``str(status)``."""
+        """Returns the number of GPUs, or the reason why there are none, as a text. The same as
+        ``str(status)``."""
 
 @final
 class PoolConfig:
-    """The configuration of a memory pool. Sizes are in bytes.
+    """The configuration of a memory pool. Sizes are in bytes. An argument that is omitted or None
+    has the value of ``PoolConfig.default()``.
 
     Args:
         pool_bytes: The maximum size of the pool, including blocks in use.
         min_block_bytes: The size of the smallest block.
         max_block_bytes: The size of the largest block that is recycled.
-        classes: The number of block sizes between these two.
-        preallocate: Whether to allocate up to half of the pool at once.
+        classes: The number of block sizes, from ``min_block_bytes`` to ``max_block_bytes``. The
+            value 1 counts as 2.
+        preallocate: Whether to allocate up to half of the pool when it is created.
 
     Raises:
         ValueError: The block sizes are invalid.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> config = ts.PoolConfig(pool_bytes=128 << 20, preallocate=True)
+        >>> config.min_block_bytes
+        65536
     """
 
     def __new__(
@@ -326,11 +362,13 @@ class PoolConfig:
     ) -> PoolConfig: ...
     @staticmethod
     def default() -> PoolConfig:
-        """Returns the default: 256 MiB, in blocks of 64 KiB to 64 MiB."""
+        """Returns the default configuration: 256 MiB, in blocks of 64 KiB to 64 MiB."""
     @staticmethod
     def high_throughput() -> PoolConfig:
-        """Returns a configuration for large transfers: 512 MiB, in blocks of 1 MiB to 64 MiB,
-        preallocated."""
+        """Returns a configuration for large transfers: 512 MiB, in blocks of 1 MiB to 64 MiB.
+
+        Up to half of the pool is allocated when it is created.
+        """
     @staticmethod
     def low_memory() -> PoolConfig:
         """Returns a configuration for machines with little memory: 64 MiB, in blocks of 16 KiB to
@@ -349,7 +387,7 @@ class PoolConfig:
         """The number of block sizes."""
     @property
     def preallocate(self) -> _bool:
-        """Whether up to half of the pool is allocated at once."""
+        """Whether up to half of the pool is allocated when it is created."""
 
 @final
 class TensorMeta:
@@ -361,7 +399,15 @@ class TensorMeta:
 
     Raises:
         TypeError: The dtype is unknown.
-        ValueError: The elements do not fill a whole number of bytes, or too many.
+        ValueError: The elements do not fill a whole number of bytes, or fill 2**61 bytes or more.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> meta = ts.TensorMeta([2, 3], "float32")
+        >>> meta
+        TensorMeta([2, 3], float32)
+        >>> meta.nbytes
+        24
     """
 
     def __new__(cls, shape: Sequence[int], dtype: object) -> TensorMeta: ...
@@ -375,7 +421,7 @@ class TensorMeta:
     def nbytes(self) -> int:
         """The size of all elements, in bytes."""
     def allocate_buffer(self, device: int = 0) -> TensorBuffer:
-        """Allocates a buffer of ``nbytes`` on a GPU, or on the host if that fails.
+        """Allocates a buffer of ``nbytes`` bytes on a GPU, or on the host if that fails.
 
         Args:
             device: The number of the GPU.
@@ -383,58 +429,90 @@ class TensorMeta:
 
 @final
 class TensorBuffer:
-    """Bytes on the host or on a GPU. All copies are explicit and block."""
+    """Bytes on the host or on a GPU. All copies are explicit and block.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> buffer = ts.TensorBuffer.cpu_zeros(3)
+        >>> buffer.copy_from(b"abc")
+        >>> buffer.to_host()
+        b'abc'
+    """
 
     @staticmethod
     def cpu(data: bytes) -> TensorBuffer:
         """Copies bytes to a new buffer on the host."""
     @staticmethod
     def from_bytes(data: bytes) -> TensorBuffer:
-        """The same as ``cpu``."""
+        """Copies bytes to a new buffer on the host. The same as ``cpu``."""
     @staticmethod
     def cpu_zeros(size: int) -> TensorBuffer:
-        """Allocates ``size`` zero bytes on the host."""
+        """Allocates a buffer of ``size`` zero bytes on the host."""
     @staticmethod
     def try_allocate_gpu(size: int, device_id: int = 0) -> TensorBuffer:
-        """Allocates ``size`` bytes on a GPU, or zeros on the host if that fails. On a GPU the
-        contents are undefined."""
+        """Allocates a buffer on a GPU, or on the host if that fails.
+
+        Args:
+            size: The size in bytes. The bytes are undefined on a GPU, and 0 on the host.
+            device_id: The number of the GPU.
+        """
     @property
     def size(self) -> int:
         """The size in bytes."""
     @property
     def is_cpu(self) -> _bool:
-        """Whether it is on the host."""
+        """Whether the bytes are on the host."""
     @property
     def is_gpu(self) -> _bool:
-        """Whether it is on a GPU."""
+        """Whether the bytes are on a GPU."""
     def to_cpu(self) -> TensorBuffer:
         """Copies the bytes to a new buffer on the host.
 
         Raises:
-            OutOfMemoryError: The copy failed.
+            OutOfMemoryError: The copy from the GPU failed.
         """
     def to_gpu(self, device_id: int = 0) -> TensorBuffer:
         """Copies the bytes to a new buffer on a GPU.
 
-        Raises:
-            OutOfMemoryError: There is no such GPU, or it has too little memory.
-        """
-    def to_bytes(self) -> bytes:
-        """The same as ``to_host``."""
-    def to_host(self) -> bytes:
-        """Returns a copy of the bytes."""
-    def copy_from(self, data: bytes) -> None:
-        """Overwrites the buffer.
+        Args:
+            device_id: The number of the GPU.
 
         Raises:
-            ConfigurationError: ``data`` has another size than the buffer.
+            OutOfMemoryError: The GPU does not exist or has too little memory, or the copy failed.
+        """
+    def to_bytes(self) -> bytes:
+        """Returns a copy of the bytes. The same as ``to_host``."""
+    def to_host(self) -> bytes:
+        """Returns a copy of the bytes.
+
+        Raises:
+            OutOfMemoryError: The copy from the GPU failed.
+        """
+    def copy_from(self, data: bytes) -> None:
+        """Overwrites the whole buffer with ``data``.
+
+        Raises:
+            ConfigurationError: ``data`` does not have the size of the buffer.
+            OutOfMemoryError: The copy to the GPU failed.
         """
     def __len__(self) -> int: ...
 
 @final
 class Tensor:
     """A tensor that other libraries use without a copy, through DLPack, the buffer protocol, or
-    ``__cuda_array_interface__``."""
+    ``__cuda_array_interface__``.
+
+    Examples:
+        >>> import numpy as np, tensorstream as ts
+        >>> array = np.zeros([2, 3], dtype=np.float32)
+        >>> tensor = ts.Tensor.from_dlpack(array, name="weight")
+        >>> tensor
+        Tensor("weight", [2, 3], float32, cpu)
+        >>> array[1, 2] = 7  # the tensor shares the memory
+        >>> tensor.to_torch()
+        tensor([[0., 0., 0.],
+                [0., 0., 7.]])
+    """
 
     @staticmethod
     def zeros(
@@ -446,12 +524,12 @@ class Tensor:
             shape: The size of each dimension.
             dtype: A ``DType``, a ``torch.dtype``, a NumPy dtype, or the name of one.
             device: "cpu", or a GPU such as "cuda:0".
-            name: The name at a receiver.
+            name: The name of the tensor, which receivers get too.
 
         Raises:
             TypeError: The dtype is unknown.
             ConfigurationError: The device or the shape is invalid.
-            OutOfMemoryError: There is too little memory, or no such GPU.
+            OutOfMemoryError: There is too little memory, or the GPU does not exist.
         """
     @staticmethod
     def from_dlpack(
@@ -461,19 +539,21 @@ class Tensor:
 
         Args:
             tensor: An object that supports DLPack, a DLPack capsule, or a ``Tensor``.
-            name: The name at a receiver.
-            metadata: Further text for a receiver.
+            name: The name of the tensor, which receivers get too. None keeps the name of a
+                ``Tensor``.
+            metadata: Text by key, which receivers get too. None keeps the metadata of a ``Tensor``.
 
         Raises:
             TypeError: The object does not support DLPack.
             BufferError: The tensor is not on the host, or its dtype is not supported.
+            ConfigurationError: The tensor has more than 64 dimensions.
         """
     @property
     def name(self) -> str:
-        """The name, or an empty string."""
+        """The name of the tensor. Empty if it has none."""
     @property
     def metadata(self) -> dict[str, str]:
-        """Further text, from the sender or from ``from_dlpack``."""
+        """Text by key, from the sender or from ``from_dlpack``."""
     @property
     def shape(self) -> tuple[int, ...]:
         """The size of each dimension."""
@@ -495,7 +575,11 @@ class Tensor:
     def is_contiguous(self) -> _bool:
         """Returns whether the elements are row-major and without gaps."""
     def shares_memory(self, other: Tensor) -> _bool:
-        """Returns whether both tensors are views of the same memory."""
+        """Returns whether both tensors were created from the same ``Tensor``, or received in the
+        same storage.
+
+        Returns False if an array was imported twice, although the memory is the same.
+        """
     def __dlpack__(
         self,
         *,
@@ -507,7 +591,8 @@ class Tensor:
         """Exports the tensor as a DLPack capsule, with the arguments of the array API standard.
 
         Raises:
-            BufferError: The request cannot be fulfilled.
+            BufferError: The requested export is impossible, for example to another GPU.
+            OutOfMemoryError: The copy failed.
         """
     def __dlpack_device__(self) -> tuple[int, int]:
         """Returns DLPack's device type and device number."""
@@ -515,21 +600,23 @@ class Tensor:
         """Returns a DLPack capsule, which can be consumed once.
 
         Raises:
-            BufferError: The tensor is read-only, or its dtype needs a newer DLPack.
+            BufferError: The tensor is read-only, or DLPack before 1.0 lacks its dtype.
         """
     def to_numpy(self) -> Any:
-        """Returns a NumPy array of the same memory, or of a copy if the tensor is on a GPU.
+        """Returns a NumPy array that shares the memory, or a copy if the tensor is on a GPU.
 
         Raises:
-            TypeError: NumPy does not have the dtype.
+            TypeError: NumPy has no such dtype: bfloat16, float8, or elements smaller than a byte.
+            OutOfMemoryError: The copy from the GPU failed.
         """
     def to_torch(self) -> Any:
-        """Returns a PyTorch tensor of the same memory."""
+        """Returns a PyTorch tensor that shares the memory."""
     def tobytes(self) -> bytes:
-        """Returns a copy of the elements' bytes.
+        """Returns a copy of the bytes of all elements, in row-major order.
 
         Raises:
             BufferError: The tensor is not contiguous.
+            OutOfMemoryError: The copy from the GPU failed.
         """
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -537,10 +624,15 @@ class Tensor:
 
         Raises:
             AttributeError: The tensor is on the host.
+            TypeError: The interface does not support the dtype.
         """
     @property
     def cuda_array_interface(self) -> dict[str, Any] | None:
-        """``__cuda_array_interface__``, or None if the tensor is on the host."""
+        """The dictionary of the CUDA array interface, or None if the tensor is on the host.
+
+        Raises:
+            TypeError: The interface does not support the dtype.
+        """
     def _view(
         self, name: str, dtype: str, shape: list[int], strides: list[int], offset: int
     ) -> Tensor: ...
@@ -570,7 +662,7 @@ class Connection:
         self, *, timeout: float | None = None, progress: Callable[[int], object] | None = None
     ) -> list[Tensor] | None: ...
     def stats(self) -> _ConnectionStats: ...
-    def close(self, reason: str = "it was closed") -> None: ...
+    def close(self, reason: str = "the peer called close()") -> None: ...
 
 @final
 class Listener:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The settings of streaming."""
+"""The settings of ``tensorstream.offload``, their presets and their defaults."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _log = logging.getLogger("tensorstream")
 
 
 class BackendType(enum.Enum):
-    """The I/O backend, by the names of former versions.
+    """The names of I/O backends in former versions.
 
-    Each is a backend of ``tensorstream.backends``, or falls back to one. ``tensorstream.stats``
-    gives the reason under ``passed_over``.
+    ``AUTO`` and ``MMAP`` work as before. The others are not built yet, and the best available
+    backend is used instead. ``tensorstream.stats`` reports the reason in ``passed_over``.
 
     Examples:
         >>> import tensorstream as ts
@@ -45,26 +45,26 @@ class BackendType(enum.Enum):
 
 
 class PrefetchStrategy(enum.Enum):
-    """How far ahead of their use units are read.
+    """How far in advance the units of a model are read. A unit is the parameters of one module.
 
     Examples:
         >>> import tensorstream as ts
         >>> config = ts.Config(prefetch_strategy=ts.PrefetchStrategy.NEXT_LAYER)
     """
 
-    #: No prefetching: every streamed unit is waited for.
+    #: No prefetching: each streamed unit is read when it is needed.
     NONE = "none"
     #: Prefetches the next unit only.
     NEXT_LAYER = "next_layer"
     #: Prefetches as far as memory allows. The plan divides the budget between prefetching and
     #: units that stay in memory.
     ADAPTIVE = "adaptive"
-    #: As ``ADAPTIVE``, with at least half of the budget for prefetching.
+    #: Like ``ADAPTIVE``, but with at least half of the budget for prefetching.
     AGGRESSIVE = "aggressive"
 
 
 class MemoryMode(enum.Enum):
-    """A preset: the default budget as a share of the available memory, and how far to prefetch.
+    """A preset that sets the default budget and the default prefetch strategy.
 
     Examples:
         >>> import tensorstream as ts
@@ -72,11 +72,11 @@ class MemoryMode(enum.Enum):
         <PrefetchStrategy.NEXT_LAYER: 'next_layer'>
     """
 
-    #: 80 % of the available memory, ``PrefetchStrategy.AGGRESSIVE``.
+    #: 80% of the available memory, and ``PrefetchStrategy.AGGRESSIVE``.
     AGGRESSIVE = "aggressive"
-    #: 50 % of the available memory, ``PrefetchStrategy.ADAPTIVE``.
+    #: 50% of the available memory, and ``PrefetchStrategy.ADAPTIVE``.
     BALANCED = "balanced"
-    #: 25 % of the available memory, ``PrefetchStrategy.NEXT_LAYER``.
+    #: 25% of the available memory, and ``PrefetchStrategy.NEXT_LAYER``.
     CONSERVATIVE = "conservative"
 
 
@@ -85,7 +85,7 @@ Codec = Literal["raw", "auto", "split", "zstd", "lz4", "zlib"]
 
 
 class Settings(TypedDict):
-    """The settings of the engine, except the budget."""
+    """The settings of the native engine, except the budget."""
 
     max_passes: int
     backend: str | None
@@ -102,9 +102,11 @@ PREFETCH = {
     MemoryMode.CONSERVATIVE: PrefetchStrategy.NEXT_LAYER,
 }
 VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
-#: The least memory that is left for activations, page tables and code, in bytes.
+#: Memory that the budget leaves for activations, page tables and code, in bytes. If the smallest
+#: budget does not fit otherwise, it leaves less, but at least half of this.
 HEADROOM = 64 << 20
-#: For each backend that is not built yet: the backend that is used instead, and the reason.
+#: For each backend that is not built yet: the backend that is used instead (None for the best
+#: available one), and the reason.
 FALLBACKS: dict[str, tuple[str | None, str]] = {
     "cuda": (None, "CUDA is not supported yet; weights stream into CPU memory"),
     "gpudirect": (None, "GPU memory is not supported yet; weights stream into CPU memory"),
@@ -113,38 +115,42 @@ FALLBACKS: dict[str, tuple[str | None, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of ``tensorstream.offload``. Every field has a default.
+    """The settings of ``offload`` and ``from_pretrained``. Every field has a default.
 
     Args:
         budget: The memory for weights: bytes, or a size such as ``"600MiB"`` or ``"1.5GB"``. The
-            default is a share of the available memory, set by ``memory_mode``, and is logged to
-            the logger "tensorstream" at level INFO.
-        storage_path: A directory for weights. For a model that holds weights, they are written
-            there; it is created if necessary. For a model on the meta device, the checkpoint to
-            stream from, if ``tensorstream.offload`` gets none. For
-            ``tensorstream.from_pretrained``, the directory for converted tensors; the user's
-            cache directory by default.
-        max_passes: The most forward passes that run at once; others wait. Each needs its own
+            default is a share of the available memory, set by ``memory_mode``. It is logged to the
+            logger "tensorstream" at level INFO.
+        storage_path: A directory. Its purpose depends on the call:
+
+            - ``offload`` of a model with weights writes the weights to it, unless ``checkpoint`` is
+              given, and creates it if necessary.
+            - ``offload`` of a model on the meta device reads the checkpoint from it, unless
+              ``checkpoint`` is given.
+            - ``from_pretrained`` writes converted tensors to it. By default, they are written to
+              the user's cache directory.
+        max_passes: The most forward passes that run at once. Others wait. Each pass needs its own
             memory.
-        backend: The I/O backend: a ``BackendType``, its name, or a name of
-            ``tensorstream.backends``.
-        io_depth: Reads in flight, 1 to 256. By default request size and depth are measured when a
-            file system is first read from, for files of 256 MiB or more, within two seconds and
-            the budget. They are stored under ``tensorstream/io`` in the user's cache directory.
+        backend: The I/O backend: a ``BackendType``, its name, or a name that
+            ``tensorstream.backends`` returns.
+        io_depth: The number of reads in flight, 1 to 256. By default, the best depth and request
+            size are measured once per file system, with a file of 256 MiB or more. The measurement
+            takes up to about two seconds, and its memory is within the budget. The result is stored
+            under ``tensorstream/io`` in the user's cache directory.
         num_io_threads: Another name for ``io_depth``.
-        prefetch_strategy: How far to prefetch. The default is set by ``memory_mode``.
-        memory_mode: The defaults of ``budget`` and ``prefetch_strategy``.
+        prefetch_strategy: How far in advance units are read. ``memory_mode`` sets the default.
+        memory_mode: A preset for the defaults of ``budget`` and ``prefetch_strategy``.
         vram_budget_gb: Deprecated: use ``budget``. The budget in GB of 10^9 bytes.
         verify_checksums: Whether to compare weights with their checksums at each read. ``"once"``
-            compares them at the first read. ``.ts`` files have checksums, safetensors files do not.
+            compares them at the first read only. Safetensors files have no checksums.
         compression_enabled: Whether to compress weights that are written to ``storage_path``,
-            without loss. bf16 shrinks to two thirds. Faster if reading is slower than decoding,
-            which reaches 4 GB/s per core.
-        compression_level: Compress with zstd at this level, 1 to 22. By default, each tensor uses
-            the codec that makes it smallest.
+            without loss. bf16 shrinks to two thirds. Streaming is faster with compression if
+            reading is slower than decoding, which reaches 4 GB/s per core.
+        compression_level: The level of zstd, 1 to 22, to compress with. By default, each tensor
+            uses the codec that makes it smallest.
 
     Raises:
-        ConfigurationError: A field is out of its range, or the budget is given twice.
+        ConfigurationError: A field is unknown or invalid, or a setting is given under two names.
 
     Warns:
         NotBuiltWarning: A field requests a feature that does not exist yet. Warns once per feature.
@@ -203,7 +209,7 @@ class Config:
                 raise invalid(
                     "compression_level",
                     self.compression_level,
-                    "None, because compression_enabled is not True",
+                    "None unless compression_enabled is True",
                 )
 
     def _check_io_depth(self) -> None:
@@ -212,7 +218,7 @@ class Config:
                 _check_int(name, getattr(self, name), 1, 256)
         if self.io_depth is not None and self.num_io_threads is not None:
             raise ConfigurationError(
-                "io_depth and num_io_threads are the same setting; set only one"
+                "invalid Config: io_depth and num_io_threads are the same setting; set only one"
             )
 
     def _check_vram_budget(self) -> None:
@@ -222,9 +228,11 @@ class Config:
             or not isinstance(gigabytes, int | float)
             or not 0 < gigabytes < 1e9
         ):
-            raise invalid("vram_budget_gb", gigabytes, "a positive number of GB")
+            raise invalid("vram_budget_gb", gigabytes, "a positive number of GB below 10**9")
         if self.budget is not None:
-            raise ConfigurationError("budget and vram_budget_gb are the same setting; set only one")
+            raise ConfigurationError(
+                "invalid Config: budget and vram_budget_gb are the same setting; set only one"
+            )
 
     def requested_bytes(self) -> int | None:
         """Returns the budget in bytes, or ``None`` if it is not set."""
@@ -239,11 +247,18 @@ class Config:
 
         Args:
             freed_bytes: Memory that offloading will free, which counts as available.
+
+        Raises:
+            ConfigurationError: The available memory cannot be detected.
         """
         return int(self._available_bytes(freed_bytes) * SHARES[MemoryMode(self.memory_mode)])
 
     def working_bytes(self) -> int:
-        """Returns the memory for work before the model streams, in bytes."""
+        """Returns the configured or default budget in bytes, even if less memory is available.
+
+        Raises:
+            ConfigurationError: No budget is set, and the available memory cannot be detected.
+        """
         requested = self.requested_bytes()
         return self.share_bytes() if requested is None else requested
 
@@ -256,37 +271,42 @@ class Config:
     def fitted_bytes(self, smallest: int, whole: int, freed_bytes: int = 0) -> int:
         """Returns the configured or default budget in bytes, reduced to the available memory.
 
+        Does not reduce a configured budget that is less than ``smallest``, which the engine
+        refuses. Does not reduce a larger budget than ``whole`` if the whole model fits, or any
+        configured budget if the available memory cannot be detected.
+
         Args:
             smallest: The smallest budget that works for the model.
             whole: The budget that keeps the whole model in memory.
             freed_bytes: Memory that offloading will free, which counts as available.
 
         Raises:
-            BudgetError: Less than ``smallest`` is available.
+            BudgetError: The available memory is too small for ``smallest``.
+            ConfigurationError: No budget is set, and the available memory cannot be detected.
 
         Warns:
-            BudgetWarning: The configured budget exceeds the available memory.
+            BudgetWarning: The configured budget was reduced.
         """
         requested = self.requested_bytes()
         if requested is not None and (requested < smallest or _native.available_memory() is None):
-            return requested  # the engine refuses a budget that is too small
+            return requested  # if it is too small, the engine refuses it
         available = self._available_bytes(freed_bytes)
-        # The rest is for activations, page tables, and pages of code that are not mapped yet.
+        # Leaves memory for activations, page tables, and pages of code that are not mapped yet.
         room = available - available // 16 - HEADROOM
         wanted = self.share_bytes(freed_bytes) if requested is None else requested
         if smallest > available - HEADROOM // 2:
             raise BudgetError(
                 f"not enough memory: {_mib(available)} MiB are available, but the model needs at "
                 f"least {_mib(smallest)} MiB for weights and {_mib(HEADROOM // 2)} MiB for "
-                "everything else; raise the memory limit of this process"
+                "everything else; free memory, or raise the memory limit of this process"
             )
         budget = max(smallest, min(wanted, room))
         if requested is None:
-            _log.info("budget %s MiB of %s MiB available", _mib(budget), _mib(available))
+            _log.info("the budget is %s MiB; %s MiB are available", _mib(budget), _mib(available))
         elif min(requested, whole) > budget:
             warnings.warn(
-                f"budget {_mib(requested)} MiB exceeds the available memory "
-                f"({_mib(available)} MiB); using {_mib(budget)} MiB",
+                f"budget {_mib(requested)} MiB does not fit: {_mib(available)} MiB are available, "
+                f"and activations need a part of them; using {_mib(budget)} MiB",
                 BudgetWarning,
                 stacklevel=4,
             )
@@ -294,17 +314,17 @@ class Config:
         return budget if requested is None else requested
 
     def codec(self) -> Codec:
-        """Returns the codec of written weights."""
+        """Returns the codec for weights that are written to files."""
         if not self.compression_enabled:
             return "raw"
         return "auto" if self.compression_level is None else "zstd"
 
     def level(self) -> int | None:
-        """Returns the level of the codec."""
+        """Returns the level of the codec, or ``None`` for its default."""
         return self.compression_level if self.compression_enabled else None
 
     def settings(self) -> Settings:
-        """Returns the settings of the engine, except the budget."""
+        """Returns the settings of the native engine, except the budget."""
         backend = str(self.backend)
         if backend in FALLBACKS:
             name = FALLBACKS[backend][0]
@@ -319,12 +339,12 @@ class Config:
         }
 
     def passed_over(self) -> list[tuple[str, str]]:
-        """Returns the requested backend and the reason, if that backend is not built yet."""
+        """Returns the requested backend and why it cannot be used, or an empty list if it can."""
         backend = str(self.backend)
         return [(backend, FALLBACKS[backend][1])] if backend in FALLBACKS else []
 
     def conversion_directory(self) -> Path:
-        """Returns the directory for converted tensors."""
+        """Returns the directory to which ``from_pretrained`` writes converted tensors."""
         if self.storage_path is not None:
             return Path(self.storage_path)
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -335,12 +355,12 @@ class Config:
 _REMOVED_FIELDS = {
     "cache_size_layers": "the plan decides how many layers stay in memory; set `budget`",
     "cache_size_gb": "set `budget`",
-    "chunk_size_mb": "the size of reads is tuned to the storage; set `io_depth` for their number",
+    "chunk_size_mb": "reads are sized for the storage; set `io_depth` to limit their number",
     "pin_memory": "weights are not copied to a GPU",
     "temp_dir": "set `storage_path`",
     "enable_profiling": "tensorstream.stats(model) is always available",
-    "debug_mode": "every error names the file, the tensor and the offset",
-    "dtype": "pass it to from_pretrained, or convert the model",
+    "debug_mode": "omit it, because errors always contain all details",
+    "dtype": "pass it to from_pretrained, or call model.to(dtype) before offload",
     "memory_pressure_mode": "the budget is always a hard limit",
     "device": "models stream into CPU memory",
     "metadata": "pass it to tensorstream.save_file",
@@ -354,7 +374,8 @@ def _init(self: Config, *args: Any, **fields: Any) -> None:
     known = [field.name for field in dataclasses.fields(Config)]
     if args:
         raise ConfigurationError(
-            f"Config takes keyword arguments only, such as Config(budget={args[0]!r})"
+            f'Config takes keyword arguments only, such as budget="600MiB"; got {args[0]!r} '
+            "without a name"
         )
     for name in fields:
         if name not in known:
@@ -367,7 +388,8 @@ def _init(self: Config, *args: Any, **fields: Any) -> None:
     _generated_init(self, **fields)
 
 
-# The generated method would raise a TypeError instead of a ConfigurationError.
+# The generated method would raise a TypeError instead of a ConfigurationError. mypy does not allow
+# assignments to methods.
 Config.__init__ = _init  # type: ignore[method-assign]
 
 
@@ -381,8 +403,12 @@ def _mib(count: int) -> str:
 
 
 def parse_budget(budget: int | str) -> int:
-    """Returns a budget, such as 1000 or ``"600MiB"``, in bytes."""
-    wanted = "a positive number of bytes or a size such as '600MiB'"
+    """Converts a budget, such as 1000 or ``"600MiB"``, to bytes.
+
+    Raises:
+        ConfigurationError: The budget is neither a positive integer below 2**63 nor a size.
+    """
+    wanted = "a positive integer of bytes (below 2**63) or a size such as '600MiB'"
     if isinstance(budget, str):
         try:
             budget = _native.parse_bytes(budget)
@@ -397,7 +423,12 @@ _warned: set[str] = set()
 
 
 def not_built(what: str, instead: str) -> None:
-    """Warns, once per process, that a feature is not built yet and what happens instead."""
+    """Warns, once per process and feature, that a feature is not built yet.
+
+    Args:
+        what: The feature.
+        instead: The reason, and what is done instead.
+    """
     if what not in _warned:
         _warned.add(what)
         warnings.warn(f"{what}: {instead}", NotBuiltWarning, stacklevel=4)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Exceptions. Each is a ``TensorStreamError`` and also the matching built-in exception."""
+"""The exceptions and warnings of TensorStream.
+
+Each exception is a ``TensorStreamError`` and also the matching built-in exception.
+"""
 
 from __future__ import annotations
 
@@ -26,91 +29,302 @@ __all__ = [
 
 
 class TensorStreamError(Exception):
-    """The base class of TensorStream's own exceptions."""
+    """The base class of TensorStream's own exceptions.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> try:
+        ...     tensors = ts.load_file("missing.safetensors")
+        ... except ts.TensorStreamError as error:
+        ...     print(type(error).__name__)
+        CheckpointNotFoundError
+    """
 
 
 class ConfigurationError(TensorStreamError, ValueError):
-    """A setting is invalid. The message names the field, the value and what is expected."""
+    """A setting or an argument is invalid, or a call is not allowed now.
+
+    If a value is invalid, the message names the setting, the value and the expected values.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> ts.Config(max_passes=0)
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.ConfigurationError: invalid Config.max_passes: 0: expected ...
+    """
 
 
 class CheckpointError(TensorStreamError, ValueError):
-    """A checkpoint is invalid, or does not fit the model. Names file, tensor and offset."""
+    """A checkpoint is invalid, or does not fit the model.
+
+    The message names the file, and the tensor and offset if the error concerns one.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> with open("bad.safetensors", "wb") as file:
+        ...     size = file.write(b"weights" * 99)
+        >>> ts.load_file("bad.safetensors")
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.CheckpointError: ...
+    """
 
 
 class MissingTensorError(CheckpointError, KeyError):
-    """The checkpoint lacks a tensor that the model has."""
+    """The checkpoint lacks a tensor that the model needs or that the caller requested.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(3)}, "a.safetensors")
+        >>> ts.safe_open("a.safetensors").get_tensor("b")
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.MissingTensorError: ...
+    """
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
 
 
 class ChecksumError(CheckpointError):
-    """Data differs from its checksum. Names file, tensor and offset."""
+    """Data differs from its checksum. The message names the file, the tensor and the offset.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.zeros(4096)}, "a.ts")
+        >>> with open("a.ts", "r+b") as file:
+        ...     offset = file.seek(8192)
+        ...     size = file.write(b"damage")
+        >>> ts.load_file("a.ts")
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.ChecksumError: ...
+    """
 
 
 class CheckpointNotFoundError(TensorStreamError, FileNotFoundError):
-    """There is no checkpoint at this path."""
+    """There is no checkpoint at this path or URL.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> ts.load_file("missing.safetensors")
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.CheckpointNotFoundError: ...
+    """
 
 
 class CheckpointPermissionError(TensorStreamError, PermissionError):
-    """The process has no permission to read the checkpoint."""
+    """The process has no permission to read a checkpoint, or to write a file or directory.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> issubclass(ts.CheckpointPermissionError, PermissionError)
+        True
+    """
 
 
 class StorageError(TensorStreamError, OSError):
-    """Reading or writing failed. Names file, tensor, offset and the system error."""
+    """Reading or writing failed.
+
+    The message names the file and the cause, and the tensor and offset if the error concerns one.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(3)}, "missing/a.ts")
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.StorageError: ...
+    """
 
 
 class CheckpointChangedError(StorageError):
-    """A file was truncated, replaced or written to while it was streamed."""
+    """A file was truncated, replaced or written to after it was opened.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.zeros(3)}, "a.ts")
+        >>> file = ts.safe_open("a.ts", mapped=True)
+        >>> ts.save_file({"a": torch.ones(3)}, "a.ts")
+        >>> file.get_tensor("a")
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.CheckpointChangedError: ...
+    """
 
 
 class BudgetError(TensorStreamError, MemoryError):
-    """The budget or the memory is too small. Gives the smallest budget that works."""
+    """The budget or the available memory is too small.
+
+    If the budget is too small, the message contains the smallest budget that works.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a.weight": torch.zeros(4096)}, "a.ts")
+        >>> ts.plan("a.ts", budget="1KiB")
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.BudgetError: ...
+    """
 
 
 class UnitReferencedError(TensorStreamError, RuntimeError):
-    """Another unit needs the memory of streamed weights that are still referenced."""
+    """Another unit needs the memory of streamed weights that are still referenced.
+
+    The message names the units with references. Delete the references, or raise the budget.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> issubclass(ts.UnitReferencedError, RuntimeError)
+        True
+    """
 
 
 class NotBuiltWarning(UserWarning):
-    """A setting requests a feature that does not exist yet. Names the fallback."""
+    """A setting requests a feature that does not exist yet. The message names the fallback.
+
+    Examples:
+        >>> import tensorstream as ts, warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", ts.NotBuiltWarning)
+        ...     config = ts.Config(backend="cuda")
+    """
 
 
 class BudgetWarning(UserWarning):
-    """The budget exceeds the available memory. Gives the budget that is used instead."""
+    """The budget was reduced to the available memory. The message contains the new budget.
+
+    Examples:
+        >>> import tensorstream as ts, torch, warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", ts.BudgetWarning)  # raise it instead
+        ...     config = ts.Config(storage_path="weights", budget="1MiB")
+        ...     model = ts.offload(torch.nn.Linear(4, 4), config)
+    """
 
 
 class ModelError(TensorStreamError, TypeError):
-    """The model cannot be streamed, or an operation on a streamed model is not supported."""
+    """The model cannot be streamed, or an operation on a streamed model is not supported.
+
+    Also raised if PyTorch or NumPy lacks a dtype.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.restore(torch.nn.Linear(4, 4))
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.ModelError: ...
+    """
 
 
 class ConnectionLost(TensorStreamError, ConnectionError, RuntimeError):
-    """The connection was lost, or the peer refused or cancelled. Names the peer."""
+    """The peer cannot be reached, refused the connection, closed it or cancelled a transfer.
+
+    Also raised if a connection is lost, or if an address cannot be used to listen.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> ts.connect("unix:missing.socket")
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.ConnectionLost: ...
+    """
 
 
 class ConnectionTimeout(TensorStreamError, TimeoutError, RuntimeError):
-    """The peer was silent or made no progress, or nothing arrived within a timeout."""
+    """The peer was silent or made no progress, or a call did not complete within its timeout.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> with ts.listen("127.0.0.1:0") as listener:
+        ...     listener.accept(timeout=0.01)
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.ConnectionTimeout: ...
+    """
 
 
 class ProtocolError(TensorStreamError, RuntimeError):
-    """The peer sent invalid data, or cannot be trusted."""
+    """The peer sent invalid data, or its identity could not be verified.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> issubclass(ts.ProtocolError, RuntimeError)
+        True
+    """
 
 
 class OutOfMemoryError(TensorStreamError, MemoryError):
-    """There is not enough memory for a tensor. Gives its size."""
+    """There is not enough memory for a tensor, or a received tensor exceeds ``limit_bytes``.
+
+    The message contains the size of the tensor.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> issubclass(ts.OutOfMemoryError, MemoryError)
+        True
+    """
 
 
 class RemoteTensorError(TensorStreamError, RuntimeError):
-    """An operator failed on its machine. Gives the operator, its arguments and the cause."""
+    """An operator failed on its machine.
+
+    The message names the operator, its arguments, the line of the program and the cause.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import RemoteMachine, RemoteTensorError
+        >>> with RemoteMachine.mock() as machine:
+        ...     x = torch.ones(3, device=machine.device())
+        ...     indices = torch.tensor([9], device=machine.device())
+        ...     try:
+        ...         x.index_select(0, indices).tolist()
+        ...     except RemoteTensorError as error:
+        ...         print("aten::index_select" in str(error))
+        True
+    """
 
 
 class RemoteOutOfMemoryError(RemoteTensorError, OutOfMemoryError):
-    """A machine did not have enough memory for the result of an operator."""
+    """A machine did not have enough memory for the result of an operator.
+
+    Examples:
+        >>> from tensorstream.remote import RemoteOutOfMemoryError
+        >>> issubclass(RemoteOutOfMemoryError, MemoryError)
+        True
+    """
 
 
 class StaleReferenceError(RemoteTensorError):
-    """A tensor no longer exists on its machine."""
+    """A tensor no longer exists on its machine, for example because its session ended.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import RemoteMachine, StaleReferenceError
+        >>> with RemoteMachine.mock() as machine:
+        ...     x = torch.ones(3, device=machine.device())
+        ...     machine.stop()
+        ...     restarted = machine.start()
+        ...     try:
+        ...         x.tolist()
+        ...     except StaleReferenceError:
+        ...         print("the tensor is lost")
+        the tensor is lost
+    """
 
 
 class CrossMachineError(TensorStreamError, RuntimeError):
-    """An operator got tensors of two machines. Names both."""
+    """An operator got tensors of two machines. The message names both machines.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import CrossMachineError, RemoteMachine
+        >>> with RemoteMachine.mock() as one, RemoteMachine.mock() as other:
+        ...     x, y = torch.ones(1, device=one.device()), torch.ones(1, device=other.device())
+        ...     try:
+        ...         x + y
+        ...     except CrossMachineError:
+        ...         (x + y.to(x.device)).tolist()
+        [2.0]
+    """

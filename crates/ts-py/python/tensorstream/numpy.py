@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Reads and writes files of NumPy arrays.
+"""Reads and writes NumPy arrays in ``.ts`` and safetensors files.
 
-The functions are those of ``tensorstream`` with the same names. They raise ``ModelError`` for
-dtypes that NumPy lacks, such as BF16.
+Each function works like the function with the same name in ``tensorstream``. Reading also raises
+``ModelError`` for dtypes that NumPy lacks, such as BF16.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ Array = np.ndarray[Any, Any]
 def load_file(
     path: Path, *, verify: bool = True, mapped: bool = False, lenient: bool = False
 ) -> dict[str, Array]:
-    """Like ``tensorstream.load_file``, but returns arrays on the CPU.
+    """Reads all tensors of a checkpoint as arrays. Blocks; shows a progress bar on a terminal.
+
+    The arguments and errors are those of ``tensorstream.load_file``, without ``device``.
+
+    Returns:
+        The arrays by name, on the CPU.
+
+    Raises:
+        ModelError: A tensor has a dtype that NumPy lacks.
 
     Examples:
         >>> import numpy as np, tensorstream.numpy
@@ -38,7 +46,15 @@ def load_file(
 
 
 def load(data: bytes) -> dict[str, Array]:
-    """Like ``tensorstream.load``, but returns arrays.
+    """Reads all tensors from the bytes of a file as arrays.
+
+    The arguments and errors are those of ``tensorstream.load``.
+
+    Returns:
+        The arrays by name.
+
+    Raises:
+        ModelError: A tensor has a dtype that NumPy lacks.
 
     Examples:
         >>> import numpy as np, tensorstream.numpy
@@ -56,7 +72,10 @@ def save_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """Like ``tensorstream.save_file``, but takes arrays.
+    """Writes arrays to a file atomically. Blocks; shows a progress bar.
+
+    The arguments and errors are those of ``tensorstream.save_file``, with arrays instead of
+    tensors.
 
     Examples:
         >>> import numpy as np, tensorstream.numpy
@@ -75,7 +94,9 @@ def save(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> bytes:
-    """Like ``tensorstream.save``, but takes arrays.
+    """Returns the bytes of the file that ``save_file`` would write.
+
+    The arguments and errors are those of ``tensorstream.save``, with arrays instead of tensors.
 
     Examples:
         >>> import numpy as np, tensorstream.numpy
@@ -92,12 +113,16 @@ def _arrays(tensors: dict[str, torch.Tensor]) -> dict[str, Array]:
 
 
 def as_array(name: str, tensor: torch.Tensor) -> Array:
-    """Returns a tensor on the CPU as an array that shares its memory."""
+    """Returns a NumPy array that shares the memory of a tensor on the CPU.
+
+    Raises:
+        ModelError: NumPy lacks the dtype.
+    """
     try:
         array: Array = tensor.numpy()
     except TypeError as error:
         raise ModelError(
-            f"tensor `{name}` is {tensor.dtype}, which NumPy does not support"
+            f"tensor `{name}` has dtype {tensor.dtype}, which NumPy does not support"
         ) from error
     return array
 
@@ -106,9 +131,12 @@ def _tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, array in arrays.items():
         try:
-            # torch needs contiguous arrays of little-endian numbers.
+            # torch accepts neither big-endian numbers nor negative strides.
             plain = np.array(array, dtype=array.dtype.newbyteorder("<"), order="C", copy=None)
             tensors[name] = torch.from_numpy(plain if plain.flags.writeable else plain.copy())
         except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigurationError(f"cannot write array {name!r}: {error}") from error
+            raise ConfigurationError(
+                f"cannot write {name!r}: expected a NumPy array of a dtype that torch supports, "
+                f"got {type(array).__name__}: {error}"
+            ) from error
     return tensors

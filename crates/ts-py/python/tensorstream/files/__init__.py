@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Reading, writing and converting checkpoints."""
+"""Reads, writes and converts checkpoints."""

@@ -15,28 +15,35 @@ from ..errors import ConfigurationError
 
 T = TypeVar("T")
 
-#: Name, dtype, shape and address modulo 64 of a tensor to write.
+#: A tensor to write: its name, dtype, shape, and address modulo 64, or None for any address.
 NewTensor = tuple[str, str, list[int], int | None]
 
 
 def as_capsule(tensor: torch.Tensor) -> object:
-    """Returns a DLPack capsule over the bytes of a contiguous tensor on the CPU."""
+    """Returns a DLPack capsule of the bytes of a contiguous tensor on the CPU.
+
+    Copies the bytes only if the tensor is lazily conjugated or negated.
+    """
     with torch.inference_mode(False):
         plain = tensor.detach().resolve_conj().resolve_neg()
         return plain.reshape(-1).view(torch.uint8).__dlpack__()
 
 
 def as_tensor(capsule: object, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Returns a tensor over the memory of a DLPack capsule."""
+    """Returns a tensor that shares the memory of a DLPack capsule."""
     # Under inference mode, the result would be an inference tensor, which autograd cannot save.
     with torch.inference_mode(False):
         tensor: torch.Tensor = dlpack.from_dlpack(capsule)
-        # Dtypes that DLPack does not know arrive as bytes.
+        # Tensors of dtypes that DLPack lacks arrive as bytes.
         return tensor if tensor.dtype == dtype else tensor.view(dtype).view(tuple(shape))
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
-    """Returns the name that files use for the dtype of a tensor."""
+    """Returns the name that files use for the dtype of a tensor.
+
+    Raises:
+        ConfigurationError: Files do not support the dtype.
+    """
     dtype = SAFETENSORS_DTYPES.get(tensor.dtype)
     if dtype is None:
         raise ConfigurationError(
@@ -48,7 +55,7 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
 def write_all(
     writer: _native.FileWriter, tensors: Iterable[torch.Tensor], total_bytes: int, label: str
 ) -> None:
-    """Writes tensors, or parts of them, in order and commits the file. Discards it on failure."""
+    """Writes tensors, or parts of them, in order and commits the file. See ``write_then``."""
     write_then(writer, tensors, total_bytes, label, writer.commit)
 
 
@@ -59,8 +66,19 @@ def write_then(
     label: str,
     end: Callable[[], T],
 ) -> T:
-    """Writes tensors, or parts of them, in order and returns ``end()``. Discards the file on
-    failure.
+    """Writes tensors in order, and calls ``end``. Shows a progress bar.
+
+    If writing fails, the new data is discarded, and an existing file is unchanged.
+
+    Args:
+        writer: The file.
+        tensors: The tensors, or parts of them, in the order in the file.
+        total_bytes: The size of all tensors, for the progress bar.
+        label: The label of the progress bar.
+        end: Completes the file.
+
+    Returns:
+        The result of ``end``.
     """
     bar = _native.Progress(label, total_bytes)
     try:

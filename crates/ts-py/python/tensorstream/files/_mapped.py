@@ -12,7 +12,7 @@ import torch
 from .. import _native
 from ..errors import CheckpointChangedError, ConfigurationError
 
-#: Offsets from here on refer to decoded bytes of compressed tensors, not to bytes of the file.
+#: Offsets from this one on refer to decoded bytes of compressed tensors, not to bytes of the file.
 _DECODED = 1 << 63
 
 
@@ -29,7 +29,11 @@ class MappedFiles:
     def view(self, name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor | None:
         """Returns a tensor that is a view of the file.
 
-        Returns ``None`` if the tensor is empty or compressed, or not aligned for its dtype.
+        Returns ``None`` if the tensor is empty, compressed, or not aligned for its dtype.
+
+        Raises:
+            ConfigurationError: The file is remote.
+            CheckpointChangedError: The file was truncated, replaced or written to.
         """
         ((file, offset, length),) = self._checkpoint.entry(name)[2]
         if length == 0 or offset >= _DECODED or offset % dtype.itemsize:
@@ -44,12 +48,16 @@ class MappedFiles:
     def _map(self, file: int) -> mmap.mmap:
         path, length, _ = self._checkpoint.files()[file]
         if self._checkpoint.is_remote(file):
-            raise ConfigurationError(f"{path}: cannot map a remote file; load it without `mapped`")
+            raise ConfigurationError(
+                f"{path}: cannot map a remote file; load it without mapped=True"
+            )
         with open(path, "rb") as opened:
             mapping = mmap.mmap(opened.fileno(), length, access=mmap.ACCESS_COPY)
-            # The path must still name the file whose header was read, and that must be the file
-            # that was mapped.
+            # Checks that the path still names the file whose header was read, and that this file
+            # was mapped.
             self._checkpoint.require_unchanged(file)
             if not os.path.samestat(os.fstat(opened.fileno()), os.stat(path)):
-                raise CheckpointChangedError(f"{path}: the file was replaced while it was opened")
+                raise CheckpointChangedError(
+                    f"{path}: the file was replaced while it was opened; open it again"
+                )
             return mapping

@@ -23,20 +23,22 @@ Index = int | slice | list[int] | torch.Tensor | EllipsisType | None
 class safe_open:
     """Opens a checkpoint, to read its tensors one at a time. A context manager.
 
-    Works as ``safetensors.safe_open``, and also with ``.ts`` files, shard indexes, directories and
-    URLs. Opening reads headers only.
+    Works like ``safetensors.safe_open``, and also with ``.ts`` files, shard indexes, directories
+    and URLs. Opening a checkpoint reads only its headers.
 
     Args:
         filename: The path or URL.
         framework: ``"pt"`` (or ``"torch"``) for torch tensors, ``"np"`` (or ``"numpy"``) for NumPy
             arrays.
-        device: The device of torch tensors.
-        mapped: Return views of the file; see ``load_file``.
-        lenient: Accept what only the safetensors library accepts; see ``load_file``.
+        device: The device of torch tensors. NumPy arrays are always on the CPU.
+        mapped: Whether to return views of the file. See ``load_file``.
+        lenient: Whether to accept files that only the safetensors library accepts. See
+            ``load_file``.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint.
-        CheckpointError: It is damaged.
+        CheckpointNotFoundError: There is no checkpoint at ``filename``.
+        CheckpointError: The checkpoint is damaged.
+        CheckpointPermissionError: The process may not read the checkpoint.
         ConfigurationError: The framework is unknown.
 
     Examples:
@@ -80,11 +82,11 @@ class safe_open:
         return self._checkpoint.names()
 
     def offset_keys(self) -> list[str]:
-        """Returns the names of the tensors, in their order in the files."""
+        """Returns the names of the tensors, sorted by their offsets in the files."""
         return self._checkpoint.names_by_place()
 
     def metadata(self) -> dict[str, str] | None:
-        """Returns the metadata of all files, or ``None`` if they have none."""
+        """Returns the metadata of all files together, or ``None`` if they have none."""
         merged: dict[str, str] = {}
         for _, _, metadata in self._checkpoint.files():
             merged |= metadata
@@ -93,24 +95,32 @@ class safe_open:
     def get_tensor(self, name: str) -> Any:
         """Reads a tensor. Blocks.
 
+        Returns:
+            A torch tensor, or a NumPy array if the framework is NumPy.
+
         Raises:
-            MissingTensorError: There is no tensor of this name.
+            MissingTensorError: There is no tensor with this name.
             ChecksumError: Data differs from its checksum.
+            ConfigurationError: The file was opened with ``mapped=True``, but is remote.
             StorageError: Reading failed.
-            ModelError: It has a dtype that torch, or NumPy, lacks.
+            ModelError: torch or NumPy lacks the dtype.
         """
         return self.get_slice(name)[...]
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Returns a tensor whose parts can be read, as in ``get_slice(name)[2:4, :, 0]``.
+        """Returns an object that reads parts of a tensor, as in ``get_slice(name)[2:4, :, 0]``.
 
-        Reads nothing yet.
+        Reads no data of the tensor yet.
+
+        Raises:
+            MissingTensorError: There is no tensor with this name.
+            ModelError: torch lacks the dtype.
         """
         return TensorSlice(self._checkpoint, self._files, name, self._device)
 
 
 class TensorSlice:
-    """A tensor in a file. Indexing reads the smallest block that contains the elements.
+    """A tensor in a file. Indexing reads the smallest block that contains the selected elements.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -134,19 +144,20 @@ class TensorSlice:
         self._dtype, self._shape = torch_type(checkpoint, name)
 
     def get_shape(self) -> list[int]:
-        """Returns the shape."""
+        """Returns the size of each dimension."""
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """Returns the name of the dtype in files, such as ``BF16``."""
+        """Returns the safetensors name of the dtype, such as ``"BF16"``."""
         return self._checkpoint.entry(self._name)[0]
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
-        """Reads elements, indexed as in torch. Blocks.
+        """Reads the elements that a torch index selects. Blocks.
 
         Raises:
-            IndexError: The index is out of bounds, or not supported.
+            IndexError: The index is out of bounds or not supported.
             ChecksumError: Data differs from its checksum.
+            ConfigurationError: The file was opened with ``mapped=True``, but is remote.
             StorageError: Reading failed.
             ModelError: NumPy lacks the dtype.
         """
@@ -166,13 +177,13 @@ class TensorSlice:
 def _block(
     shape: list[int], index: tuple[Index, ...]
 ) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
-    """Returns the block of a tensor that contains the elements, and their index within it."""
+    """Returns the smallest block with the selected elements, and their index within the block."""
     taken = sum(1 for each in index if each is not None and each is not Ellipsis)
     if taken > len(shape):
         raise IndexError(f"too many indices: expected at most {len(shape)}, got {taken}")
     ellipses = sum(1 for each in index if each is Ellipsis)
     if ellipses > 1:
-        raise IndexError("an index can have only one ellipsis")
+        raise IndexError(f"invalid index: expected at most one ellipsis, got {ellipses}")
     if not ellipses:
         index = (*index, Ellipsis)
     block: list[tuple[int, int]] = []
@@ -192,18 +203,21 @@ def _block(
 
 
 def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any]:
-    """Returns the range of a dimension that the index needs, and the index within that range."""
+    """Returns the range of a dimension that an index needs, and the index within this range."""
     if isinstance(index, slice):
         begin, end, step = index.indices(size)
         if step < 0:
-            raise IndexError("the step of a slice must be positive")
+            raise IndexError(
+                f"invalid slice for dimension {dimension}: the step must be positive, got {step}"
+            )
         end = max(begin, end)
         return (begin, end), slice(0, end - begin, step)
     single = not isinstance(index, list | torch.Tensor)
     wanted = torch.as_tensor(index)
     if wanted.dim() > 1:
         raise IndexError(
-            f"the index of a dimension must be a scalar or 1-D, got {wanted.dim()} dimensions"
+            f"invalid index for dimension {dimension}: expected a scalar or a 1-D index, got "
+            f"{wanted.dim()} dimensions"
         )
     if wanted.dtype == torch.bool:
         if wanted.dim() == 0 or len(wanted) != size:

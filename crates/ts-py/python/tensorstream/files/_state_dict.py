@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Reads and writes files of tensors, in ``.ts`` and safetensors format."""
+"""Reads and writes files of tensors in ``.ts`` and safetensors format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._mapped import MappedFiles
 
 Path = str | os.PathLike[str]
 
-#: The most memory for tensors that wait to be copied to another device, in bytes.
+#: The most host memory for tensors that are being copied to another device, in bytes.
 _STAGING_BYTES = 256 << 20
 
 
@@ -33,32 +33,36 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Reads all tensors of a checkpoint into memory. Blocks; shows a progress bar on a terminal.
 
-    Reads into huge pages, from the page cache if it holds the data and with direct I/O otherwise.
-    Compressed tensors are decoded on all cores. Neighbouring tensors of less than 16 MiB together
-    share an allocation, which is freed with the last of them.
+    Reads into huge pages if possible. Reads local files from the page cache if it contains the
+    data, with direct I/O otherwise.
+    Compressed tensors are decoded on all cores. Adjacent tensors of up to 16 MiB together share an
+    allocation, which is freed when the last of these tensors is deleted.
 
     Args:
         path: A ``.safetensors`` or ``.ts`` file, a shard index, a directory with one of them, or a
             URL.
-        device: The device of the tensors. Those for another device than the CPU are copied while
-            the next ones are read, through 256 MiB of memory, or twice the largest tensor.
+        device: The device of the tensors. For a device other than the CPU, tensors are copied to it
+            while the next ones are read. This uses 256 MiB of host memory, or more if the largest
+            tensors need it.
         verify: Whether to verify checksums, if the file has any.
-        mapped: Return views of the file instead. Data is read when it is first touched, and not
-            verified. Writes do not change the file. While the tensors exist, the file must not be
-            truncated, which would kill the process, or written to. Compressed tensors are read as
-            usual.
-        lenient: Accept safetensors files that only the safetensors library accepts: empty or
-            duplicate names, unknown fields.
+        mapped: Whether to return views of the file. Data is then read at its first use and not
+            verified, and writes to the tensors do not change the file. While the tensors exist, the
+            file must not change. If it is truncated, the process crashes. Compressed or unaligned
+            tensors are read as usual.
+        lenient: Whether to accept safetensors files that only the safetensors library accepts, such
+            as those with empty names, duplicate names or unknown fields.
 
     Returns:
-        The tensors by name, contiguous.
+        The contiguous tensors, by name.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at ``path``.
-        CheckpointError: It is damaged.
+        CheckpointError: The checkpoint is damaged.
+        CheckpointPermissionError: The process may not read the checkpoint.
         ChecksumError: Data differs from its checksum.
+        ConfigurationError: ``mapped`` is true, but ``path`` is a URL.
         StorageError: Reading failed.
-        ModelError: A tensor has a dtype that torch lacks.
+        ModelError: A tensor has a dtype or a shape that torch does not support.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -91,23 +95,27 @@ def load_into(
 ) -> None:
     """Reads tensors of a checkpoint into existing tensors. Blocks; shows a progress bar.
 
-    Needs no new memory for the tensors, and is faster than ``load_file`` where new pages are
-    the limit. Uses about 2 MiB for each of 16 threads, or of as many as there are cores.
+    Allocates no memory for the tensors, so it is faster than ``load_file`` where allocating pages
+    limits the speed. Uses about 2 MiB for each thread, of which there are at least 16.
 
     Args:
-        tensors: The targets, by name in the checkpoint: of the same dtype and shape, on the CPU,
-            contiguous, and not overlapping. Autograd does not notice the change.
-        path: As of ``load_file``.
-        verify: As of ``load_file``.
-        lenient: As of ``load_file``.
+        tensors: The targets, by name in the checkpoint. They must have the dtypes and shapes of the
+            checkpoint, be contiguous and on the CPU, and not overlap. Autograd does not notice the
+            change.
+        path: See ``load_file``.
+        verify: See ``load_file``.
+        lenient: See ``load_file``.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at ``path``.
-        CheckpointError: It is damaged.
-        MissingTensorError: It lacks a tensor.
-        ConfigurationError: A target has another dtype or shape, or is not contiguous.
-        ChecksumError: Data differs from its checksum. The targets are undefined then.
-        StorageError: Reading failed. The targets are undefined then.
+        CheckpointError: The checkpoint is damaged.
+        CheckpointPermissionError: The process may not read the checkpoint.
+        MissingTensorError: The checkpoint lacks a tensor.
+        ConfigurationError: A target has another dtype or shape, is not contiguous, is not on the
+            CPU, overlaps another target, or is lazily conjugated or negated.
+        ChecksumError: Data differs from its checksum. The content of the targets is then undefined.
+        StorageError: Reading failed. The content of the targets is then undefined.
+        ModelError: A tensor has a dtype that torch lacks.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -123,10 +131,11 @@ def load_into(
         dtype, shape = torch_type(checkpoint, name)
         actual = (tensor.dtype, list(tensor.shape), tensor.device.type, tensor.is_contiguous())
         if actual != (dtype, shape, "cpu", True) or tensor.is_conj() or tensor.is_neg():
+            lazy = "lazily conjugated or negated " if tensor.is_conj() or tensor.is_neg() else ""
             raise ConfigurationError(
                 f"cannot load `{name}`: expected a contiguous CPU tensor of {dtype} {shape}, got a "
-                f"{'' if actual[3] else 'non-contiguous '}tensor of {actual[0]} {actual[1]} on "
-                f"{actual[2]}"
+                f"{lazy}{'' if actual[3] else 'non-contiguous '}tensor of {actual[0]} {actual[1]} "
+                f"on {actual[2]}"
             )
         ends.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
     ends = sorted(end for end in ends if end[0] < end[1])
@@ -139,16 +148,16 @@ def load_into(
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
-    """Reads all tensors of a file in memory.
+    """Reads all tensors from the bytes of a file.
 
     Args:
         data: The bytes of a ``.safetensors`` or ``.ts`` file. The format is detected.
 
     Returns:
-        The tensors by name, on the CPU, contiguous. They do not share memory with ``data``.
+        The contiguous tensors on the CPU, by name. They do not share memory with ``data``.
 
     Raises:
-        CheckpointError: ``data`` is not such a file, or is damaged.
+        CheckpointError: ``data`` is not a file in one of these formats, or is damaged.
         ChecksumError: Data differs from its checksum.
         ModelError: A tensor has a dtype that torch lacks.
 
@@ -169,7 +178,7 @@ def read_tensor(
     Args:
         checkpoint: The checkpoint.
         name: The name of the tensor.
-        block: The first index and the end of each dimension.
+        block: The first index and the end index of each dimension. ``None`` reads all elements.
     """
     dtype, shape = torch_type(checkpoint, name)
     if block is None:
@@ -188,12 +197,12 @@ def torch_type(checkpoint: _native.Checkpoint, name: str) -> tuple[torch.dtype, 
     """Returns the torch dtype and the shape of a tensor.
 
     Raises:
-        ModelError: torch does not support them.
+        ModelError: torch does not support the dtype or the shape.
     """
     dtype, shape, _ = checkpoint.entry(name)
     torch_dtype = TORCH_DTYPES.get(dtype)
     if torch_dtype is None:
-        raise ModelError(f"tensor `{name}` is {dtype}, which torch does not support")
+        raise ModelError(f"tensor `{name}` has dtype {dtype}, which torch does not support")
     try:
         torch.empty(shape, dtype=torch_dtype, device="meta")
     except (RuntimeError, TypeError) as error:  # an empty tensor can have sizes that overflow
@@ -211,20 +220,22 @@ def save_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """Writes tensors to a file, atomically. Blocks; shows a progress bar.
+    """Writes tensors to a file atomically. Blocks; shows a progress bar.
 
-    Tensors that share memory are written separately, and non-contiguous ones as contiguous.
+    Tensors that share memory are written separately. Non-contiguous tensors are written as
+    contiguous.
 
     Args:
         tensors: The tensors by name, on any device.
         path: A ``.ts`` or ``.safetensors`` file. An existing file is replaced.
-        metadata: Text by key.
+        metadata: Strings by key, which are stored in the file.
         codec: The compression of a ``.ts`` file; see ``convert``.
         compression_level: The level of the codec; see ``convert``.
 
     Raises:
-        ConfigurationError: The suffix is not that of a format, or a tensor, name or key cannot be
-            written.
+        CheckpointPermissionError: The process may not write the file.
+        ConfigurationError: The suffix does not name a format, or an argument, tensor, name or key
+            is invalid.
         StorageError: Writing failed. An existing file is unchanged.
 
     Examples:
@@ -245,28 +256,29 @@ def append_file(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> None:
-    """Adds or replaces tensors of a ``.ts`` file, atomically. Blocks; shows a progress bar.
+    """Adds, replaces or removes tensors of a ``.ts`` file. Blocks; shows a progress bar.
 
-    After a crash or a power failure, the file has all of the change or none. ``compact``
-    reclaims the space of replaced and removed tensors. Readers that have the file open get a
-    ``CheckpointChangedError`` at their next read.
+    The change is atomic, also after a crash or a power failure. ``compact`` reclaims the space of
+    replaced and removed tensors. Readers that have the file open get a ``CheckpointChangedError``
+    at their next read.
 
     Args:
         tensors: The tensors by name, on any device.
         path: The file.
-        metadata: Text by key, which is added to that of the file.
+        metadata: Strings by key, which are added to the metadata of the file.
         remove: Names of tensors to remove.
         codec: The compression of the new tensors; see ``convert``.
         compression_level: The level of the codec; see ``convert``.
 
     Raises:
         CheckpointNotFoundError: There is no file at ``path``.
-        CheckpointError: It is damaged.
+        CheckpointError: The file is damaged.
+        CheckpointPermissionError: The process may not write the file.
         MissingTensorError: A tensor to remove does not exist.
         ConfigurationError: The file is not a ``.ts`` file, or a tensor, name or key cannot be
             written.
-        StorageError: Writing failed. The file is unchanged, or has the new content if only the last
-            flush failed.
+        StorageError: Writing failed. The file is unchanged. If only the last flush failed, it has
+            the new content.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -290,11 +302,11 @@ def save(
     codec: Codec = "raw",
     compression_level: int | None = None,
 ) -> bytes:
-    """Returns the bytes of a file of tensors, as ``save_file`` would write it.
+    """Returns the bytes of the file that ``save_file`` would write.
 
     Args:
         tensors: The tensors by name, on any device.
-        metadata: Text by key.
+        metadata: Strings by key, which are stored in the file.
         format: The format of the file.
         codec: The compression of a ``.ts`` file; see ``convert``.
         compression_level: The level of the codec; see ``convert``.
@@ -323,8 +335,8 @@ def _specs(
         for key, value in mapping.items():
             if not isinstance(key, str) or not isinstance(value, wanted):
                 raise ConfigurationError(
-                    f"cannot write {key!r}: {type(value).__name__}: expected tensors and metadata "
-                    "by str, and metadata values of type str"
+                    f"cannot write {key!r}: expected a name of type str and a value of type "
+                    f"{wanted.__name__}, got {type(key).__name__} and {type(value).__name__}"
                 )
     specs: list[NewTensor] = [
         (name, dtype_name(name, tensor), list(tensor.shape), None)

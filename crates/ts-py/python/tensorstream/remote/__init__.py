@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Runs PyTorch operators on other machines: the device ``ts``.
+"""Runs PyTorch operators on other machines, through the device ``ts``.
 
->>> from tensorstream.remote import RemoteMachine
->>> with RemoteMachine.local() as machine:
-...     x = torch.randn(4, 4, device=machine.device())
-...     (x @ x).cpu()
+Most operator calls return at once, and are sent in batches. Reading a value waits until it is
+computed.
 
-Calls return at once, and operators are sent in batches. Reading a value waits until it is computed.
+Examples:
+    >>> import torch
+    >>> from tensorstream.remote import RemoteMachine
+    >>> with RemoteMachine.mock() as machine:
+    ...     x = torch.ones(2, 2, device=machine.device())
+    ...     (x @ x).tolist()
+    [[2.0, 2.0], [2.0, 2.0]]
 """
 
 from ..errors import (

@@ -2,9 +2,9 @@
 """Hides the device ``ts`` from ``torch.accelerator``.
 
 A process has one accelerator, and PyTorch prefers a device of another package to CUDA. ``ts`` has
-no streams, no allocator and no pinned memory on this computer, so it must not be chosen. The
-functions that PyTorch calls for the accelerator are therefore redirected to the accelerator that it
-had before ``ts`` was registered.
+no streams, no allocator and no pinned memory on this computer, so PyTorch must not choose it. The
+functions that PyTorch calls for the accelerator are therefore redirected to the accelerator from
+before the registration of ``ts``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-#: Functions ``torch._C._accelerator_*``, and the functions of a device's module that do the same.
+#: The equivalents of the functions ``torch._C._accelerator_*`` in the module of a device.
 _FUNCTIONS = {
     "getDeviceIndex": "current_device",
     "setDeviceIndex": "set_device",
@@ -45,8 +45,8 @@ def current() -> torch.device | None:
 
 
 def redirect_to(accelerator: torch.device | None) -> None:
-    """Makes PyTorch use this accelerator, or none, whatever devices are registered."""
-    # A plain assignment would not type-check: the declared function never returns None.
+    """Makes PyTorch use ``accelerator``, or none, regardless of the registered devices."""
+    # mypy would reject an assignment, because the declared function never returns None.
     setattr(torch._C, "_accelerator_getAccelerator", lambda: accelerator)  # noqa: B010
     module = None if accelerator is None else torch.get_device_module(accelerator)
     for name, replacement_name in _FUNCTIONS.items():
@@ -58,17 +58,19 @@ def redirect_to(accelerator: torch.device | None) -> None:
         if name == "isAllocatorInitialized" and module is None:
             replacement = _false
         if replacement is not None:
+            # PyTorch has no setting for this, but looks the functions up at each call.
             setattr(torch._C, f"_accelerator_{name}", replacement)
     if accelerator is not None:
         _redirect_host_cache(accelerator)
         _redirect_generators(accelerator)
     for name in ("pin_memory", "is_pinned"):
         method = _with_accelerator(getattr(torch.Tensor, name), accelerator)
+        # PyTorch would otherwise pin memory for ``ts``.
         setattr(torch.Tensor, name, method)
 
 
 def _raise_unavailable(*_: Any) -> Any:
-    # The message is PyTorch's.
+    # This is the message of PyTorch.
     raise RuntimeError("Cannot access accelerator device when none is available.")
 
 
@@ -99,7 +101,7 @@ def _redirect_generators(accelerator: torch.device) -> None:
 def _with_accelerator(
     method: Callable[..., Any], accelerator: torch.device | None
 ) -> Callable[..., Any]:
-    """Wraps a method about pinned memory, so that its default device is ``accelerator``."""
+    """Wraps ``pin_memory`` or ``is_pinned``, so that the default device is ``accelerator``."""
     unavailable = _raise_unavailable if method.__name__ == "pin_memory" else _false
 
     @functools.wraps(method)
@@ -111,7 +113,7 @@ def _with_accelerator(
         if accelerator is None:
             return unavailable()
         with warnings.catch_warnings():
-            # The argument is deprecated, but needed here.
+            # The argument is deprecated, but the default would be ``ts``.
             warnings.simplefilter("ignore", DeprecationWarning)
             return method(self, accelerator.type)
 

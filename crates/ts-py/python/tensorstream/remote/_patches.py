@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Replaces functions of PyTorch that do not support the device ``ts``.
 
-Each patch is applied once, when the first machine starts, and holds for the whole process. For
-tensors and modules on other devices it calls the original. docs/remote/patches.md lists the patches
-for users.
+Each patch is applied once, when the first machine starts, and affects the whole process. For
+tensors and modules on other devices, the patch calls the original function. docs/remote/patches.md
+describes the patches for users.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def apply() -> None:
 
 
 def _patch_backward() -> None:
-    """Runs backward on the calling thread while there are machines.
+    """Makes backward run on the calling thread while there are machines.
 
-    Changes the function by which ``torch.autograd`` calls its engine. The engine creates one thread
-    for the device, because it assumes a single index. Without the patch, backward fails through
-    operators on ``ts:1`` and on later indices, also from an output on the CPU.
+    Changes the function with which ``torch.autograd`` calls its engine. The engine creates only one
+    thread for ``ts``, because it assumes a single device index. Without the patch, backward through
+    an operator on ``ts:1`` or a later index fails, even if the output is on the CPU.
     """
     from torch.autograd import graph
 
@@ -48,15 +48,16 @@ def _patch_backward() -> None:
                 return run(outputs, *args, **kwargs)
         return run(outputs, *args, **kwargs)
 
+    # Each module has its own reference to the function. For mypy, the types differ.
     graph._engine_run_backward = run_backward  # type: ignore[assignment]
     torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment,attr-defined]
 
 
 def _patch_untyped_storage() -> None:
-    """Creates ``torch.UntypedStorage(..., device="ts:0")`` through an empty tensor.
+    """Makes ``torch.UntypedStorage(..., device="ts:0")`` return the storage of a new tensor.
 
-    Changes ``torch.UntypedStorage.__new__``, which needs an allocator of the device. ``ts`` has
-    none.
+    Changes ``torch.UntypedStorage.__new__``, which needs an allocator for the device. ``ts`` has no
+    allocator.
     """
     make = torch.UntypedStorage.__new__
 
@@ -70,6 +71,7 @@ def _patch_untyped_storage() -> None:
             kwargs["device"] = device
         return make(cls, *args, **kwargs)
 
+    # The class has no other hook for creation. mypy does not allow assignments to methods.
     torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]
 
 
@@ -113,20 +115,22 @@ def _patch_module_moves() -> None:
             finally:
                 future.set_swap_module_params_on_conversion(False)
 
+        # PyTorch has no hook for moves of a module.
         setattr(torch.nn.Module, name, move_module)
 
     def ts(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
         """Moves the module to a device ``ts``, by default the current one."""
         return self.to(torch.device("ts", _registry.index_of(device)))
 
-    torch.nn.Module.ts = ts  # type: ignore[attr-defined]  # PyTorch generates it
+    # Replaces the method that PyTorch generates. mypy does not see generated methods.
+    torch.nn.Module.ts = ts  # type: ignore[attr-defined]
 
 
 def _patch_linear_cross_entropy() -> None:
-    """Accumulates ``linear_cross_entropy`` on a CPU machine as on a CPU.
+    """Makes ``linear_cross_entropy`` accumulate on a CPU machine as it does on a CPU.
 
     Changes ``LinearCrossEntropyOptions._adjust``, which chooses the accumulation by the type of
-    the device. PyTorch before 2.15 does not have it.
+    the device. PyTorch before 2.15 does not have this class.
     """
     try:
         from torch.nn.modules.linear_cross_entropy_options import (
@@ -145,6 +149,7 @@ def _patch_linear_cross_entropy() -> None:
             bound.arguments["device"] = torch.device("cpu")
         return adjust(*bound.args, **bound.kwargs)
 
+    # PyTorch has no setting for this choice. mypy does not allow assignments to methods.
     Options._adjust = adjust_as_machine  # type: ignore[method-assign]
 
 
@@ -152,10 +157,10 @@ def _patch_linear_cross_entropy() -> None:
 def _recreate_uninitialized(
     module: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None
 ) -> Iterator[None]:
-    """Removes parameters and buffers without a shape, which cannot be moved, during a move.
+    """Replaces uninitialized parameters and buffers of a module, which cannot be moved.
 
-    Afterwards creates them on ``device`` with ``dtype``, or with their own device and dtype for
-    None.
+    Removes them at the start of the block. At its end, creates them on ``device`` with ``dtype``.
+    None for ``device`` or ``dtype`` keeps their own device or dtype.
     """
     removed = [
         (tensors, name, value)
@@ -187,7 +192,7 @@ def _names_device(value: Any) -> bool:
 _DEVICES = ("ts", "cpu", "cuda", "mps", "xpu", "meta")
 
 
-#: Python modules that move a model to the device that they chose, without a request of the user.
+#: Python modules that move a model to a device without a request of the user.
 _TRAINERS = ("accelerate.accelerator", "transformers.trainer")
 
 
@@ -207,4 +212,5 @@ def _refuse_trainers(model: str, device: torch.device) -> None:
                 f'variable ACCELERATE_TORCH_DEVICE="{device}" before the first Accelerator or '
                 "TrainingArguments is created"
             )
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+        # The type of ``frame`` excludes None, which ends the loop.
+        frame = frame.f_back  # type: ignore[assignment]

@@ -14,13 +14,13 @@ from .. import _native
 
 #: The sessions, by the index of their first device.
 SESSIONS: dict[int, Any] = {}
-#: What the machine of a device runs operators on, "cpu" or "cuda", by the index of the device.
+#: The type of device on which a machine runs operators, "cpu" or "cuda", by device index.
 KINDS: dict[int, str] = {}
-#: The index of the machine's first device and the machine's address, by the index of the device.
-#: Machines that are paused or stopped are absent.
+#: The index of the first device of a machine, and the machine's address, by device index. Paused
+#: and stopped machines are absent.
 ADDRESSES: dict[int, tuple[int, str]] = {}
-#: The paused machines, by the index of their first device. The value is the seed of the last
-#: ``manual_seed_all`` during the pause, which is set when the machine resumes.
+#: The paused machines, by the index of their first device. The value is the last seed of
+#: ``manual_seed_all`` during the pause, or None. The machine gets this seed when it resumes.
 PAUSED: dict[int, int | None] = {}
 
 _current = threading.local()
@@ -34,7 +34,7 @@ def add(session: Any, count: int) -> None:
 
 
 def count() -> int:
-    """Returns the number of devices, including the indices of stopped machines."""
+    """Returns the number of devices, including those of stopped machines."""
     number: int = _process.count
     return number
 
@@ -55,14 +55,14 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Sets this thread's current device, by device or index."""
+    """Sets this thread's current device. Does nothing if the index is negative or missing."""
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
     if index is not None and index >= 0:
         _current.index = index
 
 
 def index_of(device: Any) -> int:
-    """Returns the index of a device, or of the current device if it has none."""
+    """Returns the index of a device, or that of the current device if ``device`` has no index."""
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
     return current_device() if index is None else index
 
@@ -79,5 +79,5 @@ def _after_fork() -> None:
 
 
 def watch_forks() -> None:
-    """Registers a fork handler, after which a child leaves the sessions of its parent alone."""
+    """Registers a fork handler, so that a child process does not use the parent's sessions."""
     os.register_at_fork(after_in_child=_after_fork)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The program ``tensorstream serve``: a broker without PyTorch, and a process for each session."""
+"""Implements ``tensorstream serve``: a broker without PyTorch, and a process for each session."""

@@ -35,7 +35,7 @@ def _with_options(message: str) -> str:
 def token_in(path: str) -> str:
     """Reads the token from the first line of a file, as ``tensorstream serve-weights`` does.
 
-    Removes whitespace around it.
+    Removes whitespace around the token.
 
     Raises:
         OSError: The file cannot be read.
@@ -55,17 +55,20 @@ def _parser() -> argparse.ArgumentParser:
         "--listen", metavar="ADDRESS", default="127.0.0.1:7470",
         help="HOST:PORT, with port 0 for a free port, or unix:PATH (default: %(default)s)",
     )  # fmt: skip
-    add("--token-file", metavar="FILE", help="a file whose first line is the secret of the clients")
+    add("--token-file", metavar="FILE", help="a file whose first line is the clients' secret")
     add("--tls-cert", metavar="FILE", help="a certificate chain (PEM); clients then use TLS")
-    add("--tls-key", metavar="FILE", help="the key of the certificate (PEM)")
+    add("--tls-key", metavar="FILE", help="the private key of the certificate (PEM)")
     add(
         "--tls-client-ca", metavar="FILE",
         help="accept only clients with a certificate of these authorities (PEM)",
     )  # fmt: skip
     add("--insecure", action="store_true", help="accept clients without a token or certificate")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="what runs the operators")
-    add("--devices", type=int, metavar="N", help="the number of devices (default: all GPUs, or 8)")
-    add("--threads", type=int, metavar="N", help="PyTorch threads of each session")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="the type of the devices")
+    add(
+        "--devices", type=int, metavar="N",
+        help="the number of devices (default: all GPUs; 8 for cpu)",
+    )  # fmt: skip
+    add("--threads", type=int, metavar="N", help="the number of PyTorch threads of each session")
     add(
         "--max-sessions", type=int, default=256, metavar="N",
         help="the most sessions at a time (default: %(default)s)",
@@ -87,10 +90,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs ``tensorstream serve`` until a signal ends it.
 
     Args:
-        arguments: The command line; None for that of the process.
+        arguments: The arguments. None means those of the process.
 
     Returns:
-        The exit status.
+        The exit status: 0, or 2 if the server cannot start.
+
+    Raises:
+        SystemExit: The arguments are invalid.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -126,21 +132,24 @@ def main(arguments: list[str] | None = None) -> int:
     except (RuntimeError, OSError, ValueError) as error:
         print(f"tensorstream serve: {_with_options(str(error))}", file=sys.stderr)
         return 2
-    # Each session, and each tensor that it offers, needs descriptors.
+    # Each session needs file descriptors, and so does each tensor that it offers.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: served.stop())
     if options.no_sandbox:
         _log.warning("--no-sandbox: a malicious client can read this user's files")
+    elif not served.restrictions:
+        _log.warning("the system lacks Landlock and seccomp, so sessions have no sandbox")
     elif len(served.restrictions) < 2:
-        prevented = ", ".join(served.restrictions) or "nothing"
+        prevented = ", ".join(served.restrictions)
         _log.warning(
-            "the system lacks Landlock or seccomp; the sandbox of sessions only prevents %s",
+            "the system lacks Landlock or seccomp, so the sandbox of sessions blocks access only "
+            "to %s",
             prevented,
         )
     elif options.device == "cuda":
-        _log.warning("sessions on GPUs can open files, because the driver needs them")
+        _log.warning("sessions on GPUs can open files, because the GPU driver must open files")
     print(f"listening at {dispatcher.address}", flush=True)
     served.run()
     return 0

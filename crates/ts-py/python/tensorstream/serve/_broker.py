@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The main process of ``tensorstream serve``: authenticates clients, and runs no operators.
 
-It holds the token and the TLS keys. Each session runs in its own process
-(``tensorstream.remote.server._zygote``), which cannot open files or sockets. The broker passes it
-the client's connections, and the tensors of other sessions and machines that it may read.
+Only the broker has the token and the TLS keys. Each session runs in its own process
+(``tensorstream.remote.server._zygote``). Unless the sandbox is disabled or not supported, the
+process cannot connect sockets, and on a CPU it cannot open files. The broker passes the client's
+connections to the process, and the tensors of other sessions and machines that it may read.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _SERVICE = re.compile(r"exec(/[0-9a-f]{32})?")
 _MAX_OFFERED = 16
 #: The most tensors that all sessions together can offer at a time.
 _MAX_OFFERED_TOTAL = 1024
-#: The most connections of one session at a time. A client uses one. Others are lost connections
-#: whose end was not noticed yet.
+#: The most connections of one session at a time. A client uses one. The others are lost connections
+#: whose end the session has not noticed yet.
 _MAX_CONNECTIONS = 8
 #: The time that sessions have to end when the server stops, in seconds.
 _GRACE = 5.0
@@ -50,17 +51,17 @@ _SIGNALS = {-number: number.name for number in signal.Signals}
 
 
 class _InvalidRequest(Exception):
-    """The process of a session has sent a request that only a manipulated process sends."""
+    """The process of a session has sent an invalid request, or has failed."""
 
 
 class _Session:
     """A session and its process.
 
     Args:
-        number: Its number in logs.
-        service: The key by which further connections find it.
+        number: The number of the session in logs.
+        service: The service name that further connections of the client request.
         handoffs: The socket that passes connections to the process.
-        requests: The socket for requests of the process to the broker.
+        requests: The socket for requests from the process to the broker.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class _Session:
             handoffs,
             requests,
         )
-        #: The number of open connections, and the time when the last one closed.
+        #: The number of open connections, and the time when a connection most recently closed.
         self.connections = 0
         self.idle_since = 0.0
-        #: The tickets of the tensors that it offers.
+        #: The tickets of the tensors that the session offers.
         self.offered: set[str] = set()
         self.ended = threading.Event()
 
@@ -83,16 +84,17 @@ class _Session:
 class _Processes:
     """Creates the processes of sessions.
 
-    For CPUs they are forked from a zygote process. GPU drivers do not support fork, so for GPUs
-    each process is started separately, and the next one is started in advance.
+    On a CPU, the processes are forked from a zygote process. GPU drivers do not support fork, so on
+    GPUs each process is started separately, and the next one is started in advance.
 
     The constructor blocks until a session can start.
 
     Args:
-        options: The options of the sessions.
+        options: The options of the sessions. See ``Broker``.
 
     Raises:
-        RuntimeError: No process for sessions can be started.
+        OSError: The system cannot create a process.
+        RuntimeError: The zygote has ended, or this computer does not have the devices.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -101,10 +103,10 @@ class _Processes:
         self._lock = threading.Lock()
         self._closing = False
         self._all: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
-        #: Descriptors of the processes of sessions, by session. None if the process is to be killed
-        #: as soon as its descriptor arrives.
+        #: Descriptors of the processes of sessions, by session number. None if the process is to be
+        #: killed as soon as its descriptor arrives.
         self._pidfds: dict[int, int | None] = {}
-        #: What the sandbox of a session prevents: a description for each mechanism.
+        #: What the sandbox of a session blocks access to, one text for each mechanism.
         self.restrictions: list[str] = []
         self._next = self._start()
         self._await_ready(self._next)
@@ -142,12 +144,13 @@ class _Processes:
         """Waits until a zygote is ready, and starts a thread that watches it.
 
         Raises:
-            RuntimeError: It has ended, or this computer does not have the devices.
+            RuntimeError: The zygote has ended, or this computer does not have the devices.
         """
         received = receive(orders)
         if received is None:
             raise RuntimeError(
-                "the process that starts sessions ended early; standard error says why"
+                "the process that starts sessions ended before it was ready; see standard error "
+                "for the reason"
             )
         if "refused" in received[0]:
             raise RuntimeError(received[0]["refused"])
@@ -157,7 +160,10 @@ class _Processes:
         ).start()
 
     def _watch(self, orders: socket.socket) -> None:
-        """Logs how sessions end. Replaces the zygote when it ends."""
+        """Handles the reports of a zygote. Logs processes of sessions that fail.
+
+        When the zygote ends, replaces it if it is the current one.
+        """
         while (received := receive(orders)) is not None:
             report, pidfd = received
             if "began" in report and pidfd is not None:
@@ -167,14 +173,14 @@ class _Processes:
                 _log.warning("session %d: its process ended: %s", report["over"], status)
         if self._next is orders:
             with self._lock:
-                # Forgets sessions whose descriptors it can no longer send.
+                # Forgets the processes whose descriptors the ended zygote did not send.
                 self._pidfds = {
                     number: pidfd for number, pidfd in self._pidfds.items() if pidfd is not None
                 }
             self._replace()
 
     def _replace(self) -> None:
-        """Starts the next zygote. Retries until it is ready. Clients reconnect meanwhile."""
+        """Starts the next zygote. Retries until it is ready. Clients try to reconnect meanwhile."""
         while not self._closing:
             _log.info("starting a process for sessions")
             try:
@@ -188,7 +194,7 @@ class _Processes:
                 return
 
     def _began(self, number: int, pidfd: int) -> None:
-        """Stores the descriptor of a session's process, or kills the process if it is to end."""
+        """Stores the descriptor of a session's process, or kills it if ``kill`` was called."""
         with self._lock:
             is_to_end = number in self._pidfds
             self._pidfds[number] = pidfd
@@ -200,8 +206,8 @@ class _Processes:
 
         Args:
             number: The number of the session.
-            handoffs: The end of the socket for connections that the process gets.
-            requests: The end of the socket for requests that the process gets.
+            handoffs: The process's end of the socket for connections.
+            requests: The process's end of the socket for requests.
 
         Raises:
             OSError: The zygote has ended, and the next one is not ready yet.
@@ -212,7 +218,7 @@ class _Processes:
             threading.Thread(target=self._replace, daemon=True).start()
 
     def kill(self, number: int) -> None:
-        """Kills the process of a session if it has not ended. Call it once for each session."""
+        """Kills the process of a session if it has not ended. Must be called once per session."""
         with self._lock:
             pidfd = self._pidfds.pop(number, None)
             if pidfd is None:
@@ -229,7 +235,7 @@ class _Processes:
         """Ends the zygote, or the processes of GPU sessions. Blocks."""
         self._closing = True
         for process, orders in self._all:
-            # `_watch` keeps the socket open.
+            # `orders.close()` would not end the connection while `_watch` receives on the socket.
             orders.shutdown(socket.SHUT_RDWR)
             try:
                 process.wait(_GRACE)
@@ -251,7 +257,8 @@ class Broker:
         max_sessions: The most sessions at a time.
 
     Raises:
-        RuntimeError: Sessions cannot start.
+        OSError: The system cannot create the process that starts sessions.
+        RuntimeError: That process has ended, or this computer does not have the devices.
     """
 
     def __init__(
@@ -279,7 +286,7 @@ class Broker:
     def run(self) -> None:
         """Serves until ``stop`` is called. Blocks.
 
-        Then tells the clients that the server stops, and ends all sessions.
+        Before it returns, notifies the clients that the server stops, and ends all sessions.
         """
         try:
             while not self._stopped:
@@ -292,7 +299,7 @@ class Broker:
             with self._lock:
                 sessions = list(self._sessions.values())
             for session in sessions:
-                # The process then tells its client that the server stops, and exits.
+                # The process then notifies its client that the server stops, and exits.
                 session.handoffs.close()
             end = time.monotonic() + _GRACE
             for session in sessions:
@@ -305,7 +312,10 @@ class Broker:
         """Passes a connection to its session, and starts the session if it is new."""
         service, refusal = handoff.service, ""
         if not _SERVICE.fullmatch(service):
-            return handoff.refuse("invalid session name: expected exec/ and 32 hexadecimal digits")
+            return handoff.refuse(
+                f"unknown service {service[:100]!r}: this is `tensorstream serve`, which expects "
+                '"exec", or "exec/" and 32 hexadecimal digits'
+            )
         with self._lock:
             session = self._sessions.get(service)
             if session is None and not self._has_capacity():
@@ -316,7 +326,10 @@ class Broker:
             elif session is not None and session.connections >= _MAX_CONNECTIONS:
                 # Drops the connection without a refusal, so that the client reconnects.
                 _log.warning(
-                    "%s: session %d has too many connections", handoff.peer, session.number
+                    "%s: dropped: session %d already has %d connections",
+                    handoff.peer,
+                    session.number,
+                    session.connections,
                 )
             else:
                 try:
@@ -324,9 +337,12 @@ class Broker:
                     handoff.send_to(os.dup(session.handoffs.fileno()))
                     session.connections += 1
                 except (OSError, RuntimeError) as error:
-                    _log.warning(
-                        "%s: cannot pass the connection to a session: %s", handoff.peer, error
+                    failed = (
+                        "start a session"
+                        if session is None
+                        else f"pass the connection to session {session.number}"
                     )
+                    _log.warning("%s: cannot %s: %s", handoff.peer, failed, error)
                     if session is None:
                         refusal = "the server cannot start a session now; try again later"
         if refusal:
@@ -335,7 +351,7 @@ class Broker:
     def _has_capacity(self) -> bool:
         """Returns whether a session can start.
 
-        If the server is full, ends the session that has been disconnected longest.
+        If the server is full, ends the session that has been disconnected longest, if there is one.
         """
         if len(self._sessions) < self._max_sessions:
             return True
@@ -344,7 +360,7 @@ class Broker:
             return False
         oldest = min(idle, key=lambda session: session.idle_since)
         _log.info(
-            "session %d: ended, because the server is full and it has been disconnected longest",
+            "session %d: ended: the server is full, and this session was disconnected longest",
             oldest.number,
         )
         self._remove(oldest)
@@ -360,7 +376,7 @@ class Broker:
         handoffs.shutdown(socket.SHUT_RD)
         with child_handoffs, child_requests:
             self._processes.begin(number, child_handoffs, child_requests)
-        # A session without a name cannot be reconnected to.
+        # A client cannot reconnect to a session without a name. Its key only has to be unique.
         session = _Session(
             number, service if "/" in service else f"{service}#{number}", handoffs, requests
         )
@@ -377,9 +393,10 @@ class Broker:
         session.handoffs.close()
 
     def _serve(self, session: _Session) -> None:
-        """Answers the requests of a session's process until it ends.
+        """Answers the requests of a session's process until the process ends or must be ended.
 
-        Kills the process if a request is invalid.
+        Then removes the session, and kills the process if it has not ended. A process must be ended
+        if it sends an invalid request or cannot be answered.
         """
         try:
             while (received := receive(session.requests)) is not None:
@@ -392,8 +409,8 @@ class Broker:
         except _InvalidRequest as error:
             _log.warning("session %d: %s", session.number, error)
         except (OSError, MemoryError) as error:
-            # The process has ended, or does not receive its answers.
-            _log.info("session %d: %s", session.number, error)
+            # The process has ended or does not receive its answers, or there is too little memory.
+            _log.info("session %d: cannot answer a request: %s", session.number, error)
         finally:
             with self._lock:
                 self._remove(session)
@@ -415,7 +432,7 @@ class Broker:
         The process may be under its client's control, so nothing in the request is trusted.
 
         Raises:
-            _InvalidRequest: The session must end.
+            _InvalidRequest: The request is invalid, or the process failed. The session must end.
             OSError: The process does not receive the answer.
         """
         match message:
@@ -428,8 +445,8 @@ class Broker:
             case {"claim": str(ticket)}:
                 with self._lock:
                     offer = self._offers.get(ticket)
-                    # A copy, because the other session can withdraw its offer at any time, which
-                    # closes the descriptor.
+                    # The descriptor is copied, because the other session can withdraw its offer at
+                    # any time, which closes the original.
                     copy = None if offer is None else os.dup(offer[1])
                 try:
                     answer = (
@@ -450,11 +467,11 @@ class Broker:
                 with self._lock:
                     if not session.connections:
                         raise _InvalidRequest(
-                            "invalid request: reports the end of a connection that does not exist"
+                            "invalid request: it reports the end of an unknown connection"
                         )
                     session.connections -= 1
                     session.idle_since = time.monotonic()
-                _log.info("session %d: %.100r: %.1000r", session.number, peer, reason)
+                _log.info("session %d: %.100r disconnected: %.1000r", session.number, peer, reason)
             case {"failed": str(trace)}:
                 raise _InvalidRequest(f"its process failed: {trace[:4000]!r}")
             case _:
@@ -463,7 +480,7 @@ class Broker:
     def _offer(
         self, session: _Session, ticket: str, tensor: dict[str, Any], descriptor: int | None
     ) -> str:
-        """Stores an offered tensor. Returns an empty string, or why it was refused."""
+        """Stores an offered tensor. Returns an empty string, or the reason for a refusal."""
         if (
             descriptor is None
             or not re.fullmatch("[0-9a-f]{32}", ticket)
@@ -471,27 +488,34 @@ class Broker:
         ):
             return "invalid offer: expected a ticket of 32 hexadecimal digits and sealed memory"
         with self._lock:
-            if len(session.offered) >= _MAX_OFFERED or ticket in self._offers:
-                return f"a session can offer {_MAX_OFFERED} tensors at a time; withdraw one first"
-            if len(self._offers) >= _MAX_OFFERED_TOTAL:
-                return f"sessions can offer {_MAX_OFFERED_TOTAL} tensors at a time; try again later"
-            sizes = [os.fstat(self._offers[offered][1]).st_size for offered in session.offered]
-            if (
-                self._memory is not None
-                and sum(sizes) + os.fstat(descriptor).st_size > self._memory
-            ):
+            if ticket in self._offers:
+                return "invalid offer: its ticket is already in use"
+            if len(session.offered) >= _MAX_OFFERED:
                 return (
-                    f"a session can offer {self._memory} bytes at a time; withdraw a tensor first"
+                    f"a session can offer {_MAX_OFFERED} tensors at a time; try again when another "
+                    "copy from this session has ended"
+                )
+            if len(self._offers) >= _MAX_OFFERED_TOTAL:
+                return (
+                    f"all sessions together can offer {_MAX_OFFERED_TOTAL} tensors at a time; try "
+                    "again later"
+                )
+            sizes = [os.fstat(self._offers[offered][1]).st_size for offered in session.offered]
+            total = sum(sizes) + os.fstat(descriptor).st_size
+            if self._memory is not None and total > self._memory:
+                return (
+                    f"the session would offer {total} bytes at a time, and the limit of "
+                    f"--session-memory is {self._memory}"
                 )
             self._offers[ticket] = tensor, os.dup(descriptor)
             session.offered.add(ticket)
         return ""
 
     def _fetch(self, session: _Session, address: str, ticket: str) -> None:
-        """Sends a session a copy of a tensor that another machine offers, or why that fails."""
+        """Sends a session a copy of another machine's tensor, or the reason for a failure."""
         try:
             fetched = self._peers.fetch(address, ticket, self._memory)
-            # `fetch` has imported PyTorch, which the broker does not need otherwise.
+            # `fetch` has imported PyTorch. The broker does not need PyTorch otherwise.
             from ..remote.server._exchange import pack
 
             tensor, descriptor = pack(fetched)

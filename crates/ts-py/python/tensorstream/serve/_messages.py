@@ -17,7 +17,7 @@ from typing import Any
 
 #: The longest message, in bytes.
 MAX_MESSAGE = 32 << 10
-#: The seals of memory that can no longer change, which only Linux has.
+#: The seals of memory that can no longer change. Only Linux has them.
 SEALS = sum(getattr(fcntl, f"F_SEAL_{name}", 0) for name in ("WRITE", "SHRINK", "GROW", "SEAL"))
 
 
@@ -35,7 +35,7 @@ def send(
         channel: The socket.
         message: The message.
         descriptors: The descriptors. None values are skipped.
-        wait: Block while the channel is full.
+        wait: Whether to block while the channel is full.
 
     Raises:
         OSError: The other end has closed, or the channel is full and ``wait`` is False.
@@ -51,7 +51,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], int | None] | None:
 
     Returns:
         The message and its first descriptor, which the caller owns. None if the other end has
-        closed, or has sent something that is not a message.
+        closed, or has sent invalid data.
     """
     try:
         text, descriptors, flags, _ = socket.recv_fds(channel, MAX_MESSAGE, 4)
@@ -72,7 +72,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], int | None] | None:
 
 
 def is_sealed(descriptor: int) -> bool:
-    """Returns whether a descriptor is of memory that can no longer change."""
+    """Returns whether a descriptor refers to memory that can no longer change."""
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Fetches tensors from other machines for sessions. Imports PyTorch only then."""
+"""Fetches tensors from other machines for sessions. Imports PyTorch at the first fetch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Peers:
     """The machines from which sessions may fetch tensors.
 
     Args:
-        allowed: Their addresses. "any" allows all.
-        token: The secret that they require.
-        tls: The certificates for connections to them, by the names of the parameters of
-            ``RemoteMachine``. A machine that uses TLS itself only connects to others with TLS.
+        allowed: The addresses of the machines. "any" allows all.
+        token: The secret that the machines require.
+        tls: The certificates for connections to the machines, by the names of the parameters of
+            ``RemoteMachine``. A machine that uses TLS itself connects to others only with TLS,
+            except through Unix sockets.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Peers:
         if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
             # Without TLS the token would be sent in the clear.
             raise RuntimeError(
-                f"the machine uses TLS but cannot verify {address}; name its authority with "
-                "--peer-ca"
+                f"the machine uses TLS but cannot verify {address}; start it with --peer-ca and "
+                "the certificate authority of that address"
             )
         from ..remote.client import _device, _kernels
 

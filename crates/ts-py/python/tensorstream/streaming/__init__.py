@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Streaming of weights from disk under a memory budget."""
+"""Streams the weights of models from disk under a memory budget."""

@@ -25,23 +25,24 @@ PIECE_BYTES = 4 << 20
 class Builder:
     """Creates symbolic tensors for the tensors of a checkpoint.
 
-    Operations on them are recorded. An operation that cannot be recorded reads its operands.
+    Operations on symbolic tensors are recorded. If an operation cannot be recorded, its operands
+    are read.
     """
 
     def __init__(self, checkpoint: _native.Checkpoint) -> None:
         self.checkpoint = checkpoint
 
     def symbolic(self, name: str) -> SymbolicTensor:
-        """Returns the tensor with this name.
+        """Returns a symbolic tensor for the tensor with this name.
 
         Raises:
             MissingTensorError: The checkpoint has no such tensor.
-            ModelError: torch lacks its dtype.
+            ModelError: torch lacks the dtype.
         """
         dtype, shape, parts = self.checkpoint.entry(name)
         torch_dtype = TORCH_DTYPES.get(dtype)
         if torch_dtype is None:
-            raise ModelError(f"tensor `{name}` is {dtype}, which torch does not support")
+            raise ModelError(f"tensor `{name}` has dtype {dtype}, which torch does not support")
         return SymbolicTensor(shape, torch_dtype, Source(name, tuple(parts)), self)
 
     def materialize(self, tensor: SymbolicTensor) -> torch.Tensor:
@@ -52,18 +53,23 @@ class Builder:
         args, kwargs = tree_map_only(SymbolicTensor, self.materialize, (source.args, source.kwargs))
         result: Any = source.func(*args, **kwargs)
         chosen: torch.Tensor = result if source.index is None else result[source.index]
-        # A symbolic tensor has no conjugate or negative bit.
+        # A symbolic tensor has no conjugate or negative bit, so the result must not have one.
         return chosen.resolve_conj().resolve_neg()
 
     def pieces(self, tensor: SymbolicTensor, budget_bytes: int) -> Iterator[torch.Tensor]:
         """Yields the elements of a tensor in order, as flat tensors.
 
-        The tensors are small, unless an operation needs all elements at once.
+        The yielded tensors are small, unless an operation needs all elements at once.
+
+        Args:
+            tensor: The tensor.
+            budget_bytes: The budget. A smaller budget leads to smaller pieces.
         """
         source = tensor.source
         if isinstance(source, Source):
-            # A sixteenth of the budget, because a cast can make a piece eight times as large. A
-            # multiple of 4096, so that elements stay whole.
+            # A cast can make a piece eight times as large, so a piece is at most a sixteenth of the
+            # budget, but at least 4096 bytes. The step is a multiple of 4096, so that no element is
+            # split.
             step = min(PIECE_BYTES, max(4096, budget_bytes // 16 // 4096 * 4096))
             for file, offset, length in source.parts:
                 for begin in range(0, length, step):
@@ -79,9 +85,10 @@ class Builder:
             yield self.materialize(tensor).contiguous().view(-1)
 
     def needed_bytes(self, tensor: SymbolicTensor) -> int:
-        """Returns the most memory that ``pieces`` needs, in bytes, without the pieces themselves.
+        """Returns the most memory that ``pieces`` needs, in bytes, excluding the pieces themselves.
 
-        A computed tensor is in memory as a whole, together with its operands.
+        Casts and joins along the first dimension are computed in pieces. Any other computed tensor
+        is in memory as a whole, together with its operands.
         """
         source = tensor.source
         if isinstance(source, Source):

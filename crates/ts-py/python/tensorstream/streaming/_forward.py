@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Connects the modules of a model to the engine: forwards lease units, and the dictionaries of
-parameters return weights.
+"""Connects the modules of a model to the engine.
+
+While the forward of a module runs, it leases the unit of the module. Unless the forward records
+gradients, the dictionary of the module's parameters returns the leased weights. If a module has
+several units, or children with parameters, each operation leases the weights that it uses.
 
 References to modules are weak, so deleting a model frees its engine at once, without the cycle
-collector. An exception of a signal handler can be raised between any two bytecode instructions.
-Therefore leases are objects of the native module that end when they are dropped, and only native
-code changes state that must stay consistent.
+collector. A signal handler can raise an exception between any two bytecode instructions. Therefore
+leases are objects of the native module that end when they are dropped, and only native code changes
+state that must stay consistent.
 """
 
 from __future__ import annotations
@@ -37,14 +40,15 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class Parameters(dict[str, Any]):
-    """The parameters of a module.
+    """The dictionary of the parameters of a module.
 
-    A streamed parameter is the weight itself while the forward of the module runs on this thread,
-    and a stand-in at other times.
+    While the forward of the module lends its leased weights on this thread, a streamed parameter is
+    the weight itself. At other times, it is a stand-in.
 
-    While gradients are recorded, it does not require one, because nothing could apply the gradient.
-    Otherwise ``requires_grad`` is that of the original parameter, because PyTorch reads it: for an
-    operand that requires a gradient, matmul folds the batch and rounds differently.
+    While gradients are recorded, a streamed parameter does not require gradients, because nothing
+    could apply its gradient. Otherwise it has the ``requires_grad`` of the original parameter,
+    because PyTorch chooses kernels by it. For example, matmul rounds differently for operands that
+    require gradients.
     """
 
     __slots__ = ("__weakref__", "trainable", "weights")
@@ -134,7 +138,7 @@ class Parameters(dict[str, Any]):
 
 
 def own_stand_ins(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
-    """Yields the streamed parameters that a module owns itself: their names and stand-ins."""
+    """Yields the names and stand-ins of the streamed parameters that a module owns itself."""
     parameters = module.__dict__.get("_parameters")
     if isinstance(parameters, Parameters):
         for name in parameters:
@@ -144,26 +148,27 @@ def own_stand_ins(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
 
 
 class _NoFunctionAttributeError(ModelError, AttributeError):
-    """A replaced method has none of the attributes of functions."""
+    """Raised because a replaced method lacks the attributes of functions."""
 
 
 class ReplacedMethod:
     """Replaces a method of one module.
 
-    Hooks would not do: even those with ``always_call`` do not run after a KeyboardInterrupt.
+    Hooks do not suffice, because even hooks with ``always_call`` do not run after a
+    KeyboardInterrupt.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.before = module.__dict__.get(name)
         self._method = getattr(type(module), name)
         self.module = weakref.ref(module)
-        with contextlib.suppress(ValueError):  # a method without a Python signature
+        with contextlib.suppress(ValueError):  # the method has no Python signature
             self.__signature__ = inspect.signature(getattr(module, name))
         self.__doc__ = self._method.__doc__
         self.__name__ = name
 
     def original(self) -> Callable[..., Any]:
-        """Returns the replaced method."""
+        """Returns the method that this object replaces."""
         if self.before is not None:
             before: Callable[..., Any] = self.before
             return before
@@ -174,19 +179,19 @@ class ReplacedMethod:
 
     def __getattr__(self, name: str) -> Any:
         raise _NoFunctionAttributeError(
-            f"no attribute `{name}` of {self.__dict__.get('__name__', 'the method')}: an offloaded "
-            "model cannot be scripted or exported; restore(model) first"
+            f"{self.__dict__.get('__name__', 'the method')} of an offloaded model has no attribute "
+            f"`{name}`; to script or export the model, restore(model) first"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(
             f"cannot copy or pickle an offloaded {type(self.module()).__name__}: the copy would "
-            "stream into the original; restore(model) first, or save its state_dict()"
+            "share the streaming state; restore(model) first, or save the model's state_dict()"
         )
 
 
 def replace_method(module: nn.Module, replaced: ReplacedMethod) -> None:
-    """Replaces a method of a module."""
+    """Replaces a method of a module until ``restore_methods``."""
     module.__dict__[replaced.__name__] = replaced
 
 
@@ -200,7 +205,7 @@ def restore_methods(module: nn.Module) -> None:
 
 
 class Forward(ReplacedMethod):
-    """The forward of a module that owns a unit. Leases the unit while it runs."""
+    """The forward of a module that uses one unit. Leases the unit while the forward runs."""
 
     def __init__(self, module: nn.Module, weights: Weights, unit: int) -> None:
         super().__init__(module, "forward")
@@ -209,8 +214,8 @@ class Forward(ReplacedMethod):
         self._recurrent = recurrent(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A graph of weights would hold their memory until backward. A graph of stand-ins does not:
-        # backward leases the weights again.
+        # An autograd graph of leased weights would keep their memory until backward. A graph of
+        # stand-ins does not, because backward leases the weights again.
         lend = not (_is_grad_enabled() and self._records_gradients(args, kwargs))
         use = self._weights.streamer.enter(self._unit, lend, self._recurrent)
         try:
@@ -232,9 +237,13 @@ class Forward(ReplacedMethod):
 
 
 def recurrent(module: nn.Module) -> _native.Recurrent | None:
-    """Registers a recurrent module, which also has a list of its parameters.
+    """Puts the current parameters of a recurrent module into its list ``_flat_weights``.
 
-    Puts stand-ins into the list. Returns ``None`` if the module is not recurrent.
+    They are stand-ins while the module is offloaded, and ordinary parameters afterwards.
+
+    Returns:
+        A native object that puts leased weights into the list during a forward, or ``None`` if the
+        module is not recurrent.
     """
     names = getattr(module, "_flat_weights_names", None)
     if names is None:
@@ -270,7 +279,7 @@ class Pass(ReplacedMethod):
 
 
 class Streaming:
-    """The streaming state of a model, its attribute ``_tensorstream``."""
+    """The streaming state of a model, which is its attribute ``_tensorstream``."""
 
     def __init__(
         self,
@@ -294,5 +303,5 @@ def streaming_of(model: nn.Module) -> Streaming:
     """
     streaming = model.__dict__.get("_tensorstream") if isinstance(model, nn.Module) else None
     if not isinstance(streaming, Streaming):
-        raise ModelError(f"this {type(model).__name__} is not offloaded")
+        raise ModelError(f"this {type(model).__name__} is not offloaded; call offload(model) first")
     return streaming

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Refuses calls that would change the weights of a streamed model, before they change anything."""
+"""Refuses calls that streamed models do not support. A refused call changes nothing.
+
+These are calls that would change streamed weights, and ``save_pretrained``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from ._streamed_tensor import StreamedTensor, is_same
 
 
 def guard(model: nn.Module) -> None:
-    """Replaces the methods of a model and its modules that change or save all weights."""
+    """Replaces methods of each module that contains streamed weights.
+
+    These methods are ``_apply``, ``load_state_dict``, and ``save_pretrained`` if it exists.
+    """
     for module in model.modules():
         if next(_stand_ins_below(module), None) is not None:
             replace_method(module, Apply(module, "_apply"))
@@ -30,9 +36,9 @@ def _stand_ins_below(module: nn.Module) -> Any:
 
 
 class Apply(ReplacedMethod):
-    """``_apply``. Refuses functions that would move, cast or change a streamed weight.
+    """Replaces ``_apply``. Refuses functions that would move, cast or change a streamed weight.
 
-    ``to``, ``cpu``, ``float``, ``half``, ``to_empty`` and ``share_memory`` call it.
+    ``to``, ``cpu``, ``float``, ``half``, ``to_empty`` and ``share_memory`` call ``_apply``.
     """
 
     def __call__(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,20 +57,20 @@ class Apply(ReplacedMethod):
             outcome = fn(probe)
         if outcome is probe and probe._version == before and not probe.is_shared():
             return
-        wanted = "changed"
+        wanted, advice = "changed", "restore(model) first"
         if isinstance(outcome, torch.Tensor) and outcome.device != probe.device:
             wanted = f"moved to {outcome.device}"
         elif isinstance(outcome, torch.Tensor) and outcome.dtype != probe.dtype:
             wanted = f"cast from {probe.dtype} to {outcome.dtype}"
+            advice = "pass the dtype to from_pretrained, or restore(model) first"
         raise ModelError(
-            f"streamed weights, such as `{stand_in.name}`, cannot be {wanted}: they are read from "
-            "disk for each use; nothing was changed; pass the dtype to from_pretrained, or "
-            "restore(model) first"
+            f"streamed weights, such as `{stand_in.name}`, cannot be {wanted}: their values come "
+            f"from a file; nothing was changed; {advice}"
         )
 
 
 def _skipping_stand_ins(fn: Any) -> Any:
-    """Returns the function without effect on stand-ins."""
+    """Returns a function that calls ``fn`` for every tensor except stand-ins."""
 
     def apply(tensor: torch.Tensor) -> Any:
         return tensor if type(tensor) is StreamedTensor else fn(tensor)
@@ -73,7 +79,7 @@ def _skipping_stand_ins(fn: Any) -> Any:
 
 
 class LoadStateDict(ReplacedMethod):
-    """``load_state_dict``. Refuses values of streamed weights, except their own stand-ins."""
+    """Replaces ``load_state_dict``. Refuses to load streamed weights from other tensors."""
 
     def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         own = {}
@@ -91,7 +97,10 @@ class LoadStateDict(ReplacedMethod):
 
 
 class SavePretrained(ReplacedMethod):
-    """``save_pretrained``. Refused, because it needs the addresses of tensors."""
+    """Replaces ``save_pretrained``. Refuses every call, because stand-ins have no address.
+
+    ``save_pretrained`` finds tied weights by their addresses.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(

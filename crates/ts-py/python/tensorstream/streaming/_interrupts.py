@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Defers Ctrl-C."""
+"""Defers KeyboardInterrupt during changes that must be complete."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Defers a KeyboardInterrupt until the end of the block."""
-    if threading.current_thread() is not threading.main_thread():  # others are not interrupted
+    """Defers KeyboardInterrupt until the end of the block."""
+    # Signal handlers run only on the main thread.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     pending: list[Any] = []

@@ -36,7 +36,8 @@ from ._weights import Weight, Weights
 
 Path = str | os.PathLike[str]
 M = TypeVar("M", bound=nn.Module)
-#: Name, dtype, shape, parts (file, offset, length) and phase of a tensor of a unit.
+#: A tensor of a unit: its name, dtype, shape, parts (file, offset, length), and phase, which is its
+#: address modulo 64. If the phase is ``None``, it is the offset of the first part modulo 64.
 TensorSpec = tuple[str, str, list[int], list[tuple[int, int, int]], int | None]
 
 
@@ -49,28 +50,35 @@ def offload(
 ) -> M:
     """Streams the parameters of a model from disk under a hard memory budget.
 
-    With a ``checkpoint``, the parameters get its values, whatever the model held before. Without
-    one, the weights of the model are written to ``config.storage_path``, into a ``.ts`` file that
-    is named after its content, and their memory is freed. Buffers stay in memory.
+    With a ``checkpoint``, the parameters get the values of the checkpoint. Without a checkpoint,
+    the weights of a model on the CPU are written to a ``.ts`` file in ``config.storage_path``, and
+    their memory is freed. The file is named after its content. For a model on the meta device,
+    ``config.storage_path`` is the checkpoint. Buffers stay in memory.
 
-    Results are bit-identical to the model in memory. Parameters are frozen while they stream;
-    ``restore`` makes them trainable again if they were before. Offloading reads only the headers of
-    a checkpoint. Weights are read from the first forward on.
+    Results are bit-identical to those of the model in memory. Parameters are frozen while they
+    stream; ``restore`` makes them trainable again if they were before. Offloading reads only the
+    headers of a checkpoint, and buffers that are on the meta device. Weights are first read by a
+    forward, or by an operation on them.
 
     Args:
         model: Any module, on the CPU or the meta device. Changed in place and returned.
-        config: Settings.
+        config: The settings. The default is ``Config()``.
         checkpoint: A directory, ``.safetensors`` or ``.ts`` file, shard index or URL, whose tensors
             have the names of the model's parameters.
         budget: Shorthand for ``Config(budget=...)``.
 
     Raises:
-        ConfigurationError: There is neither a checkpoint nor a storage path, or the budget is given
-            twice.
+        ConfigurationError: There is neither a checkpoint nor a storage path, the budget is given
+            twice, or another argument is invalid.
+        CheckpointNotFoundError: There is no checkpoint at this path.
         MissingTensorError: The checkpoint lacks a parameter.
         CheckpointError: A tensor has another shape or dtype than the parameter, or a file is
             damaged.
-        BudgetError: The budget is too small. The message gives the smallest that works.
+        CheckpointPermissionError: The process may not read the checkpoint, or write to the storage
+            path.
+        BudgetError: The budget is too small, and the message contains the smallest that works. Also
+            raised if too little memory is available.
+        StorageError: Reading or writing failed.
         ModelError: The model cannot be streamed.
 
     Examples:
@@ -88,14 +96,14 @@ def offload(
     if budget is not None:
         if config.budget is not None or config.vram_budget_gb is not None:
             raise ConfigurationError(
-                "the budget is given twice, as `budget` and in `config`; give one"
+                "the budget is given twice, as `budget` and in `config`; give only one"
             )
         config = replace(config, budget=budget)
     path = checkpoint if checkpoint is not None else config.storage_path
     if path is None:
         raise ConfigurationError(
-            "no checkpoint: give `checkpoint`, or set Config.storage_path to write the weights of "
-            "the model to"
+            "no checkpoint: give `checkpoint`, or set Config.storage_path to a directory for the "
+            "weights of the model"
         )
     for name, module in model.named_modules():
         _refuse_torchscript(name, module)
@@ -106,15 +114,19 @@ def offload(
         return attach(model, config, *store_live(model, config), freed_bytes=freed)
     if checkpoint is None and not all(p.is_meta for p in model.parameters()):
         raise ModelError(
-            "some parameters are on the meta device and others hold weights: give a `checkpoint` "
-            "with all of them"
+            "some parameters are on the meta device and others have weights: give a `checkpoint` "
+            "with all parameters"
         )
     freed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     return attach(model, config, _native.Checkpoint(expanded(path)), freed_bytes=freed)
 
 
 def checked(config: Config | None) -> Config:
-    """Returns the configuration, or the default one for ``None``. Checks its type."""
+    """Returns the configuration, or the default configuration for ``None``.
+
+    Raises:
+        ConfigurationError: ``config`` is not a ``Config``.
+    """
     if config is None:
         return Config()
     if isinstance(config, Config):
@@ -122,7 +134,7 @@ def checked(config: Config | None) -> Config:
     what = type(config).__name__
     advice = "use Config(**settings)" if isinstance(config, dict) else "pass a tensorstream.Config"
     if hasattr(config, "model_type"):
-        advice = "pass the configuration of transformers as `model_config`"
+        advice = "pass this configuration of transformers to from_pretrained, as `model_config`"
     raise ConfigurationError(
         f"invalid config: expected a tensorstream.Config, got {what}; {advice}"
     )
@@ -140,9 +152,9 @@ def attach(
 
     Args:
         model: The model.
-        config: Settings.
-        checkpoint: The weights.
-        orders: Parameters whose dimensions have another order in the checkpoint.
+        config: The settings.
+        checkpoint: The checkpoint with the weights.
+        orders: The stored orders of dimensions, by name, of parameters that are not contiguous.
         freed_bytes: Memory that offloading frees, which the budget can use.
     """
     derived = derived_of(model)
@@ -223,6 +235,7 @@ def restore(model: M) -> M:
 
     Raises:
         ModelError: The model is not offloaded, or a forward is running.
+        ChecksumError: Data differs from its checksum.
         StorageError: Reading failed.
 
     Examples:
@@ -236,7 +249,7 @@ def restore(model: M) -> M:
     streaming = streaming_of(model)
     if streaming.weights.streamer.in_use():
         raise ModelError(
-            "cannot restore the model while a forward runs: call restore(model) after it"
+            "cannot restore the model while a forward runs: call restore(model) after the forward"
         )
     tensors = _read_all(streaming.checkpoint, streaming.units, streaming.weights.specs)
     parameters = [
@@ -266,11 +279,15 @@ def restore(model: M) -> M:
 def _read_all(
     checkpoint: _native.Checkpoint, units: list[Any], weights: list[Weight]
 ) -> list[torch.Tensor]:
-    """Reads all weights into memory, each at its phase. The weights own the memory."""
+    """Reads all weights into memory, which the result owns.
+
+    Each starts at the phase in its ``TensorSpec``.
+    """
     total = sum(
         part[2] + 2 * 4096 for _, tensors in units for tensor in tensors for part in tensor[3]
     )
-    # A second engine, whose budget keeps everything, reads the weights. Its slots outlive it.
+    # A second engine reads the weights, with a budget for all of them. Their memory outlives this
+    # engine.
     streamer = _native.Streamer(
         checkpoint,
         units,
@@ -294,7 +311,10 @@ def _read_all(
 
 
 class _UnitBuilder:
-    """Groups the parameters of a model into units. Those that a module owns itself are one unit."""
+    """Groups the parameters of a model into units.
+
+    The parameters that a module owns itself form one unit.
+    """
 
     def __init__(
         self,
@@ -305,7 +325,7 @@ class _UnitBuilder:
     ) -> None:
         self._checkpoint = checkpoint
         self._model = model
-        #: Parameters whose dimensions have another order in the checkpoint.
+        #: The stored orders of dimensions, by name, of parameters that are not contiguous.
         self._orders = orders
         #: The sources of parameters that had to be computed, by ``id``.
         self._converted = converted
@@ -366,10 +386,11 @@ class _UnitBuilder:
         )
 
     def leaves(self) -> Iterator[tuple[nn.Module, int]]:
-        """Yields modules that lease their unit while their forward runs, with the unit.
+        """Yields the modules that lease their unit while their forward runs, each with its unit.
 
-        They use one unit only, and no module below them has parameters. The weights of other
-        modules are leased for each operation, so that no unit is held while another is needed.
+        Such a module uses one unit only, and no module below it has parameters. The weights of
+        other modules are leased for each operation, so that no unit stays leased while another one
+        is needed.
         """
         owners = {id(module) for module, _ in self.modules}
         for module, keys in self.modules:
@@ -416,8 +437,8 @@ class _UnitBuilder:
         names = self._names[id(parameter)]
         if isinstance(parameter, StreamedTensor):
             raise ModelError(
-                f"parameter `{names[0]}` is already streamed by another model; restore that one "
-                "first"
+                f"parameter `{names[0]}` is already streamed, because it belongs to an offloaded "
+                "model or module; restore that model or module first"
             )
         if isinstance(parameter, SymbolicTensor):
             return (
@@ -440,12 +461,12 @@ class _UnitBuilder:
             files = ", ".join(str(path) for path, _, _ in self._checkpoint.files())
             raise MissingTensorError(
                 f"the model needs tensor `{names[0]}`, which is not in {files}"
-                + (f" (nor as {', '.join(names[1:])})" if names[1:] else "")
+                + (f" (also looked for {', '.join(names[1:])})" if names[1:] else "")
             )
         return self._match(parameter, name)
 
     def _match(self, tensor: torch.Tensor, name: str) -> Source:
-        """Returns the source of a tensor, after comparing its shape and dtype."""
+        """Returns the source of a tensor. Compares its shape and dtype with the checkpoint."""
         dtype, shape, parts = self._checkpoint.entry(name)
         order = self._orders.get(name)
         if order is None and not (tensor.is_meta or tensor.is_contiguous()):

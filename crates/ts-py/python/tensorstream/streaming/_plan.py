@@ -12,7 +12,19 @@ from ..config import Config
 
 @dataclass(frozen=True)
 class Plan:
-    """How a checkpoint would be kept in memory. Sizes are bytes. ``str()`` returns a table.
+    """A plan for streaming a checkpoint. Sizes are in bytes. ``str()`` returns a table.
+
+    Attributes:
+        budget_bytes: The memory for weights.
+        resident_bytes: Memory for units that stay in memory.
+        ring_bytes: Memory through which the other units are streamed.
+        peak_bytes: All memory that the plan uses.
+        smallest_budget_bytes: The smallest budget that works.
+        streamed_bytes_per_pass: Bytes that each forward pass reads.
+        predicted_pass_s: The predicted time of a forward pass, in seconds.
+        bottleneck: The resource that limits the speed, "storage" or "compute".
+        units: The name and the size of each unit, and whether it stays in memory.
+        text: The table.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -31,7 +43,6 @@ class Plan:
     predicted_pass_s: float
     bottleneck: str
     units: tuple[tuple[str, int, bool], ...]
-    """The name and the size of each unit, and whether it stays in memory."""
     text: str = field(repr=False)
 
     def __str__(self) -> str:
@@ -47,17 +58,20 @@ def plan(
     """Plans the streaming of a checkpoint. Reads headers only, and needs no model.
 
     Units are inferred from tensor names: tensors whose names differ only in the last component are
-    one unit. The prediction assumes that storage reads 1 GB/s; an engine measures the speed.
+    one unit. The prediction assumes that storage reads 1 GB/s. Streaming measures the real speed.
 
     Args:
         checkpoint: A file, a shard index, a directory with one of them, or a URL.
-        budget: The memory for weights, as of ``Config``.
-        max_passes: Forward passes that can run at once.
+        budget: The memory for weights. See ``Config``.
+        max_passes: The most forward passes that run at once.
 
     Raises:
-        BudgetError: The budget is too small. The message gives the smallest that works.
-        CheckpointNotFoundError: There is no checkpoint.
-        CheckpointError: It is damaged.
+        BudgetError: The budget is too small. The message contains the smallest that works.
+        CheckpointNotFoundError: There is no checkpoint at this path.
+        CheckpointError: The checkpoint is damaged.
+        CheckpointPermissionError: The process may not read the checkpoint.
+        StorageError: Reading failed.
+        ConfigurationError: An argument is invalid.
 
     Examples:
         >>> import tensorstream as ts, torch

@@ -7,7 +7,15 @@ from typing import TypedDict
 
 
 class PlanStats(TypedDict):
-    """The current plan."""
+    """The current plan for the units of an offloaded model.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> config = ts.Config(storage_path="weights", budget="64KiB")
+        >>> model = ts.offload(torch.nn.Linear(4, 4), config)
+        >>> ts.stats(model)["plan"]["streamed_bytes_per_pass"]
+        0
+    """
 
     #: Memory for units that stay in memory.
     resident_bytes: int
@@ -19,60 +27,76 @@ class PlanStats(TypedDict):
     streamed_bytes_per_pass: int
     #: Predicted seconds of a forward pass.
     predicted_pass_s: float
-    #: What limits the speed: "read" or "compute", for example.
+    #: The resource that limits the speed, "storage" or "compute".
     bottleneck: str
     #: The smallest budget that works.
     smallest_budget_bytes: int
 
 
 class UnitStats(TypedDict):
-    """Statistics of a unit, which is the parameters of one module."""
+    """Statistics of a unit, which is the parameters of one module.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> config = ts.Config(storage_path="weights", budget="64KiB")
+        >>> model = ts.offload(torch.nn.Linear(4, 4), config)
+        >>> [unit["resident"] for unit in ts.stats(model)["units"]]
+        [True]
+    """
 
     name: str
-    #: Whether the plan keeps it in memory.
+    #: Whether the plan keeps the unit in memory.
     resident: bool
     #: Memory for the unit.
     slot_bytes: int
-    #: How often it was read.
+    #: The number of times that the unit was read, the bytes read, and the time.
     loads: int
     read_bytes: int
     load_s: float
-    #: How often a forward or an operation used it, and for how long.
+    #: The number of times that a forward or an operation used the unit, and the time.
     uses: int
     use_s: float
-    #: How often and how long its module waited for it.
+    #: The number of times that a module waited for the unit, and the time.
     stalls: int
     stall_s: float
 
 
 class Stats(TypedDict):
-    """Statistics of an offloaded model, since it was offloaded."""
+    """Statistics of a model since it was offloaded. Sizes are bytes, and times are seconds.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> config = ts.Config(storage_path="weights", budget="64KiB")
+        >>> model = ts.offload(torch.nn.Linear(4, 4), config)
+        >>> ts.stats(model)["budget_bytes"]
+        65536
+    """
 
     budget_bytes: int
     #: The most memory that was reserved. Never exceeds the budget.
     reserved_high_water_bytes: int
-    #: The most memory that held weights.
+    #: The most memory that contained weights.
     in_use_high_water_bytes: int
-    #: Memory that holds weights now.
+    #: Memory that contains weights now.
     in_use_bytes: int
     #: The I/O backend.
     backend: str
     #: Backends that could not be used, with the reason.
     passed_over: list[tuple[str, str]]
-    #: Whether writes past PyTorch to resident weights are detected: on Linux 6.7 or later, if
-    #: userfaultfd is allowed.
+    #: Whether writes to resident weights that bypass PyTorch are detected. This needs Linux 6.7 or
+    #: later, and permission to use userfaultfd.
     watches_writes: bool
-    #: Forward passes.
+    #: The number of forward passes.
     passes: int
     read_bytes: int
-    #: ``read_bytes`` by path, such as the page cache or direct I/O.
+    #: ``read_bytes`` by I/O path, such as the page cache or direct I/O.
     read_bytes_by_path: dict[str, int]
-    #: How often and how long modules waited for weights.
+    #: The number of times that modules waited for weights, and the time.
     stalls: int
     stall_s: float
     #: Units that were read and evicted before they were used.
     wasted_loads: int
-    #: How often the plan was changed.
+    #: The number of times that the plan was changed.
     replans: int
     plan: PlanStats
     units: list[UnitStats]

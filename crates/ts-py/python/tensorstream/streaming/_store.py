@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Writes weights that are in no checkpoint to ``.ts`` files: those of a live model, and computed
-ones.
+"""Writes weights to ``.ts`` files if no checkpoint contains them.
 
-The name of a file identifies its content, so the same weights are written once and then reused.
+These are the weights of a live model, and computed weights. The name of a file identifies its
+content, so the same weights are written once and then reused.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ._symbolic_tensor import Derived, Source, SymbolicTensor
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: The granularity of memory slots, in bytes.
 BLOCK = 4096
-#: By parameter name: the dimensions, from the largest stride to the smallest.
+#: The dimensions of each parameter, from the largest stride to the smallest, by name.
 DimensionOrders = dict[str, tuple[int, ...]]
 
 
 def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, DimensionOrders]:
     """Writes the weights of a model to ``config.storage_path`` and opens the file.
 
-    Reuses the file if it exists. Its name is a fingerprint of names, dtypes, shapes and bytes, so a
-    directory can hold many models, and several processes can share it.
+    Reuses the file if it exists. The file name is a fingerprint of names, dtypes, shapes and bytes,
+    so several models and processes can share a directory.
 
     A parameter that is not contiguous, such as one of a channels-last model, is written in its
     memory order.
@@ -93,12 +93,12 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def store_derived(
     wanted: dict[str, SymbolicTensor], builder: Builder, config: Config, budget_bytes: int
 ) -> _native.Checkpoint:
-    """Computes tensors one at a time and writes them to a file, unless it exists.
+    """Computes tensors one at a time and writes them to a file, unless the file exists.
 
     Args:
         wanted: The tensors, by their names in the model.
         builder: Reads and computes tensors.
-        config: Says where to write the file, and how to compress it.
+        config: The directory and the compression of the file.
         budget_bytes: The most memory to use.
 
     Returns:
@@ -137,7 +137,7 @@ def store_derived(
 
 
 def _suffix(config: Config) -> str:
-    """Returns the suffix of a file, which depends on its compression."""
+    """Returns the suffix of file names, which depends on the compression."""
     if config.codec() == "raw":
         return ".ts"
     return f"-{config.codec()}{config.level() or ''}.ts"
@@ -168,7 +168,7 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _check_budget(model: nn.Module, config: Config) -> None:
     """Refuses a budget that is too small, before the weights are written."""
     sizes: dict[str, list[int]] = {}
-    # Names a shared parameter only once, after the first module that has it.
+    # `named_parameters` yields a shared parameter only once, for the first module that has it.
     for name, parameter in model.named_parameters():
         sizes.setdefault(name.rpartition(".")[0] or type(model).__name__, []).append(
             parameter.nbytes
@@ -237,7 +237,7 @@ def _key(wanted: dict[str, SymbolicTensor], builder: Builder) -> str:
 
 
 def _described(value: Any) -> Any:
-    """Returns a description of a value that is equal for equal values in every process."""
+    """Returns a description of a value. Equal values have equal descriptions in every process."""
     if isinstance(value, SymbolicTensor):
         source = value.source
         if isinstance(source, Source):
@@ -260,7 +260,7 @@ def _described(value: Any) -> Any:
 
 
 def derived_of(model: nn.Module) -> dict[str, SymbolicTensor]:
-    """Returns the distinct parameters of a model that have to be computed."""
+    """Returns the distinct parameters of a model that have to be computed, by name."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()

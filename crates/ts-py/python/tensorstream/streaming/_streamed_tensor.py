@@ -2,9 +2,9 @@
 """The tensors that represent streamed weights: stand-ins without memory, and leased weights.
 
 A parameter of a module is a stand-in while the forward of the module does not run. An operation on
-a stand-in leases the weight for its duration. A view of a stand-in is another stand-in, so tensors
-that a program keeps hold no memory. Neither class has a ``__torch_function__``, because PyTorch
-would then not take its fast paths.
+a stand-in leases the weight for the duration of the operation. Most views of a stand-in are other
+stand-ins, so a program that keeps these views keeps no memory. Both classes disable
+``__torch_function__``, because PyTorch otherwise skips its fast paths.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
 _NO_COPIES: dict[int, torch.Tensor] = {}
 
-#: If the units of an operation exceed the budget together, small operands are copied: at most
-#: ``COPIED_BYTES``, or the budget divided by ``COPIED_DIVISOR`` if that is more.
+#: If the units of an operation together exceed the budget, small operands are copied: in total, at
+#: most ``COPIED_BYTES``, or the budget divided by ``COPIED_DIVISOR`` if that is more.
 COPIED_BYTES = 64 << 10
 COPIED_DIVISOR = 16
 
@@ -39,7 +39,7 @@ _VIEW_CACHE_SIZE = 4096
 class StreamedTensor(torch.Tensor):
     """A stand-in for a weight, or for a view of it. Has no memory."""
 
-    # How torch disables it.
+    # PyTorch disables the function with this value. Its type differs from that of a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     weights: Weights
@@ -55,7 +55,7 @@ class StreamedTensor(torch.Tensor):
         """The name of the weight in the checkpoint."""
         return self.weights.specs[self.key].name
 
-    # Untyped in the stub.
+    # The stub of PyTorch declares this method without types.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StreamedTensor({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -75,9 +75,10 @@ class StreamedTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether gradients are recorded.
+        """Whether autograd records operations on the stand-in.
 
-        In a pass, this is that of the original parameter, because PyTorch chooses kernels by it.
+        In a pass, also true if the original parameter requires gradients, because modules of
+        PyTorch choose kernels by this property.
         """
         return bool(_requires_grad.__get__(self)) or (
             self.weights.requires_grad(self.key) and self.weights.streamer.in_pass()
@@ -88,7 +89,11 @@ class StreamedTensor(torch.Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> StreamedTensor:
-        """Freezes the weight. It cannot be unfrozen."""
+        """Freezes the weight if ``requires_grad`` is false. A frozen weight stays frozen.
+
+        Raises:
+            ModelError: The argument is true, but the property ``requires_grad`` is false.
+        """
         if not requires_grad:
             self.weights.freeze(self.key)
         elif not self.requires_grad:
@@ -98,12 +103,12 @@ class StreamedTensor(torch.Tensor):
             )
         return self
 
-    # PyTorch implements these methods in C++ without the dispatcher, for tensors with memory only.
-
     def copy(self) -> torch.Tensor:
         """Returns a copy of the weight in memory."""
         with torch.no_grad():
             return self.clone(memory_format=torch.preserve_format)
+
+    # PyTorch's own versions of the following methods need the memory of the tensor.
 
     def tolist(self) -> Any:
         return self.copy().tolist()
@@ -146,8 +151,9 @@ class StreamedTensor(torch.Tensor):
             "tensorstream.save_file(model.state_dict(), path)"
         )
 
+    # The stub of PyTorch describes the disabled method, which has another signature.
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the disabled one
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -179,7 +185,8 @@ def stand_in(
     requires_grad: bool = False,
 ) -> StreamedTensor:
     """Creates a stand-in for a weight or for a view of it."""
-    # Under inference mode, it would be an inference tensor, which autograd does not support.
+    # Under inference mode, the stand-in would be an inference tensor, which autograd does not
+    # support.
     with torch.inference_mode(False):
         made: StreamedTensor = torch.Tensor._make_wrapper_subclass(
             StreamedTensor,
@@ -197,7 +204,8 @@ def stand_in(
 def stand_ins(weights: Weights, key: int) -> tuple[StreamedTensor, StreamedTensor | None]:
     """Creates the stand-ins of a weight.
 
-    One requires no gradient. The other one does; it is ``None`` if the original parameter did not.
+    The first one does not require gradients, and the second one does. If the original parameter
+    does not require gradients, the second one is ``None``.
     """
     spec = weights.specs[key]
 
@@ -218,7 +226,7 @@ class StreamedWeight(nn.Parameter):
     share its memory and its version counter, which is compared when the forward ends.
     """
 
-    # How torch disables it.
+    # PyTorch disables the function with this value. Its type differs from that of a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
@@ -261,7 +269,7 @@ class StreamedWeight(nn.Parameter):
 
 
 class _Detached(torch.Tensor):
-    """A result of ``StreamedWeight.detach``, or a view of one. Arrays of it are read-only."""
+    """A result of ``StreamedWeight.detach``, or a view of it. NumPy arrays of it are read-only."""
 
     @classmethod
     def __torch_function__(
@@ -291,7 +299,7 @@ class _Detached(torch.Tensor):
 
 
 def is_same(own: StreamedTensor, value: Any) -> bool:
-    """Returns whether a value is a stand-in of the same weight or view."""
+    """Returns whether a value is a stand-in for the same weight or view as ``own``."""
 
     def geometry(tensor: torch.Tensor) -> Any:
         return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -301,7 +309,11 @@ def is_same(own: StreamedTensor, value: Any) -> bool:
 
 
 def replace_weights(result: Any, weights: Weights, use: Any) -> Any:
-    """Replaces tensors in a result that share memory with leased weights by stand-ins."""
+    """Replaces the tensors in a result that share memory with leased weights.
+
+    They become stand-ins, or copies if they are lazily conjugated or negated. Tensors with an
+    autograd history are not replaced.
+    """
     keys = {address: key for key, address, _ in use.addresses(weights.streamer)}
 
     def replaced(leaf: Any) -> Any:
@@ -331,7 +343,7 @@ def _read_only(array: Any) -> Any:
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the views of a function as stand-ins, or ``None`` if the function has to run."""
+    """Returns the results of a view function as stand-ins, or ``None`` if the function must run."""
     base = args[0]
     geometry = base.dtype, tuple(base.shape), base.stride(), base.storage_offset()
     elements = base.weights.elements(base.key, base.dtype)
@@ -357,15 +369,16 @@ def _infer_views(
 ) -> tuple[bool, list[Any]] | None:
     """Runs a function on the meta device to find the geometries of the views that it returns.
 
-    Returns whether the result is a sequence, and the geometries. Returns ``None`` if the function
-    does not return plain views of its argument.
+    Returns:
+        Whether the result is a sequence, and the geometries. ``None`` if the function does not
+        return plain views of its argument.
     """
     dtype, shape, strides, offset = geometry
     memory = torch.empty(elements, dtype=dtype, device="meta")
     try:
         outcome = func(memory.as_strided(shape, strides, offset), *args[1:], **kwargs)
     except (NotImplementedError, RuntimeError):
-        # The result depends on values, or the function fails, and will fail again when it runs.
+        # The result depends on values, or the function fails. It then fails again when it runs.
         return None
     is_sequence = isinstance(outcome, list | tuple)
     views = list(outcome) if is_sequence else [outcome]
@@ -387,7 +400,7 @@ def _infer_views(
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on weights. Leases their units together for its duration."""
+    """Runs an operation on weights. Leases all their units for the duration of the operation."""
     nested = kwargs or any(isinstance(each, list | tuple | dict) for each in args)
     leaves = tree_flatten((args, kwargs))[0] if nested else args
     streamed = [leaf for leaf in leaves if type(leaf) is StreamedTensor]
@@ -407,10 +420,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int, torch.Tensor]:
-    """Leases the units of stand-ins, for each model together.
+    """Leases the units of stand-ins. All units of one model are leased together.
 
-    If the units exceed the budget together, small operands, such as a row of a weight, are leased
-    alone and copied. Returns the copies by ``id`` of the stand-in.
+    If the units together exceed the budget, small operands, such as a row of a weight, are leased
+    one after the other and copied.
+
+    Returns:
+        The copies, by ``id`` of the stand-in.
     """
     if len(streamed) == 1:
         weights = streamed[0].weights
@@ -438,7 +454,7 @@ def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes from the first element of a tensor to its last."""
+    """Returns the number of bytes from the first element of a tensor to its last."""
     if tensor.numel() == 0:
         return 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -446,7 +462,7 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 
 def _copied(tensor: StreamedTensor, unit: int) -> torch.Tensor:
-    """Returns a copy of a weight or of a view of it, at the same address modulo 64."""
+    """Returns a copy of a weight, or of a view of it, at the same address modulo 64."""
     with contextlib.closing(tensor.weights.streamer.hold([unit])) as use:
         real = _real(tensor, use, torch.is_grad_enabled())
         element = real.element_size()
@@ -458,7 +474,7 @@ def _copied(tensor: StreamedTensor, unit: int) -> torch.Tensor:
 
 
 def _real(tensor: StreamedTensor, use: Any, grad: bool) -> torch.Tensor:
-    """Returns the leased weight, or the view of it, of a stand-in."""
+    """Returns the leased weight for a stand-in, or the view of the weight that it represents."""
     weights = tensor.weights
     weight: torch.Tensor = use.weight(weights.streamer, tensor.key, grad)
     shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -478,15 +494,15 @@ def _call(
     copies: dict[int, torch.Tensor],
     nested: Any,
 ) -> Any:
-    # Only this frame refers to the weights.
+    # Only this frame refers to the weights, so the references end when it returns.
     grad = torch.is_grad_enabled()
 
     def real(tensor: StreamedTensor) -> torch.Tensor:
         copy = copies.get(id(tensor))
         return _real(tensor, uses[tensor.weights], grad) if copy is None else copy
 
-    # In the dispatcher state of the caller, so that views require gradients as in memory. matmul
-    # rounds differently for operands that do.
+    # Uses the dispatcher state of the caller, so that views require gradients as in a model in
+    # memory. matmul rounds differently for operands that require gradients.
     with _native_torch._RestorePythonTLSSnapshot():
         if nested:
             args, kwargs = tree_map_only(StreamedTensor, real, (args, kwargs))
@@ -495,9 +511,9 @@ def _call(
         autocasts = torch.is_autocast_enabled("cpu")
         keys = _dispatch_keys() if autocasts or torch.is_inference_mode_enabled() else None
     if func.is_view:
-        # A stand-in cannot represent this view, such as a conjugate, so it is copied. Under
-        # inference mode the copy would be an inference tensor, which cannot be a view of the
-        # stand-in.
+        # This is a view that a stand-in cannot represent, such as a conjugate. It is therefore
+        # copied. Under inference mode, the copy would be an inference tensor, which cannot be a
+        # view of the stand-in.
         with torch.inference_mode(False), torch.no_grad():
             views = func(*args, **kwargs)
             return tree_map_only(
@@ -521,9 +537,11 @@ def _caller_dispatch_state(func: Any, autocasts: bool, called: tuple[Any, Any]) 
     """Returns a context with the dispatcher state of the caller of an operation.
 
     In ``__torch_dispatch__``, all keys above ``Python`` are excluded. In inference mode, operations
-    arrive before they are decomposed. Without their keys, views in them would not require gradients
-    as they do in memory, and matmul would round differently. Operations without an autocast kernel
-    decompose into operations that autocast casts, so autocast stays enabled for them.
+    arrive before they are decomposed. Without the keys of the caller, views in them would not
+    require gradients as they do for a model in memory, and matmul would round differently.
+
+    Operations without an autocast kernel decompose into operations that autocast casts, so autocast
+    stays enabled for them.
     """
     include, exclude = called if torch.is_inference_mode_enabled() else _dispatch_keys()
     autocast = _native_torch.DispatchKeySet(_native_torch.DispatchKey.AutocastCPU)

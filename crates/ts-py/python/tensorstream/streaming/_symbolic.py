@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Operations on symbolic tensors, which are recorded instead of run.
+"""Records operations on symbolic tensors instead of running them.
 
-Slices, stacks and concatenations only rearrange bytes; their result is a ``Source`` with the ranges
-of the files. Operations that change bytes, such as casts and transpositions, become a ``Derived``,
-which records the present state of the operands and is computed later.
+If a result consists of a few long ranges of the files, it is a ``Source`` with these ranges. Most
+slices, stacks and concatenations have such results. Other results, such as those of casts and
+transpositions, are a ``Derived``, which records the current state of the operands and is computed
+later.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ aten = torch.ops.aten
 
 Part = tuple[int, int, int]
 
-#: If a tensor consists of shorter ranges than this, it is computed and written to a file instead,
-#: because many small reads are slow.
+#: Joining tensors along a later dimension than the first interleaves their ranges. If a range is
+#: shorter than this, the result is computed and written to a file, because many small reads are
+#: slow.
 SHORTEST_RANGE_BYTES = 4096
 
 #: Operations that return views, whose offset and strides are known.
@@ -66,7 +68,7 @@ FACTORIES = {
 
 
 def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a factory. Its result is a real tensor, because it is not part of the checkpoint."""
+    """Runs a factory. The result is a real tensor, because the checkpoint does not contain it."""
 
     def shaped(leaf: Any) -> Any:
         if isinstance(leaf, SymbolicTensor):
@@ -77,7 +79,10 @@ def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns the result as symbolic tensors, or ``None`` if the operation has to run."""
+    """Returns the results of an operation, or ``None`` if the operation has to run.
+
+    The results are symbolic tensors, except those of factories.
+    """
     symbolic = [
         leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, SymbolicTensor)
     ]
@@ -89,13 +94,13 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = symbolic[0].source.name
     device = torch.device(kwargs.get("device") or "cpu")
     if device.type != "cpu":
-        raise ModelError(f"cannot move tensor `{name}` to {device} while loading: expected CPU")
+        raise ModelError(f"cannot move tensor `{name}` to {device} while loading: expected the CPU")
     if func in FACTORIES:
         return _create(func, args, kwargs)
     if func is aten.as_strided.default:
         raise ModelError(
-            f"cannot run {func} on streamed tensor `{name}`: operations that depend on the layout "
-            "of memory are not supported"
+            f"cannot run {func} on tensor `{name}` while loading: operations that depend on the "
+            "layout of memory are not supported"
         )
     outcome = _run_on_meta(func, args, kwargs)
     if isinstance(outcome, torch.Tensor):
@@ -188,7 +193,7 @@ def _find_bytes(
 def _interleaved(
     symbolic: Sequence[SymbolicTensor], tensors: Sequence[object], outcome: torch.Tensor, dim: int
 ) -> tuple[Part, ...] | None:
-    """Returns the bytes of tensors that are joined along ``dim``: ranges of each in turn.
+    """Returns the bytes of tensors that are joined along ``dim``: a range of each tensor in turn.
 
     Returns ``None`` if a tensor is real, or the ranges are too short.
     """
@@ -239,7 +244,8 @@ def _write(
     tensor = args[0] if args else None
     if len(written) != 1 or written[0] is not tensor or not isinstance(tensor, SymbolicTensor):
         raise ModelError(
-            f"cannot run {func}: streamed tensors can only be written as the first argument"
+            f"cannot run {func} while loading: an operation may write to only one tensor of the "
+            "checkpoint, which must be its first argument"
         )
     outcome = func(*_on_meta(args), **_on_meta(kwargs))
     if (outcome.shape, outcome.stride(), outcome.dtype) != (
@@ -248,7 +254,8 @@ def _write(
         tensor.dtype,
     ):
         raise ModelError(
-            f"cannot run {func}: it changes the shape of streamed tensor `{tensor.source.name}`"
+            f"cannot run {func} while loading: it changes the shape, strides or dtype of tensor "
+            f"`{tensor.source.name}`"
         )
     storage, source = tensor.symbolic_storage, tensor.symbolic_storage.source
     phase = _phase(source)
@@ -268,14 +275,14 @@ def _write(
 
 
 def _phase(source: Source | Derived) -> int:
-    """Returns the address modulo 64 of a written tensor in the reference."""
+    """Returns the address modulo 64 that a written tensor has in transformers' own loader."""
     if source.phase is None and isinstance(source, Source) and source.parts:
         return source.parts[0][1] % 64
     return source.phase or 0
 
 
 def _snapshot(arguments: Any) -> Any:
-    """Returns arguments that later writes do not change."""
+    """Returns a copy of arguments that later writes to the tensors do not change."""
 
     def keep(leaf: Any) -> Any:
         if isinstance(leaf, SymbolicTensor):
@@ -288,7 +295,7 @@ def _snapshot(arguments: Any) -> Any:
 
 
 def _on_meta(arguments: Any) -> Any:
-    """Returns arguments with tensors, and device arguments, on the meta device."""
+    """Returns arguments in which all tensors and devices are replaced with meta ones."""
 
     def bare(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Symbolic tensors, which know the source of their bytes instead of holding them.
+"""Symbolic tensors, which store the source of their bytes instead of the bytes.
 
-The loader of transformers renames, stacks and casts them like real ones, and each step is recorded
-(_symbolic.py). Once the model is built, stand-ins replace them (_streamed_tensor.py).
+The loader of transformers renames, stacks and casts symbolic tensors like real ones, and each step
+is recorded (_symbolic.py). Once the model is built, stand-ins replace them (_streamed_tensor.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Source:
     """A tensor whose bytes are in files: consecutive ranges (file, offset, length).
 
     ``phase`` is the address modulo 64 of the tensor in the reference, which is transformers' own
-    loader. It is ``None`` if the reference maps the file, and 0 if it allocates a tensor.
+    loader or the model in memory. ``None`` stands for the phase of a mapped file, which is the
+    offset of the first range modulo 64.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Provider(Protocol):
 
 
 class SymbolicStorage:
-    """The source of bytes that symbolic tensors share, after all writes so far."""
+    """Bytes that symbolic tensors share, given by their source after all writes so far."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class SymbolicStorage:
         self.writes = 0
 
     def write(self, source: Derived) -> None:
-        """Replaces the source, after a write."""
+        """Replaces the source after a write, and counts the write."""
         self.source = source
         self.writes += 1
 
@@ -80,7 +81,7 @@ ViewStep = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]
 
 
 class SymbolicTensor(torch.Tensor):
-    """A tensor without bytes, which knows their source."""
+    """A tensor that stores the source of its bytes instead of the bytes."""
 
     provider: Provider
     symbolic_storage: SymbolicStorage
@@ -89,7 +90,7 @@ class SymbolicTensor(torch.Tensor):
     #: The source when it was last determined, and the number of writes at that time.
     _cached_source: tuple[Source | Derived, int]
 
-    # How torch disables it.
+    # PyTorch disables the function with this value. Its type differs from that of a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -115,7 +116,7 @@ class SymbolicTensor(torch.Tensor):
 
     @property
     def source(self) -> Source | Derived:
-        """The current source of its bytes."""
+        """The source of the tensor's bytes, after all writes so far."""
         source, writes = self._cached_source
         storage = self.symbolic_storage
         if writes != storage.writes:
@@ -142,10 +143,10 @@ class SymbolicTensor(torch.Tensor):
         )
 
     def materialize(self) -> torch.Tensor:
-        """Returns the real tensor."""
+        """Returns the real tensor, in newly allocated memory."""
         return self.provider.materialize(self)
 
-    # Untyped in the stub.
+    # The stub of PyTorch declares this method without types.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"SymbolicTensor({self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -165,13 +166,13 @@ class SymbolicTensor(torch.Tensor):
         if not fits or (value.shape, value.stride()) != (self.shape, self.stride()):
             raise ModelError(
                 f"cannot set the data of `{self.source.name}` while it is loaded: expected a "
-                "tensor of the checkpoint with the same shape and dtype"
+                "tensor of the checkpoint with the same shape, strides and dtype"
             )
         other: Any = value
         self.symbolic_storage, self.steps = other.symbolic_storage, other.steps
         self._cached_source = other.source, other.symbolic_storage.writes
 
-    # PyTorch implements these methods in C++ without the dispatcher, for tensors with memory only.
+    # PyTorch's own versions of these methods need the memory of the tensor.
 
     def tolist(self) -> Any:
         return self.materialize().tolist()
@@ -191,8 +192,9 @@ class SymbolicTensor(torch.Tensor):
         memo[id(self)] = copy
         return copy
 
+    # The stub of PyTorch describes the disabled method, which has another signature.
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the disabled one
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -212,7 +214,7 @@ class SymbolicTensor(torch.Tensor):
 
 
 def _view_of(whole: torch.Tensor, steps: tuple[ViewStep, ...]) -> torch.Tensor:
-    """Returns a view of the tensor of a storage."""
+    """Applies ``steps`` to ``whole``, the tensor of a storage, and returns the resulting view."""
     view = whole
     for func, args, kwargs, index in steps:
         outcome = func(view, *args, **kwargs)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Loads transformers models without materializing their weights.
 
-transformers builds the model through its public ``from_pretrained(None, config=, state_dict=)``,
-from a state dict of symbolic tensors. So it decides itself how to rename and tie weights, how to
-initialize those that the checkpoint lacks, and whether to map or to copy them.
+transformers builds the model with its public ``from_pretrained(None, config=, state_dict=)``, from
+a state dict of symbolic tensors. So transformers itself decides how to rename and tie weights,
+which weights may be missing, and whether to map or to copy weights.
 """
 
 from __future__ import annotations
@@ -32,20 +32,25 @@ def from_pretrained(
 ) -> Any:
     """Loads a transformers model that streams its weights from ``path`` under ``budget``.
 
-    The result is that of the class's own ``from_pretrained(path)``, except that its parameters are
-    frozen and not in memory. Outputs are bit-identical.
+    The model is the one that the class's own ``from_pretrained(path)`` returns, except that its
+    parameters are frozen and not in memory. Outputs are bit-identical.
 
     Args:
         path: A directory that ``save_pretrained`` wrote: ``config.json`` and safetensors files.
         budget: Shorthand for ``Config(budget=...)``.
-        config: Settings. Cannot be combined with ``budget``.
-        model_class: The class to load; by default the one that ``config.json`` names.
+        config: The settings. Cannot be combined with ``budget``.
+        model_class: The class to load. The default is the class that ``config.json`` names.
         kwargs: Arguments of the class's ``from_pretrained``, such as ``attn_implementation``.
+            ``model_config`` replaces the configuration in ``config.json``.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at ``path``.
+        CheckpointPermissionError: The process may not read the checkpoint, or write to the
+            directory for converted tensors.
         MissingTensorError: The checkpoint lacks a parameter.
         CheckpointError: The checkpoint does not fit the model, or is damaged.
+        ModelError: The model cannot be streamed.
+        StorageError: Reading or writing failed.
         BudgetError: The budget is too small, or there is too little memory.
         ConfigurationError: A setting is invalid, or transformers is not installed.
 
@@ -103,8 +108,8 @@ def _check_largest_tensor(checkpoint: _native.Checkpoint) -> None:
     if available is not None and available < needed + rest:
         raise BudgetError(
             f"not enough memory: {available >> 20} MiB are available, but tensor `{largest}` needs "
-            f"{needed >> 20} MiB and the rest of the process {rest >> 20} MiB; raise the memory "
-            "limit of this process"
+            f"{needed >> 20} MiB and the rest of the process {rest >> 20} MiB; free memory, or "
+            "raise the memory limit of this process"
         )
 
 
@@ -114,8 +119,8 @@ def _named_class(transformers: Any, model_config: Any, path: str) -> Any:
         if model_class is not None:
             return model_class
     raise ConfigurationError(
-        f"{path}: config.json names no known model class (got {model_config.architectures}); pass "
-        "`model_class`"
+        f"{path}: transformers has no class for the architectures of the configuration "
+        f"({model_config.architectures}); pass `model_class`"
     )
 
 
@@ -130,9 +135,9 @@ def _check(checkpoint: _native.Checkpoint, info: dict[str, Any]) -> None:
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise MissingTensorError(
-            f"the model needs {len(missing)} tensors that are not in {files}: "
+            f"the model needs tensors that are not in {files}: "
             + ", ".join(missing[:5])
-            + (" ..." if len(missing) > 5 else "")
+            + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         )
     if info["error_msgs"]:
         raise CheckpointError(f"cannot load {files}: {'; '.join(info['error_msgs'])}")

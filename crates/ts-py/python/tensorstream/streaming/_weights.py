@@ -13,7 +13,7 @@ from .. import _native
 
 @dataclass(frozen=True)
 class Weight:
-    """A distinct parameter, and its place: tensor ``index`` of ``unit``."""
+    """A distinct parameter of a model, which is tensor ``index`` of ``unit``."""
 
     name: str
     dtype: torch.dtype
@@ -22,7 +22,8 @@ class Weight:
     index: int
     requires_grad: bool
     strides: tuple[int, ...]
-    #: The shape in which the bytes are row-major. Its dimensions may have another order.
+    #: The shape in which the bytes are row-major. The order of its dimensions may differ from
+    #: ``shape``.
     stored_shape: list[int]
 
     def spec(self) -> Any:
@@ -43,11 +44,11 @@ class Weights:
         self._frozen: set[int] = set()
 
     def requires_grad(self, key: int) -> bool:
-        """Returns whether the parameter of the model requires gradients."""
+        """Returns whether the original parameter requires gradients and was not frozen since."""
         return self.specs[key].requires_grad and key not in self._frozen
 
     def freeze(self, key: int) -> None:
-        """Records that a parameter no longer requires gradients."""
+        """Makes a parameter no longer require gradients."""
         if self.requires_grad(key):
             self._frozen.add(key)
             self.streamer.freeze(key)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Tensors and messages between processes."""
+"""Sends tensors and messages between processes."""

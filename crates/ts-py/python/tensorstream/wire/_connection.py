@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Sends tensors between processes: ``tensorstream.connect`` and ``tensorstream.listen``."""
+"""Implements ``tensorstream.connect`` and ``tensorstream.listen``."""
 
 from __future__ import annotations
 
@@ -43,20 +43,22 @@ def connect(
         token: The secret that the listener requires.
         ca: A file of certificates (PEM) to trust. The connection then uses TLS.
         cert: A certificate (PEM) of this side, if the listener requires one.
-        key: Its key (PEM).
-        idle_timeout: Seconds without a byte from the peer after which the connection is lost.
-        stall_timeout: Seconds without progress after which a transfer fails, even if the peer is
-            alive.
-        shared_memory: Send large tensors through shared memory, if the address is a Unix socket.
-        pool: Receive tensors into a pool of memory blocks. A block returns to the pool when its
-            tensor is deleted. Receiving into reused memory is several times as fast as into new
-            memory.
-        limit_bytes: Refuse tensors that are larger.
+        key: The private key of ``cert`` (PEM).
+        idle_timeout: The longest silence of the peer, in seconds, while this side waits for it.
+            After this time, the wait fails.
+        stall_timeout: The longest time that a transfer may make no progress while this side waits
+            for it, in seconds, even if the peer is alive. After this time, the wait fails.
+        shared_memory: Whether to send large tensors through shared memory, if the address is a Unix
+            socket.
+        pool: The pool of memory blocks to receive tensors into. A block returns to the pool when
+            its tensor is deleted. Receiving into reused memory is several times as fast as into new
+            memory. By default, there is no pool.
+        limit_bytes: The maximum size of a received tensor, in bytes. Larger tensors are refused.
 
     Raises:
-        ConnectionLost: The listener cannot be reached, or refuses.
-        ConnectionTimeout: It does not answer.
-        ProtocolError: It speaks another protocol.
+        ConnectionLost: The listener cannot be reached, or refuses the connection.
+        ConnectionTimeout: The listener does not answer.
+        ProtocolError: The listener uses another protocol, or its certificate is not trusted.
         ConfigurationError: An argument is invalid.
 
     Examples:
@@ -95,11 +97,12 @@ def listen(
 
     Args:
         address: "HOST:PORT", with port 0 for a free port, or "unix:PATH".
-        token: The secret that clients must know.
+        token: The secret that clients must send.
         ca: Accept only clients with a certificate of these authorities (a file, PEM).
         cert: A certificate (PEM) of this side. Connections then use TLS.
-        key: Its key (PEM).
-        insecure: Allow an address that other machines can reach without a token or certificates.
+        key: The private key of ``cert`` (PEM).
+        insecure: Whether to accept clients without a token or certificate on an address that other
+            computers can reach, which is any except loopback addresses and Unix sockets.
         idle_timeout: See ``connect``.
         stall_timeout: See ``connect``.
         shared_memory: See ``connect``.
@@ -107,7 +110,7 @@ def listen(
         limit_bytes: See ``connect``.
 
     Raises:
-        ConnectionLost: The address cannot be used.
+        ConnectionLost: The address is in use, or cannot be used.
         ConfigurationError: An argument is invalid.
 
     Examples:
@@ -140,23 +143,60 @@ def _settings(
 
 
 class BlockPoolStats(TypedDict):
-    """Statistics of the pool of a connection."""
+    """Statistics of the pool of a connection.
+
+    Examples:
+        >>> import tensorstream as ts, threading
+        >>> def client(address):
+        ...     with ts.connect(address) as connection:
+        ...         connection.send_message(b"hello")
+        >>> with ts.listen("127.0.0.1:0", pool=ts.PoolConfig.low_memory()) as listener:
+        ...     thread = threading.Thread(target=client, args=[listener.address])
+        ...     thread.start()
+        ...     with listener.accept() as connection:
+        ...         message = connection.recv()
+        ...         pool = connection.stats()["pool"]
+        ...     thread.join()
+        >>> pool["in_use_bytes"]
+        0
+    """
 
     #: The share of tensors that were received into reused memory, from 0 to 1.
     hit_rate: float
+    #: Memory of received tensors that still exist.
     in_use_bytes: int
+    #: Memory of blocks that can be reused.
     available_bytes: int
 
 
 class ConnectionStats(TypedDict):
-    """Statistics of a connection."""
+    """Statistics of a connection.
 
+    Examples:
+        >>> import tensorstream as ts, threading
+        >>> def client(address):
+        ...     with ts.connect(address) as connection:
+        ...         connection.send_message(b"hello")
+        >>> with ts.listen("127.0.0.1:0") as listener:
+        ...     thread = threading.Thread(target=client, args=[listener.address])
+        ...     thread.start()
+        ...     with listener.accept() as connection:
+        ...         message = connection.recv()
+        ...         stats = connection.stats()
+        ...     thread.join()
+        >>> stats["received_bytes"] > len(message)
+        True
+    """
+
+    #: All bytes that were written to and read from the transport.
     sent_bytes: int
     received_bytes: int
-    #: Payload bytes that were copied after they were read. The others were read in place.
+    #: Payload bytes that were copied after they were read. The others were read to their final
+    #: memory.
     copied_bytes: int
     #: Seconds since the connection began.
     seconds: float
+    #: Statistics of the pool, if the connection has one.
     pool: NotRequired[BlockPoolStats]
 
 
@@ -164,7 +204,7 @@ class Connection:
     """One side of a connection. One thread can use it at a time.
 
     A tensor must not be written to until ``send`` returns. Delivery is only certain after
-    ``close``, or the end of a ``with`` block.
+    ``close``, or after the end of a ``with`` block.
 
     Examples:
         >>> import tensorstream as ts, threading, torch
@@ -200,7 +240,7 @@ class Connection:
         checksums: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Sends a tensor. Blocks until the system has all of it.
+        """Sends a tensor. Blocks until the operating system has all of its bytes.
 
         Args:
             tensor: A ``Tensor``, or any object in host memory that supports DLPack. Strides
@@ -209,11 +249,14 @@ class Connection:
             metadata: Text by key, for the receiver.
             compression: A codec for the payload.
             checksums: Whether to send checksums, which the receiver verifies.
-            progress: Called about ten times a second with the bytes sent and to be sent.
+            progress: Called about ten times a second with two numbers: the bytes sent, and the
+                bytes to send. Both include earlier tensors.
 
         Raises:
-            ConnectionLost: The other side is gone, or has cancelled.
-            ConnectionTimeout: It is silent, or makes no progress.
+            TypeError: The object does not support DLPack.
+            ConfigurationError: An argument is invalid, or the connection is closed or in use.
+            ConnectionLost: The other side closed the connection, or cancelled the transfer.
+            ConnectionTimeout: The other side is silent, or makes no progress.
         """
         described = _tensor(tensor, name, metadata)
         self._native._send(
@@ -228,10 +271,10 @@ class Connection:
         checksums: bool = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        """Sends named tensors. Blocks as ``send``, and has the same arguments.
+        """Sends named tensors. Blocks like ``send``, and has the same arguments and errors.
 
-        Tensors that share a storage, such as tied weights, share one at the receiver. Its bytes are
-        sent once.
+        Tensors that share a storage, such as tied weights, also share a storage at the receiver.
+        The bytes of the storage are sent once.
         """
         self._native._send(
             list(_by_storage(tensors)),
@@ -242,7 +285,13 @@ class Connection:
         )
 
     def send_message(self, message: bytes) -> None:
-        """Sends a message of at most 64 KiB. It overtakes tensors of other streams."""
+        """Sends a message of at most 64 KiB. Blocks until the operating system has it.
+
+        Raises:
+            ConfigurationError: The message is too long, or the connection is closed or in use.
+            ConnectionLost: The other side closed the connection.
+            ConnectionTimeout: The other side is silent, or makes no progress.
+        """
         self._native.send_message(message)
 
     def recv(
@@ -255,20 +304,25 @@ class Connection:
         """Returns the next tensor or message. Blocks.
 
         Args:
-            into: Memory for the tensor: contiguous, writable, of exactly its size, and supporting
-                DLPack.
-            timeout: Seconds to wait.
+            into: Memory for the tensor: a contiguous and writable object that supports DLPack and
+                has exactly the size of the tensor.
+            timeout: Seconds to wait. None waits without a limit.
             progress: Called about ten times a second with the bytes received so far.
 
         Returns:
-            A ``Tensor``, the bytes of a message, or None at the end.
+            A ``Tensor``, the bytes of a message, or None at the end of the connection.
 
         Raises:
-            ConnectionTimeout: Nothing arrived within ``timeout``, and the connection stays usable.
-                Or the other side is silent.
-            ConnectionLost: The other side is gone.
-            OutOfMemoryError: There is not enough memory for the tensor. The connection stays
-                usable.
+            ConnectionTimeout: No complete tensor or message arrived within ``timeout``; the
+                connection stays usable. Also raised if the other side is silent, or makes no
+                progress.
+            ConnectionLost: The connection was lost, or the other side cancelled the transfer.
+            ConfigurationError: ``into`` has another size than the tensor; the tensor can still be
+                received. Also raised if the connection is closed or in use.
+            OutOfMemoryError: There is not enough memory for the tensor, or it exceeds
+                ``limit_bytes``. The connection stays usable.
+            ChecksumError: The tensor differs from its checksums.
+            ProtocolError: The other side sent invalid data.
         """
         target = None if into is None else Tensor.from_dlpack(_detached(into))
         received: Tensor | bytes | None = self._native._recv(
@@ -281,7 +335,11 @@ class Connection:
     ) -> dict[str, Tensor] | None:
         """Returns the tensors of one ``send_state_dict`` by name, or None at the end. Blocks.
 
-        Arguments and errors are those of ``recv``. After a timeout, the next call continues.
+        The arguments and errors are those of ``recv``, without ``into``. The next call after a
+        timeout continues.
+
+        Raises:
+            ConfigurationError: A message arrived instead of a tensor.
         """
         tensors = self._native._recv_all(timeout=timeout, progress=progress)
         return None if tensors is None else {tensor.name: tensor for tensor in tensors}
@@ -290,11 +348,19 @@ class Connection:
         """Returns the statistics of the connection."""
         return self._native.stats()
 
-    def close(self, reason: str = "it was closed") -> None:
-        """Closes the connection after everything that was sent.
+    def close(self, reason: str = "the peer called close()") -> None:
+        """Sends everything that is queued, and closes the connection.
 
-        Blocks until the operating system of the other side has received it, which may be before it
-        is read. Does nothing if the connection is already closed.
+        Blocks until the operating system of the other side has received everything. The program
+        there may read it later. On systems other than Linux, blocks until the other side has closed
+        the connection. Does nothing if the connection is already closed.
+
+        Args:
+            reason: A reason, which is sent to the other side and appears in its errors.
+
+        Raises:
+            ConnectionLost: The connection was lost before everything was received.
+            ConnectionTimeout: The other side is silent, or makes no progress.
         """
         self._native.close(reason)
 
@@ -341,14 +407,15 @@ class Listener:
     def accept(self, *, timeout: float | None = None) -> Connection:
         """Returns the next connection, after its handshake. Blocks.
 
-        Clients that do not complete the handshake do not delay others. Each is logged to the logger
-        "tensorstream".
+        Clients that do not complete the handshake do not delay others. Each of these clients is
+        logged to the logger "tensorstream".
 
         Args:
-            timeout: Seconds to wait.
+            timeout: Seconds to wait. None waits without a limit.
 
         Raises:
-            ConnectionTimeout: No client connected within ``timeout``.
+            ConnectionTimeout: No client completed a handshake within ``timeout``.
+            ConfigurationError: The listener is closed or in use.
         """
         return Connection(self._native.accept(timeout, _log_refusal))
 
@@ -368,7 +435,7 @@ def _log_refusal(peer: str, reason: str) -> None:
 
 
 def _detached(tensor: Any) -> Any:
-    """Detaches a tensor: DLPack does not carry gradients."""
+    """Detaches a tensor from autograd, because DLPack refuses tensors that require gradients."""
     return tensor.detach() if hasattr(tensor, "detach") else tensor
 
 
@@ -379,10 +446,11 @@ def _tensor(tensor: Any, name: str | None, metadata: Mapping[str, str] | None = 
 
 
 def _by_storage(tensors: Mapping[str, Any]) -> Iterator[tuple[Tensor, int, bool]]:
-    """Groups tensors by storage, and yields each with two values for the native module.
+    """Groups tensors by storage. Yields three values for each tensor:
 
-    They are the number of its storage, or 0 if no other tensor shares it, and whether more tensors
-    of the storage follow.
+    - The tensor.
+    - The number of its storage, or 0 if no other tensor shares the storage.
+    - Whether more tensors of the same storage follow.
     """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():

@@ -30,7 +30,8 @@ multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsu
 upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
 upsample_trilinear3d upsample_bicubic2d norm.Scalar norm.ScalarOpt_dim"""
 
-#: Operators whose result is float32 unless the caller chooses a dtype.
+#: Operators whose result is float32 for arguments of half precision, unless the caller chooses a
+#: dtype.
 _FP32_SUMS = """prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
 linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList"""
 

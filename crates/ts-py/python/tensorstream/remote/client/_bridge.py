@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Connects the Python half of the client to the native half, which calls it."""
+"""Gives the native half of the client the Python functions that it calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import _infer, _kernels, _trace, _views
 
 
 def connect() -> None:
-    """Passes the functions of ``Hooks`` (src/remote/client/torch.rs) to the native half."""
+    """Passes the functions that ``Hooks`` (src/remote/client/torch.rs) lists to the native half."""
     hooks = types.SimpleNamespace(
         infer=_infer.infer,
         element=_infer.element,

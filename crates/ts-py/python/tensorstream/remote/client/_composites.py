@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Composite operators that PyTorch decomposes differently on a CPU than on other devices.
 
-On CPU machines they are decomposed as on a CPU, so that the results are bit-identical.
+On CPU machines, they are decomposed as on a CPU, so that the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _attention(
 ) -> torch.Tensor:  # fmt: skip
     """Implements scaled dot product attention.
 
-    On a CPU machine uses the kernel that a CPU would use, which depends on shapes only. On a GPU
-    machine uses the decomposition that every GPU supports.
+    On a CPU machine, uses the kernel that PyTorch would choose on a CPU. The choice does not depend
+    on values. On a GPU machine, uses the decomposition, which every GPU supports.
     """
     decompose = functools.partial(
         aten.scaled_dot_product_attention.default.decompose, scale=scale, enable_gqa=enable_gqa
@@ -87,7 +87,7 @@ def _attention(
 
 
 def _dropout_by(multiply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns dropout as a CPU decomposes it (aten/src/ATen/native/Dropout.cpp).
+    """Returns the decomposition of dropout on a CPU (aten/src/ATen/native/Dropout.cpp).
 
     Other devices have one fused kernel, which rounds differently.
     """

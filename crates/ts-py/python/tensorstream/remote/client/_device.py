@@ -19,7 +19,7 @@ from . import _bridge, _kernels
 
 
 class _DeviceContext:
-    """The context manager ``torch.ts.device(index)``."""
+    """The context manager ``torch.ts.device(index)``, which sets the current device."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -33,10 +33,10 @@ class _DeviceContext:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seeds the generators of all devices."""
+    """Seeds the generators of all devices. Paused machines get the seed when they resume."""
     _registry.PAUSED.update(dict.fromkeys(_registry.PAUSED, seed))
     for index in list(_registry.ADDRESSES):
-        # A lost machine is seeded when it starts again, and must not keep others from being seeded.
+        # A lost machine is seeded when it starts again. The others must be seeded nevertheless.
         with contextlib.suppress(ConnectionLost):
             seed_of(index, seed)
 
@@ -52,32 +52,37 @@ def seed_of(index: int, seed: int) -> None:
 
 
 def kind_of(index: int) -> tuple[str, int]:
-    """Returns what a machine runs operators on, "cpu" or "cuda", and how many devices it has.
+    """Requests the type and the number of devices from the machine of a device. Blocks.
 
-    Waits.
+    Returns:
+        The type, "cpu" or "cuda", and the number.
     """
     tensor = anchor(index)
     return _kernels.KIND(tensor), _kernels.DEVICES(tensor)
 
 
 def get_rng_state(device: Any = "ts") -> torch.Tensor:
-    """Returns the state of a device's generator, as a tensor on the host. Waits."""
+    """Returns the state of a device's generator, as a tensor on the host. Blocks."""
     return _kernels.RNG_STATE(anchor(index_of(device))).cpu()
 
 
 def set_rng_state(state: torch.Tensor, device: Any = "ts") -> None:
-    """Sets the state of a device's generator."""
+    """Sets the state of a device's generator to one that ``get_rng_state`` returned."""
     index = index_of(device)
     _kernels.SET_RNG_STATE(anchor(index), state.to(torch.device("ts", index)))
 
 
 def anchor(index: int) -> torch.Tensor:
-    """Returns an empty tensor on a device, for operators that otherwise have no tensor."""
+    """Returns an empty tensor on a device, for operators without other tensor arguments."""
     return torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
 
 
 def synchronize(device: Any = None) -> None:
-    """Waits until all machines that are not paused have run all operators called so far."""
+    """Blocks until all machines that are not paused have run all operators called so far.
+
+    Args:
+        device: Ignored.
+    """
     for session in _registry.sessions():
         session.synchronize()
 
@@ -107,10 +112,10 @@ class _NoOverrides:
 class _Module(types.ModuleType):
     @property
     def Scheduling(self) -> type:
-        """Returns the class that inductor schedules code with.
+        """Returns the class that schedules code for inductor.
 
-        Inductor reads this when it is first used. The overrides of the device are registered here,
-        so that nothing imports inductor earlier.
+        Inductor reads this property when it is first used. The property also registers the
+        overrides of the device, because an earlier registration would import inductor.
         """
         from torch._inductor.codegen import common
 
@@ -144,7 +149,7 @@ def _module() -> types.ModuleType:
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    """Answers what PyTorch asks about the device in C++."""
+    """The hooks with which PyTorch queries the device from C++."""
 
     def is_available(self) -> bool:
         return _registry.count() > 0
@@ -160,7 +165,7 @@ _setting_up = threading.Lock()
 
 
 def set_up() -> None:
-    """Registers the device with PyTorch, when the first machine starts. Later calls do nothing."""
+    """Registers the device with PyTorch. Later calls do nothing."""
     with _setting_up:
         _set_up()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Infers the results of an operator with meta tensors, for signatures that the cache lacks."""
+"""Infers the results of operator calls with meta tensors, if the cache does not contain them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ._views import is_ours, reshape
 
 
 class _MetaArguments:
-    """Converts arguments to meta tensors. Tensors that share a storage still share one."""
+    """Converts arguments to meta tensors.
+
+    If remote tensors share a storage, so do their meta tensors.
+    """
 
     def __init__(self) -> None:
         #: The converted tensors, and their meta tensors in the same order.
@@ -35,7 +38,7 @@ class _MetaArguments:
         if not is_ours(tensor):
             if tensor.dim() == 0:
                 return tensor
-            # A tensor of indices, which is sent with the call.
+            # A host tensor of indices, which is sent with the call.
             meta = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
             )
@@ -61,17 +64,20 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     """Infers the results of an operator call.
 
     Returns:
-        A list with a description of each result, for ``RemoteKernel``. None if only the machine
-        knows the results, because they depend on elements or are not tensors. True if an argument
-        was resized, after which the call must be inferred again. A tuple of the result if the call
-        was already made, through another overload.
+        One of these:
+
+        - A list with a description of each result, for ``RemoteKernel``.
+        - None, if only the machine can determine the results, because they depend on elements or
+          are not tensors.
+        - True, if an argument was resized. The call must then be inferred again.
+        - A tuple of the result, if the call was already made with another overload.
 
     Raises:
-        Exception: Whatever the operator raises for such arguments.
+        Exception: The error that the operator raises for these arguments.
     """
     metas = _MetaArguments()
     meta_args = [metas.convert(value) for value in args]
-    # Generators are on the machine.
+    # The generator is on the machine, and the shapes of the results do not depend on it.
     meta_kwargs = {
         name: None if name == "generator" else metas.convert(value)
         for name, value in (kwargs or {}).items()
@@ -101,7 +107,7 @@ def infer(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     new_storages: dict[int, int] = {}
 
     def describe(tensor: Any) -> Any:
-        """Describes a result: an argument, a view of one, or a new tensor (see plan.rs)."""
+        """Describes a result: an argument, a view of an argument, or a new tensor (see plan.rs)."""
         if tensor is None:
             return None
         key = tensor.untyped_storage()._cdata
@@ -134,10 +140,10 @@ def _call_functional(
 ) -> Any:
     """Calls an ``out=`` operator whose result shapes depend on elements.
 
-    Calls the overload that returns its results, and copies them to the outputs.
+    Calls the overload without outputs, and copies its results to the outputs.
 
     Returns:
-        A tuple of the result. None if the operator has no outputs or no such overload.
+        A tuple of the result, or None if the operator has no outputs or no such overload.
     """
     outs = [argument.name for argument in op._schema.arguments if argument.is_out]
     if not outs:
@@ -164,5 +170,5 @@ def element(tensor: torch.Tensor) -> bytes:
 
 
 def to_device(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """Returns a copy of a host tensor on the device ``ts`` of an index."""
+    """Copies a host tensor to the device ``ts`` with this index, and returns the copy."""
     return tensor.to(torch.device("ts", index))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The kernels of the device ``ts``.
 
-Every operator that PyTorch implements for the CPU is sent to the machine by a
-``_native.RemoteKernel``. The functions here implement the others: operators that create
-tensors, change their metadata, or copy between devices.
+Most operators that PyTorch implements for the CPU are sent to the machine by a
+``_native.RemoteKernel``. Views are computed on this computer. The functions here implement
+operators that create tensors, change their metadata, or copy between devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ._views import META, as_strided, flat_view, is_ours, replace, reshape
 
 aten = torch.ops.aten
 
-#: Keeps the registered kernels, which PyTorch removes when their library is deleted.
+#: Keeps the libraries alive. PyTorch removes the kernels of a library when it is deleted.
 _LIBRARIES: list[torch.library.Library] = []
 
 #: Operators that accept tensors of indices on the host.
@@ -64,7 +64,7 @@ def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
     # Without tensors, the shapes of the results depend on the values of the arguments.
     by_value = not any("Tensor" in kind for kind in kinds)
     from_machine = op._schema.name.removeprefix("aten::") in _SHAPES_FROM_MACHINE
-    # Some of these write to arguments without a mark in their schemas.
+    # Some operators in `_SHAPES_FROM_MACHINE` write to arguments that their schemas do not mark.
     writes = from_machine or op._schema.is_mutable
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
     generator = positional.index("generator") if "generator" in positional else None
@@ -155,7 +155,7 @@ def upload(source: torch.Tensor, to: torch.Tensor) -> None:
 
 
 def download(source: torch.Tensor, to: torch.Tensor) -> None:
-    """Copies a remote tensor to a contiguous host tensor of the same shape and dtype. Waits."""
+    """Copies a remote tensor to a contiguous host tensor of the same shape and dtype. Blocks."""
     if source.numel():
         _native.remote_download(materialize(source), _bytes(to))
 
@@ -163,8 +163,8 @@ def download(source: torch.Tensor, to: torch.Tensor) -> None:
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor without lazy conjugation or negation.
 
-    If it copies, the result has the memory format that a CPU would use, because some operators
-    round differently for other formats.
+    A copy has the memory format that it would have on a CPU, because some operators round
+    differently for other formats.
     """
     if not (tensor.is_conj() or tensor.is_neg()):
         return tensor
@@ -222,10 +222,10 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
     return to
 
 
-#: When to try again to copy directly, by the addresses of the source and the target. An entry means
-#: that the last attempt failed.
+#: The earliest time of the next attempt to copy directly, by the addresses of the source and the
+#: target. Set when an attempt fails.
 _RETRY_DIRECT: dict[tuple[str, str], float] = {}
-#: The time until the next attempt, in seconds.
+#: The time between a failure and the next attempt, in seconds.
 _RETRY_AFTER = 60.0
 
 
@@ -342,7 +342,8 @@ def _efficientzerotensor(size: Any, **options: Any) -> torch.Tensor:
 
 def _record_stream(tensor: torch.Tensor, stream: Any) -> None:
     raise RuntimeError(
-        "the device ts has no streams: it runs operators in the order in which they are called"
+        "cannot record a stream: the device ts has no streams, and runs operators in the order in "
+        "which they are called"
     )
 
 
@@ -402,18 +403,21 @@ _RECEIVE_GENERATOR = kernel(torch.ops.tensorstream.given_generator.default)
 
 @functools.cache
 def kernel_of(op: torch._ops.OpOverload) -> _native.RemoteKernel:
-    """Returns the ``kernel`` of an operator. Creates it once."""
+    """Returns the ``kernel`` of an operator, and caches it."""
     return kernel(op)
 
 
 def _fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Runs operators of other libraries, and those that PyTorch does not implement for the CPU."""
+    """Runs operators of other libraries, and operators that PyTorch lacks for the CPU."""
     return kernel_of(op)(*args, **kwargs)
 
 
 #: Types of tensors that the device does not support, by dispatch key, and what to use instead.
 _UNSUPPORTED = {
-    "SparsePrivateUse1": ("sparse tensors", "nn.Embedding(sparse=False) has dense gradients"),
+    "SparsePrivateUse1": (
+        "sparse tensors",
+        "use to_dense(), or nn.Embedding(sparse=False) for dense gradients",
+    ),
     "SparseCsrPrivateUse1": ("sparse tensors", "use to_dense()"),
     "NestedTensorPrivateUse1": (
         "nested tensors of strided layout",
@@ -434,13 +438,13 @@ _draw_lock = threading.Lock()
 
 
 def draw(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Runs an operator that draws from a generator of the host. Waits.
+    """Runs an operator that draws from a generator of the host. Blocks.
 
-    The machine draws from a generator with the same state. Its state afterwards becomes the state
-    of the host's generator.
+    The machine draws from its own generator, which starts with the state of the host's generator.
+    Afterwards, the host's generator gets the new state.
 
     Raises:
-        RuntimeError: The generator is not for the type of device that the machine uses.
+        RuntimeError: The generator is for another type of device than that of the machine.
     """
     if "generator" not in kwargs:
         # A positional generator is the last argument.
@@ -452,9 +456,10 @@ def draw(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
     )
     index = _index(kwargs.get("device")) if tensor is None else tensor.device.index
     if _registry.KINDS.get(index, "cpu") != generator.device.type:
+        kind = _registry.KINDS.get(index, "cpu")
         raise RuntimeError(
-            f"{op}: the generator is for {generator.device}, but the machine uses "
-            f"{_registry.KINDS.get(index)}"
+            f"{op}: the generator is for {generator.device}, but the machine runs operators on "
+            f'{kind}; pass torch.Generator("{kind}")'
         )
     anchor = torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
     with _draw_lock:

@@ -23,7 +23,7 @@ _STOP_TIMEOUT = 10
 
 
 class _StderrReader:
-    """Copies the standard error of a child process to that of this process."""
+    """Copies a child's standard error to that of this process, and keeps the last lines."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._lines: deque[str] = deque(maxlen=20)
@@ -39,7 +39,7 @@ class _StderrReader:
                 print(text, file=sys.stderr, flush=True)
 
     def last_lines(self) -> str:
-        """Returns the last lines of a process that has ended."""
+        """Returns up to 20 last lines of a process that has ended. Blocks for at most 2 seconds."""
         self._thread.join(2.0)
         return "\n".join(self._lines) or "no error message"
 
@@ -48,7 +48,7 @@ class ProcessServer:
     """The server of a "local" machine, in a child process.
 
     It listens on a Unix socket in a temporary directory. It ends when its standard input is closed,
-    so it does not outlive this process.
+    so it does not outlive this process. The constructor blocks until the server listens.
 
     Args:
         name: The name of the machine, for messages.
@@ -73,7 +73,9 @@ class ProcessServer:
         )  # fmt: skip
         assert self.process.stdout is not None and self.process.stderr is not None
         stderr = _StderrReader(self.process.stderr)
-        slow = threading.Timer(_SLOW_START, LOG.warning, ("%s: still importing PyTorch", name))
+        slow = threading.Timer(
+            _SLOW_START, LOG.warning, ("%s: still starting; importing PyTorch may be slow", name)
+        )
         slow.daemon = True
         slow.start()
         try:
@@ -87,7 +89,7 @@ class ProcessServer:
             )
 
     def stop(self) -> None:
-        """Ends the process. Blocks until it has ended, and kills it if that takes too long."""
+        """Ends the process. Blocks until it has ended, and kills it after 10 seconds."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         try:
@@ -125,7 +127,7 @@ class ThreadServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops the server. Blocks until its thread has ended, for a limited time."""
+        """Stops the server. Blocks until its thread has ended, for at most 10 seconds."""
         self._server.stop()
         self._thread.join(_STOP_TIMEOUT)
         shutil.rmtree(self._directory, ignore_errors=True)

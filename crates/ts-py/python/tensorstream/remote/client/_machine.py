@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Remote machines: starts, pauses and stops them, and gives access to their devices."""
+"""Starts, pauses and stops remote machines, and returns their devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Kind = Literal["mock", "local", "tcp"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: The most devices of all machines of a process, which PyTorch limits.
+#: The most devices of all machines of a process. PyTorch has this limit.
 _MAX_DEVICES = 127
 
 
@@ -57,12 +57,21 @@ def _exclusive(
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """The waits of a program for a machine at one line.
+    """The waits for a machine at one line of a program.
 
     Attributes:
         place: The line, as "FILE:LINE in FUNCTION".
         count: The number of waits.
-        seconds: Their total time.
+        seconds: The total time of the waits.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import RemoteMachine
+        >>> with RemoteMachine.mock() as machine:
+        ...     value = torch.ones(3, device=machine.device()).sum().item()
+        ...     waits = machine.waits()
+        >>> waits[0].count >= 1
+        True
     """
 
     place: str
@@ -71,34 +80,38 @@ class Wait:
 
 
 class RemoteMachine:
-    """A machine that holds tensors and runs operators on them.
+    """A machine that stores tensors and runs operators on them.
 
-    ``local``, ``mock`` and ``tcp`` create a machine of one kind, with the options of
-    that kind. The machine starts when it is created, unless ``start=False``, and stops at the end
-    of a ``with`` block or with ``stop``. Its tensors are then lost.
+    The methods ``local``, ``mock`` and ``tcp`` create a machine of one kind, with the options of
+    that kind. Unless ``start=False``, the machine starts when it is created. It stops at the end of
+    a ``with`` block, or when ``stop`` is called. Its tensors are then lost.
 
     Args:
         kind: "local" for a process on this computer, "mock" for a thread of this process, or "tcp"
             for a machine that runs ``tensorstream serve``.
         address: The address of a "tcp" machine: "HOST:PORT" or "unix:PATH".
-        device_type: What the machine runs operators on: "cpu" or "cuda".
+        device_type: The type of device that runs the operators: "cpu" or "cuda".
         device_count: The number of its devices, 1 to 127.
-        name: Its name in messages.
-        token: The secret of a "tcp" machine.
+        name: The name of the machine in messages.
+        token: The secret that a "tcp" machine requires.
         ca: A file of certificates (PEM) to trust. The connection then uses TLS.
         cert: A certificate (PEM) of this client, if the machine requires one.
-        key: Its key (PEM).
-        idle_timeout: Seconds without a byte from the machine after which a connection is lost.
+        key: The private key of ``cert`` (PEM).
+        idle_timeout: The longest silence of the machine, in seconds, while the client waits for it.
+            After this time, the connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails.
-        retry: Seconds for which a lost connection is retried. Nothing is lost meanwhile.
-        threads: PyTorch threads of a "local" machine. By default as many as this process has.
-        start: Whether to start now.
+        retry: Seconds for which a lost connection is retried. If a retry succeeds, nothing is lost.
+        threads: The number of PyTorch threads of a "local" machine. The default is that of this
+            process.
+        start: Whether to start the machine now.
         gpu_type: Another name for ``device_type``.
         gpu_count: Another name for ``device_count``.
 
     Raises:
         ConfigurationError: An argument is invalid.
         ConnectionLost: The machine cannot be reached or started.
+        ConnectionTimeout: The machine does not answer.
+        ProtocolError: The machine uses another protocol, or its certificate is not trusted.
 
     Examples:
         >>> import torch
@@ -134,11 +147,13 @@ class RemoteMachine:
             raise ConfigurationError(f'invalid kind {kind!r}: expected "local", "mock" or "tcp"')
         if kind != "tcp" and address is not None:
             raise ConfigurationError(
-                f'unexpected address {address!r} for a machine of kind "{kind}", which starts on '
-                'this computer: expected device_type="cpu" or "cuda", or kind "tcp"'
+                f'unexpected address {address!r}: a machine of kind "{kind}" starts on this '
+                'computer; use kind "tcp" for an address, or device_type for "cpu" or "cuda"'
             )
         if kind == "tcp" and address is None:
-            raise ConfigurationError('missing address: a machine of kind "tcp" needs HOST:PORT')
+            raise ConfigurationError(
+                'missing address: a machine of kind "tcp" needs HOST:PORT or unix:PATH'
+            )
         device_type, device_count = gpu_type or device_type, gpu_count or device_count
         if gpu_count == 0 or not 1 <= device_count <= _MAX_DEVICES:
             count = 0 if gpu_count == 0 else device_count
@@ -166,9 +181,9 @@ class RemoteMachine:
         cls, *, device_type: str = "cpu", device_count: int = 1, threads: int | None = None,
         name: str | None = None, start: bool = True,
     ) -> RemoteMachine:  # fmt: skip
-        """Starts a machine in a process on this computer. Blocks.
+        """Creates a machine in a process on this computer. Blocks until it has started.
 
-        The arguments are those of the class.
+        The arguments and errors are those of the class.
         """
         return cls(
             "local", device_type=device_type, device_count=device_count, threads=threads, name=name,
@@ -179,10 +194,11 @@ class RemoteMachine:
     def mock(
         cls, *, device_count: int = 1, name: str | None = None, start: bool = True
     ) -> RemoteMachine:
-        """Starts a machine in a thread of this process, for tests. It uses the same protocol.
+        """Creates a machine in a thread of this process, for tests.
 
-        Its operators use the default dtype of this process, so call ``synchronize`` before
-        ``torch.set_default_dtype``. The arguments are those of the class.
+        It uses the same protocol as other machines. Its operators use the default dtype of this
+        process, so call ``synchronize`` before ``torch.set_default_dtype``. The arguments and
+        errors are those of the class.
         """
         return cls("mock", device_count=device_count, name=name, start=start)
 
@@ -196,7 +212,7 @@ class RemoteMachine:
     ) -> RemoteMachine:  # fmt: skip
         """Connects to a machine that runs ``tensorstream serve``. Blocks.
 
-        The arguments are those of the class.
+        The arguments and errors are those of the class.
         """
         return cls(
             "tcp", address, token=token, ca=ca, cert=cert, key=key, device_type=device_type,
@@ -218,8 +234,8 @@ class RemoteMachine:
     def start(self) -> RemoteMachine:
         """Starts the machine, or connects to it. Blocks.
 
-        Does nothing if the machine is running, and calls ``resume`` if it is paused. If its
-        connection was lost for good, starts a new session with the same devices and no tensors.
+        Does nothing if the machine is running, and calls ``resume`` if it is paused. If the session
+        of the machine has ended, starts a new session with the same devices and no tensors.
 
         Returns:
             The machine itself.
@@ -227,6 +243,8 @@ class RemoteMachine:
         Raises:
             ConfigurationError: The machine does not have the requested devices.
             ConnectionLost: The machine cannot be reached or started.
+            ConnectionTimeout: The machine does not answer.
+            ProtocolError: The machine uses another protocol, or its certificate is not trusted.
         """
         if self._paused is not None:
             self.resume()
@@ -264,13 +282,13 @@ class RemoteMachine:
         except BaseException:
             self.stop()
             raise
-        # A server that is not told about the end keeps the tensors for a while.
+        # If the session is not closed, the server keeps its tensors for a while.
         atexit.register(self.stop)
-        LOG.info("%s: %s at %s, ts:%d", self.name, self.kind, address, first)
+        LOG.info("%s: started (%s at %s, ts:%d)", self.name, self.kind, address, first)
         return self
 
     def _set_address(self, address: str | None) -> None:
-        """Registers the address from which other machines can copy its tensors; None if none."""
+        """Sets the address from which other machines can copy tensors. None removes it."""
         first = self._get_session().first
         for index in range(first, first + self.device_count):
             if address is None:
@@ -332,10 +350,13 @@ class RemoteMachine:
         return torch.device("ts", session.first + index)
 
     def synchronize(self) -> None:
-        """Waits until the machine has run all operators called so far.
+        """Blocks until the machine has run all operators called so far.
+
+        Does nothing if the machine was not started, or was stopped.
 
         Raises:
-            RemoteTensorError: One of them failed, and its error was not raised before.
+            RemoteTensorError: An operator failed, and its error was not raised yet.
+            ConnectionLost: The machine cannot be reached.
         """
         if self._session is not None:
             self._session.synchronize()
@@ -344,12 +365,22 @@ class RemoteMachine:
         """Returns counters of the session.
 
         Returns:
-            ``operators``, ``requests`` (which include operators), the ``batches`` in which they
-            were sent, ``waits``, ``reconnects``, ``uploaded_bytes`` and ``downloaded_bytes``.
-            ``cached_scalars`` are reads of one element that needed no wait, and ``early_scalars``
-            those whose value was prefetched. ``signatures``, ``signature_hits`` and
-            ``signature_misses`` are those of the cache of operator results, which all machines of
-            the process share.
+            These counters by name:
+
+            - ``operators``: The operators that were sent.
+            - ``requests``: All requests that were sent, including operators.
+            - ``batches``: The batches in which the requests were sent.
+            - ``waits``: The waits of the program.
+            - ``reconnects``: The times that a lost connection was restored.
+            - ``uploaded_bytes`` and ``downloaded_bytes``: The bytes of tensors that were copied to
+              the machine and from it.
+            - ``cached_scalars``: The reads of one element that needed no wait.
+            - ``early_scalars``: The reads of one element whose value was prefetched.
+            - ``signatures``, ``signature_hits`` and ``signature_misses``: The entries, hits and
+              misses of the cache of operator results, which all machines of the process share.
+
+        Raises:
+            ConfigurationError: The machine was not started, or was stopped.
         """
         names = ("signature_hits", "signature_misses", "signatures")
         return self._get_session().stats() | dict(
@@ -357,7 +388,11 @@ class RemoteMachine:
         )
 
     def waits(self) -> list[Wait]:
-        """Returns where the program has waited, the longest total time first."""
+        """Returns the waits for each line of the program, sorted by total time, longest first.
+
+        Raises:
+            ConfigurationError: The machine was not started, or was stopped.
+        """
         return [Wait(*wait) for wait in self._get_session().waits()]
 
     def _get_session(self) -> _native.RemoteSession:
@@ -371,17 +406,18 @@ class RemoteMachine:
     def pause(self, directory: str | os.PathLike[str] | None = None) -> None:
         """Saves the tensors to files and releases the machine until ``resume``. Blocks.
 
-        The server of a "local" or "mock" machine stops. Until ``resume``, operators on the
-        tensors raise ``ConfigurationError``. Does nothing if the machine is paused. Uses 16
-        MiB of memory. If it fails, the machine continues.
+        The server of a "local" or "mock" machine stops. Until ``resume``, operators on the tensors
+        raise ``ConfigurationError``. Saving uses 16 MiB of memory. If ``pause`` fails, the machine
+        continues. Does nothing if the machine is already paused.
 
         Args:
-            directory: Where to create the directory of the files. None chooses the system's
-                temporary directory.
+            directory: The directory in which to create a new directory for the files. None means
+                the system's temporary directory.
 
         Raises:
             RemoteTensorError: An operator failed before, and its error was not raised yet.
             ConfigurationError: The machine was not started, or was stopped.
+            ConnectionLost: The machine cannot be reached.
             OSError: The files cannot be written.
         """
         session = self._get_session()
@@ -410,7 +446,7 @@ class RemoteMachine:
         finally:
             session.pausing(False)
             self._stop_server()
-        LOG.info("%s: paused, %d bytes in %s", self.name, saved.nbytes, saved.directory)
+        LOG.info("%s: paused, with %d bytes saved in %s", self.name, saved.nbytes, saved.directory)
 
     @_exclusive
     def resume(self) -> None:
@@ -421,7 +457,7 @@ class RemoteMachine:
 
         Raises:
             ConnectionLost: The machine cannot be reached or started.
-            ProtocolError: A file of a tensor is truncated.
+            ProtocolError: A saved file is truncated.
         """
         if self._paused is None:
             return
@@ -452,10 +488,10 @@ class RemoteMachine:
         LOG.info("%s: resumed at %s", self.name, address)
 
     def stop(self) -> None:
-        """Ends the session, and the server of a "local" or "mock" machine. Its tensors are lost.
+        """Ends the session, and stops the server of a "local" or "mock" machine. Blocks.
 
-        Does nothing if the machine is stopped, or in a forked child, because the machine belongs to
-        the parent.
+        The tensors of the machine are lost. Does nothing if the machine is stopped, or in a forked
+        child process, because the machine belongs to the parent.
         """
         if not _registry.is_forked():
             self._stop()
@@ -507,21 +543,49 @@ class RemoteMachine:
 def create_mock_machine(
     device_type: str = "cpu", device_count: int = 1, **options: Any
 ) -> RemoteMachine:
-    """Returns ``RemoteMachine("mock", ...)``."""
+    """Creates a machine in a thread of this process, like ``RemoteMachine("mock", ...)``.
+
+    The arguments and errors are those of ``RemoteMachine``.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import create_mock_machine
+        >>> with create_mock_machine(device_count=2) as machine:
+        ...     torch.ones(2, device=machine.device(1)).tolist()
+        [1.0, 1.0]
+    """
     return RemoteMachine("mock", device_type=device_type, device_count=device_count, **options)
 
 
 def create_local_machine(
     device_type: str = "cpu", device_count: int = 1, **options: Any
 ) -> RemoteMachine:
-    """Returns ``RemoteMachine("local", ...)``."""
+    """Creates a machine in a process on this computer, like ``RemoteMachine("local", ...)``.
+
+    The arguments and errors are those of ``RemoteMachine``.
+
+    Examples:
+        >>> from tensorstream.remote import create_local_machine
+        >>> machine = create_local_machine(device_count=2, start=False)
+        >>> machine.kind, machine.device_count
+        ('local', 2)
+    """
     return RemoteMachine("local", device_type=device_type, device_count=device_count, **options)
 
 
 def create_tcp_machine(
     address: str, device_type: str = "cpu", device_count: int = 1, **options: Any
 ) -> RemoteMachine:
-    """Returns ``RemoteMachine("tcp", address, ...)``."""
+    """Connects to ``tensorstream serve``, like ``RemoteMachine("tcp", address, ...)``.
+
+    The arguments and errors are those of ``RemoteMachine``.
+
+    Examples:
+        >>> from tensorstream.remote import create_tcp_machine
+        >>> machine = create_tcp_machine("gpu.example:7470", token="secret", start=False)
+        >>> machine.kind, machine.address
+        ('tcp', 'gpu.example:7470')
+    """
     return RemoteMachine(
         "tcp", address, device_type=device_type, device_count=device_count, **options
     )

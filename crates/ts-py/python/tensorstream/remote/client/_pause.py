@@ -18,17 +18,17 @@ from ...errors import ProtocolError
 #: Storages are copied in pieces of this size, in bytes.
 _PIECE_BYTES = 16 << 20
 
-#: States of a storage, as ``RemoteSession.storages`` returns them: data were written to it, or the
-#: operator that should have written to it failed.
+#: States of a storage, as ``RemoteSession.storages`` returns them: an operator wrote data to it, or
+#: the operator that should have written to it failed.
 _WRITTEN = 1
 _FAILED = 2
 
 
 class SavedStorages:
-    """The storages of a paused machine, in a new directory with one file for each.
+    """The storages of a paused machine, saved in a new directory with one file per storage.
 
     Args:
-        directory: Where to create the new directory. None chooses the system's temporary directory.
+        directory: The parent of the new directory. None means the system's temporary directory.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
@@ -69,7 +69,7 @@ class SavedStorages:
             self.nbytes += nbytes
 
     def restore(self, session: _native.RemoteSession) -> None:
-        """Creates the storages that are still in use on the resumed machine. Blocks.
+        """Creates the saved storages on the resumed machine, except those freed since. Blocks.
 
         Raises:
             ProtocolError: A file is shorter than its storage.
@@ -82,12 +82,13 @@ class SavedStorages:
                 with (self.directory / str(storage)).open("rb") as file:
                     for offset, piece, capsule in self._pieces(nbytes):
                         if file.readinto(piece) != len(piece):
+                            length = os.fstat(file.fileno()).st_size
                             raise ProtocolError(
                                 f"cannot restore a tensor: {file.name} is truncated (expected "
-                                f"{nbytes} bytes)"
+                                f"{nbytes} bytes, got {length})"
                             )
                         session.write(storage, offset, capsule)
 
     def remove(self) -> None:
-        """Removes the directory."""
+        """Removes the directory with the saved storages."""
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Recurrent networks, decomposed as PyTorch does on a CPU.
+"""Decomposes recurrent networks as PyTorch does on a CPU.
 
-They call the same operators in the same order, and in place where a CPU does
-(aten/src/ATen/native/RNN.cpp and mkldnn/RNN.cpp), so that results and gradients are bit-identical.
-On other devices PyTorch multiplies the input of each step separately, and uses fused kernels for
-the cells.
+The functions call the operators of aten/src/ATen/native/RNN.cpp and mkldnn/RNN.cpp in the same
+order, and write in place where these do. So results and gradients are bit-identical. On other
+devices, PyTorch multiplies the input of each step separately, and uses fused kernels for the cells.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class Weights(NamedTuple):
 
 #: The state after a step: a tensor, or a pair of tensors for an LSTM.
 State = Any
-#: Computes the state after a step from the input, the state before, the weights, and whether the
-#: input was already multiplied by its weights.
+#: A function that computes the state after a step. Its arguments are the input, the state before
+#: the step, the weights, and whether the input was already multiplied by its weights.
 Cell = Callable[[Tensor, State, Weights, bool], State]
 
 
@@ -256,7 +255,7 @@ def packed_lstm(
 
 
 def _has_onednn(dtype: torch.dtype) -> bool:
-    """Returns whether PyTorch uses the LSTM of oneDNN on a CPU like this one."""
+    """Returns whether PyTorch uses the LSTM of oneDNN for a dtype on a CPU like this one."""
     if not torch._C._get_mkldnn_enabled():
         return False
     if dtype == torch.float16:

@@ -10,8 +10,8 @@ import torch
 
 aten = torch.ops.aten
 
-#: Operators that accept a number in place of a tensor argument. Others have an overload for
-#: numbers.
+#: Operators that accept a number in place of a tensor argument. For a number, other operators need
+#: another overload.
 _TAKES_NUMBERS = frozenset(
     name + suffix
     for name in (
@@ -40,7 +40,7 @@ def has_numbers(op: torch._ops.OpOverload, args: Any) -> bool:
 
 @functools.cache
 def tensor_positions(op: torch._ops.OpOverload) -> list[int]:
-    """Returns the positions of the arguments where a number requires another overload."""
+    """Returns the positions of the arguments for which a number requires another overload."""
     if op._schema.name.partition("::")[2] in _TAKES_NUMBERS:
         return []
     return [
@@ -52,7 +52,7 @@ def tensor_positions(op: torch._ops.OpOverload) -> list[int]:
 
 @functools.cache
 def functional(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """Returns the overload of an ``out=`` operator that returns its results, or None."""
+    """Returns the overload without outputs of an ``out=`` operator, or None if there is none."""
     inputs = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     packet = op.overloadpacket
     for name in packet.overloads():
@@ -66,8 +66,11 @@ def returns(op: torch._ops.OpOverload) -> list[Any]:
     """Describes the returns of an operator for ``RemoteKernel``.
 
     Returns:
-        For each return "tensor", "tensors" (a list) or "other", or the position, among the tensor
-        arguments, of the argument that the operator writes to and returns.
+        A description of each return:
+
+        - "tensor", "tensors" (a list) or "other".
+        - If the operator writes to an argument and returns it, the position of that argument among
+          the tensor arguments.
     """
     kinds: list[Any] = []
     tensors = [a for a in op._schema.arguments if str(a.type) == "Tensor"]
@@ -101,7 +104,7 @@ def is_view(op: torch._ops.OpOverload) -> bool:
 
 
 def overload(name: str) -> torch._ops.OpOverload | None:
-    """Returns the overload of a name such as "aten::add.Tensor", or None."""
+    """Returns the overload with a name such as "aten::add.Tensor", or None if there is none."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     packet = getattr(aten, base, None)
     return getattr(packet, overload or "default", None) if packet is not None else None

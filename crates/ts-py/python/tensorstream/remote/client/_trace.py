@@ -39,7 +39,15 @@ class Event:
         what: The name of the operator, or the reason for the wait.
         place: The line of the program, as "FILE:LINE in FUNCTION". Lines of PyTorch and this
             package are skipped.
-        waited: The seconds of a wait; None for a call that did not wait.
+        waited: The duration of a wait in seconds. None for an operator call.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import RemoteMachine, trace
+        >>> with RemoteMachine.mock() as machine, trace() as traced:
+        ...     value = torch.ones(3, device=machine.device()).sum().item()
+        >>> [event.what for event in traced.events if event.waited is not None]
+        ['item']
     """
 
     what: str
@@ -49,13 +57,24 @@ class Event:
 
 @dataclass
 class Trace:
-    """The events that ``trace`` recorded, in order, of all threads and machines."""
+    """The events of all threads and machines that ``trace`` recorded, in order.
+
+    ``str()`` returns the number of operators, and the number of waits at each line.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import RemoteMachine, trace
+        >>> with RemoteMachine.mock() as machine, trace() as traced:
+        ...     value = torch.ones(3, device=machine.device()).sum().item()
+        >>> any(event.what.startswith("aten::sum") for event in traced.events)
+        True
+    """
 
     events: list[Event] = field(default_factory=list)
 
     @property
     def waits(self) -> list[Event]:
-        """Returns the waits."""
+        """Returns the events that are waits, in order."""
         return [event for event in self.events if event.waited is not None]
 
     def __str__(self) -> str:
@@ -69,7 +88,7 @@ class Trace:
 
 
 class trace:
-    """Records operator calls and waits in a ``with`` block. The printed result counts the waits.
+    """Records the operator calls and waits of a ``with`` block, and yields a ``Trace`` of them.
 
     Examples:
         >>> import torch
@@ -105,20 +124,36 @@ def _identify(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Returns the number of a tensor's storage on its machine. Tensors that share it share memory.
+    """Returns the number of a tensor's storage. Tensors with the same number share memory.
 
     Raises:
-        TypeError: The tensor is not on a machine.
+        TypeError: The tensor is not on a remote machine.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import RemoteMachine, storage_id
+        >>> with RemoteMachine.mock() as machine:
+        ...     x = torch.ones(3, 4, device=machine.device())
+        ...     storage_id(x) == storage_id(x[1:])
+        True
     """
     return _identify(tensor)[0]
 
 
 def metadata_hash(tensor: torch.Tensor) -> str:
-    """Returns the hash by which logs name a tensor, in hexadecimal.
+    """Returns the hash that identifies a tensor in logs, as 16 hexadecimal digits.
 
     It is the FNV-1a hash of shape, strides, dtype, offset and storage number.
 
     Raises:
-        TypeError: The tensor is not on a machine.
+        TypeError: The tensor is not on a remote machine.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import RemoteMachine, metadata_hash
+        >>> with RemoteMachine.mock() as machine:
+        ...     x = torch.ones(3, 4, device=machine.device())
+        ...     metadata_hash(x) == metadata_hash(x.view(3, 4)) != metadata_hash(x[1:])
+        True
     """
     return f"{_identify(tensor)[1]:016x}"

@@ -24,7 +24,7 @@ def is_ours(tensor: torch.Tensor) -> bool:
 
 
 def replace(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Gives ``tensor`` the storage, shape and strides of ``other``, but keeps its identity."""
+    """Replaces the storage, shape and strides of ``tensor`` with those of ``other``, in place."""
     tensor.data = other
 
 
@@ -41,7 +41,7 @@ def reshape(tensor: torch.Tensor, sizes: Any, strides: Any, offset: Any, nbytes:
         sizes: Its new sizes.
         strides: Its new strides.
         offset: Its new offset, in elements.
-        nbytes: The size to which its storage grows, if it is smaller.
+        nbytes: The size in bytes to which its storage grows, if the storage is smaller.
     """
     storage, resized = tensor.untyped_storage(), tensor
     if nbytes > storage.nbytes():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Checks the indices of operators for which PyTorch does not.
+"""Checks the indices of operators whose indices PyTorch does not check.
 
-PyTorch calls these operators itself, with indices that it has computed. A client can call them with
-any indices, which would access memory out of bounds.
+PyTorch usually calls these operators itself, with indices that it has computed. A client can call
+them with any indices. Without the checks, they would access memory out of bounds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ def _check_range(name: str, indices: Tensor | None, count: int) -> None:
         return
     low, high = (int(bound) for bound in torch.aminmax(indices))
     if low < 0 or high >= count:
-        raise IndexError(f"{name} out of range: expected 0 to {count - 1}, got {low} to {high}")
+        raise IndexError(
+            f"{name} out of range: expected values of at least 0 and less than {count}, got {low} "
+            f"to {high}"
+        )
 
 
 def _pool(dims: int, position: int) -> Callable[..., None]:
-    """Returns the check of a backward of pooling, whose indices are into its input.
+    """Returns the check of the backward of a pooling operator.
 
     Args:
-        dims: The number of dimensions of the input, from the last, into which the indices are.
-        position: The position of the indices among the arguments after the input.
+        dims: The number of trailing dimensions of the pooling input that the indices address.
+        position: The position of the indices among the arguments after that input.
     """
 
     def check(grad: Tensor, self: Tensor, *rest: Any, **named: Any) -> None:
@@ -54,8 +57,8 @@ def _embedding_bag(
     )
     if bag_size.numel() not in (0, grad.shape[0]) or offset2bag.numel() not in (0, indices.numel()):
         raise IndexError(
-            f"invalid bags: {bag_size.numel()} sizes and {offset2bag.numel()} offsets for "
-            f"{grad.shape[0]} bags and {indices.numel()} indices"
+            f"invalid bags: expected {grad.shape[0]} sizes and {indices.numel()} bag numbers, got "
+            f"{bag_size.numel()} and {offset2bag.numel()}"
         )
 
 
@@ -72,7 +75,8 @@ def _per_sample(
     _check_range("bags", offset2bag, grad.shape[0])
     if offset2bag.numel() not in (0, indices.numel()):
         raise IndexError(
-            f"invalid bags: {offset2bag.numel()} offsets for {indices.numel()} indices"
+            f"invalid bags: expected {indices.numel()} bag numbers, one for each index, got "
+            f"{offset2bag.numel()}"
         )
 
 
@@ -116,6 +120,6 @@ CHECKS: dict[str, Callable[..., None]] = {
     "_segment_reduce_backward": _segment_reduce_backward,
 }
 
-#: Operators that do not check indices either, and are refused: they are only useful for sparse
+#: Operators that are refused, because they do not check indices and are only useful for sparse
 #: tensors, which machines do not support.
 SPARSE = frozenset({"_convert_indices_from_csr_to_coo", "_convert_indices_from_coo_to_csr"})

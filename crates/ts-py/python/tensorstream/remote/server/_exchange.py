@@ -2,9 +2,9 @@
 """Copies tensors directly between sessions and between machines, without the client.
 
 A session offers a tensor under a ticket, a random secret. Any session of the same machine can claim
-the tensor with the ticket. Another machine fetches the tensor by connecting and claiming it. If
-each session has its own process, tensors are passed as descriptors of memory via the broker
-(``tensorstream.serve._broker``), and only the broker connects to other machines.
+the tensor with the ticket. Another machine fetches the tensor: it connects to this machine and
+claims the tensor. If each session has its own process, tensors are passed as descriptors of memory
+via the broker (``tensorstream.serve._broker``), and only the broker connects to other machines.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ Fetch = Callable[[str, str], torch.Tensor]
 
 
 def fetch_nothing(address: str, ticket: str) -> torch.Tensor:
-    """Refuses to fetch, for machines that must not connect to others."""
+    """Raises RuntimeError, for machines that must not connect to others."""
     raise RuntimeError(
-        f"the machine may not fetch from {address}; start it with `--peer {address}` to allow it"
+        f'this machine cannot fetch from others, such as {address}; machines of kind "local" and '
+        f"`tensorstream serve --peer {address}` can"
     )
 
 
 class Exchange(Protocol):
-    """What a session needs for direct copies."""
+    """The operations that a session needs for direct copies."""
 
     def offer(self, tensor: torch.Tensor) -> str:
-        """Offers a tensor until it is withdrawn. Returns the ticket."""
+        """Offers a tensor until ``withdraw``. Returns the ticket."""
 
     def withdraw(self, ticket: str) -> None:
         """Ends an offer of this session."""
@@ -56,10 +57,10 @@ class Exchange(Protocol):
         """
 
     def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
-        """Copies a tensor that another machine offers to ``into``.
+        """Fetches a tensor that another machine offers, and copies it to ``into``. Blocks.
 
         Returns:
-            An empty string, or why the tensor could not be copied.
+            An empty string, or the reason why the tensor could not be copied.
         """
 
 
@@ -81,7 +82,7 @@ class LocalExchange:
     def claim(self, ticket: str) -> torch.Tensor:
         if ticket not in self._offered:
             raise LookupError("no session offers this tensor")
-        # The other session may free or resize the tensor itself.
+        # Returns a copy, because the other session may free or resize the tensor.
         return self._offered[ticket].clone()
 
     def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
@@ -93,7 +94,7 @@ class LocalExchange:
 
 
 class BrokerExchange:
-    """The exchange of a session with its own process, which sends its requests to the broker."""
+    """The exchange of a session that has its own process. Sends requests to the broker."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
@@ -112,7 +113,7 @@ class BrokerExchange:
             send(self._requests, message, descriptor)
             answer = receive(self._requests)
         if answer is None:
-            raise RuntimeError("the server is stopping")
+            raise RuntimeError("the server is stopping, or has ended this session")
         return answer
 
     def offer(self, tensor: torch.Tensor) -> str:
@@ -150,7 +151,8 @@ def pack(tensor: torch.Tensor) -> tuple[dict[str, Any], int]:
     """Copies a tensor to sealed memory.
 
     Returns:
-        Its metadata, for ``unpack``, and a descriptor of the memory, which the caller owns.
+        The metadata of the tensor, for ``unpack``, and a descriptor of the memory, which the caller
+        owns.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     packed = {"dtype": str(tensor.dtype).removeprefix("torch."), "sizes": list(tensor.shape)}
@@ -185,10 +187,13 @@ def unpack(packed: dict[str, Any], descriptor: int) -> torch.Tensor:
             or not isinstance(sizes, list)
             or not all(type(size) is int and size >= 0 for size in sizes)
         ):
-            raise RuntimeError(f"invalid offer: dtype {packed.get('dtype')!r}, sizes {sizes!r}")
+            raise RuntimeError(
+                f"invalid offer: expected a dtype and a list of sizes, got {packed.get('dtype')!r} "
+                f"and {sizes!r}"
+            )
         nbytes = math.prod(sizes) * dtype.itemsize
-        if os.lseek(descriptor, 0, os.SEEK_END) != nbytes:
-            raise RuntimeError(f"invalid offer: expected memory of {nbytes} bytes")
+        if (length := os.lseek(descriptor, 0, os.SEEK_END)) != nbytes:
+            raise RuntimeError(f"invalid offer: expected memory of {nbytes} bytes, got {length}")
         if not nbytes:
             return torch.empty(sizes, dtype=dtype)
         with mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY) as memory:

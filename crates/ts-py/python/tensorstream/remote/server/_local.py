@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The program of the process of a "local" machine.
+"""The program that runs in the process of a "local" machine.
 
-It ends when its standard input closes, which happens when its client ends.
+It ends when its standard input closes, which happens when the client ends.
 """
 
 import argparse

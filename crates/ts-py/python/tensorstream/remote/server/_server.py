@@ -26,14 +26,14 @@ SERVER_OPERATORS = frozenset({
     "default_dtype", "kind",
     "devices", "offer", "withdraw", "claim", "fetch",
 })  # fmt: skip
-#: Operators that access files or the memory of other processes, and one whose results have no
-#: memory.
+#: Operators that access files or the memory of other processes, and an operator whose results have
+#: no memory.
 REFUSED = frozenset({
     "from_file", "_share_memory", "_new_shared_filename_cpu", "save", "load",
     "_efficientzerotensor",
 })  # fmt: skip
 #: Operators that change the shape or storage of a tensor without the tag ``inplace_view``. Clients
-#: do that themselves. The server would not notice, and lose track of the storage.
+#: do this locally. The server would not notice the change of the storage.
 RESHAPING = frozenset(
     {"set_", "set", "set_data", "resize", "_resize_output", "_resize_output_", "resize_as_sparse_"}
 )
@@ -48,9 +48,9 @@ class Session:
     """The state of one client's session: its generators, and the tensors that it offers.
 
     Args:
-        exchange: Exchanges tensors with other sessions. By default, with none.
+        exchange: Exchanges tensors with other sessions. By default, there are no other sessions.
         devices: The number of devices.
-        checked: Check the indices of operators for which PyTorch does not.
+        checked: Whether to check the indices of operators whose indices PyTorch does not check.
     """
 
     def __init__(
@@ -78,12 +78,13 @@ class Session:
         """Looks up an operator.
 
         Args:
-            name: Its namespace, name and overload. The overload "*" stands for the one that fits
-                the arguments, which is needed for numbers in place of tensors.
+            name: The namespace, name and overload, such as "aten::add.Tensor". The overload
+                "*" lets PyTorch choose the overload by the arguments, which numbers in place of
+                tensors require.
 
         Returns:
-            A function that runs the operator, and the arguments that it writes to: the positions of
-            the positional ones, and the names of the others.
+            A function that runs the operator, the positions of the positional arguments that it
+            writes to, and the names of the keyword arguments that it writes to.
 
         Raises:
             PermissionError: The server does not allow the operator.
@@ -117,7 +118,9 @@ class Session:
         if overload == "*":
             # PyTorch chooses the overload by the arguments.
             if base in _bounds.CHECKS:
-                raise PermissionError("the operator does not take numbers in place of tensors")
+                raise PermissionError(
+                    "the machine does not allow numbers in place of tensors for this operator"
+                )
             return packet, [0] if base.endswith("_") else [], ["out"]
         op = getattr(packet, overload or "default", None)
         if not isinstance(op, torch._ops.OpOverload):
@@ -137,7 +140,7 @@ class Session:
         )
 
     def _with_bounds_check(self, base: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps an operator whose indices PyTorch does not check."""
+        """Adds the check of ``_bounds.CHECKS`` for an operator, if there is one."""
         check = _bounds.CHECKS.get(base)
         if check is None:
             return call
@@ -150,7 +153,7 @@ class Session:
         return checked
 
     def _with_generator(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
-        """Returns a function that runs an operator with the generator of this session."""
+        """Returns a function that runs an operator, with this session's generator if needed."""
         call: Callable[..., Any] = op._op
         if any(a.name == "generator" for a in op._schema.arguments):
 
@@ -272,7 +275,7 @@ def _view(
     """Returns a view of a storage.
 
     Raises:
-        ValueError: It would not be within the storage.
+        ValueError: The view would exceed the storage, or a stride is negative.
     """
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -289,7 +292,7 @@ def _view(
 def _copy_with_layout(
     tensor: torch.Tensor, dtype: torch.dtype, sizes: Any, strides: Any, offset: int, nbytes: int
 ) -> torch.Tensor:
-    """Returns a copy of a tensor, with this layout in a new storage of ``nbytes`` bytes."""
+    """Copies a tensor to a new storage of ``nbytes`` bytes. Returns the copy with this layout."""
     copy = _view(_allocate(nbytes, tensor.device), dtype, sizes, strides, offset)
     return copy.copy_(tensor)
 
@@ -299,7 +302,7 @@ def _scalar(dtype: torch.dtype, element: bytes) -> torch.Tensor:
 
 
 def _constant(name: str) -> Any:
-    """Returns the memory format or layout of a name."""
+    """Returns the memory format or layout with this name in ``torch``."""
     constant = getattr(torch, name, None)
     if not isinstance(constant, (torch.memory_format, torch.layout)):
         raise LookupError(f"PyTorch has no memory format or layout {name!r}")
@@ -325,7 +328,7 @@ def _storage_bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> A
 
 
 def _staging(storage: torch.UntypedStorage, nbytes: int) -> tuple[torch.Tensor, Any]:
-    """Allocates host memory for bytes on their way to a storage; pinned memory for a GPU.
+    """Allocates host memory for bytes to be copied to a storage. For a GPU, the memory is pinned.
 
     Returns:
         The memory as a tensor, and a DLPack capsule of it.
@@ -378,16 +381,18 @@ def server(
     Args:
         listen: Its address: "HOST:PORT" or "unix:PATH".
         devices: Its devices.
-        token: The secret that clients must know.
-        insecure: Accept clients without a token or certificate on any address.
+        token: The secret that clients must send.
+        insecure: Whether to accept clients without a token or certificate on an address that other
+            computers can reach, which is any except loopback addresses and Unix sockets.
         cert: A certificate chain (PEM). Clients then use TLS.
-        key: The key of the certificate (PEM).
+        key: The private key of the certificate (PEM).
         ca: Accept only clients with a certificate of these authorities (PEM).
-        idle_timeout: Seconds without a byte from a client after which its connection is lost.
+        idle_timeout: The longest silence of a client, in seconds, while the server waits for it.
+            After this time, the connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails.
-        staged: Receive payloads into separate memory, as for devices without host memory.
-        fetch: Copies tensors from other machines. By default, that is not allowed.
-        shared: This process is also the client, and operators use its default dtype.
+        staged: Whether to receive payloads into separate memory, as for a GPU.
+        fetch: Copies tensors from other machines. By default, this is not allowed.
+        shared: Whether this process is also the client. Operators then use its default dtype.
     """
     hooks = _hooks(devices, LocalExchange(fetch), staged=staged, shared=shared)
     settings = _settings(token, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
@@ -401,15 +406,16 @@ def session_server(
     idle_timeout: float = 30.0,
     stall_timeout: float = 300.0,
 ) -> _native.RemoteServer:
-    """Creates a server of one session, whose connections the broker passes to this process.
+    """Creates a server of one session. The broker passes the connections to this process.
 
-    The server checks the indices of operators that PyTorch runs without a bounds check.
+    The server checks the indices of operators whose indices PyTorch does not check.
 
     Args:
         handoffs: The socket over which connections arrive. The server takes ownership of it.
         exchange: Exchanges tensors with other sessions and machines.
         devices: The devices of the server.
-        idle_timeout: Seconds without a byte from the client after which its connection is lost.
+        idle_timeout: The longest silence of the client, in seconds, while the server waits for it.
+            After this time, the connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails.
     """
     settings = _settings(None, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
@@ -423,7 +429,7 @@ def devices_of(kind: str, count: int | None = None) -> list[torch.device]:
 
     Args:
         kind: "cpu" or "cuda".
-        count: Their number. By default all GPUs, or 8 devices that stand for the same CPU.
+        count: The number of devices. By default all GPUs, or 8 devices that share the CPU.
 
     Raises:
         ConfigurationError: PyTorch finds fewer GPUs, or none.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The zygote of ``tensorstream serve``, from which the processes of sessions are forked.
 
-It has imported PyTorch, so a fork takes milliseconds. It has one thread and has never run an
+The zygote has imported PyTorch, so a fork takes milliseconds. It has one thread and never runs an
 operator, because an OpenMP thread pool does not survive a fork. The broker starts it as a new
 program with a reduced environment. So its memory contains no token, no keys, and no secrets from
 environment variables.
@@ -54,7 +54,7 @@ def _serve(
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_DESCRIPTORS,) * 2)
     if options["memory"]:
         resource.setrlimit(resource.RLIMIT_DATA, (options["memory"],) * 2)
-        # Also limits each memory file.
+        # Limits each file in memory, because RLIMIT_DATA does not include such files.
         resource.setrlimit(resource.RLIMIT_FSIZE, (options["memory"],) * 2)
     # If the system runs out of memory, it should kill a session and not the broker.
     with (
@@ -63,9 +63,13 @@ def _serve(
     ):
         score.write("500")
     exchange = BrokerExchange(requests)
-    # Before the driver of a GPU starts threads, which Landlock would not restrict.
-    if options["sandbox"] and _native.sandbox(options["device"] == "cuda") != restrictions:
-        raise RuntimeError(f"the sandbox could not be set up: expected {restrictions}")
+    # This precedes the start of a GPU driver, because Landlock does not restrict running threads.
+    blocked = _native.sandbox(options["device"] == "cuda") if options["sandbox"] else restrictions
+    if blocked != restrictions:
+        raise RuntimeError(
+            f"cannot set up the sandbox: expected it to block access to {restrictions}, got "
+            f"{blocked}"
+        )
     devices = devices_of(options["device"], options["devices"])
     if options["threads"]:
         torch.set_num_threads(options["threads"])
@@ -90,7 +94,7 @@ def _session(descriptors: list[int], options: dict[str, Any], restrictions: list
 
 
 def _restrictions(options: dict[str, Any]) -> list[str]:
-    """Returns what the sandbox prevents on this system. Tries it in a child process."""
+    """Tries the sandbox in a child process. Returns what it blocks, one text per mechanism."""
     if not options["sandbox"]:
         return []
     reader, writer = os.pipe()
@@ -112,8 +116,8 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
 
     Args:
         orders: The socket of the broker's requests.
-        options: The options of the sessions, as a ``Broker`` gets them.
-        once: Serve the first session in this process, and do not fork.
+        options: The options of the sessions. See ``Broker``.
+        once: Whether to serve the first session in this process instead of forking.
     """
     try:
         devices_of(options["device"], options["devices"])
@@ -124,7 +128,7 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
     torch.backends.cpu.get_cpu_capability()
     restrictions = _restrictions(options)
     send(orders, {"restrictions": restrictions})
-    # So that the garbage collector does not write to pages that sessions share with the zygote.
+    # Keeps the garbage collector from writing to pages that sessions share with the zygote.
     gc.collect()
     gc.freeze()
     sessions: dict[int, int] = {}
@@ -173,7 +177,7 @@ def _pidfd(process: int) -> Iterator[int]:
 
 
 def _end(sessions: dict[int, int]) -> None:
-    """Waits until sessions have told their clients that the server stops, then kills the rest."""
+    """Gives sessions 4 seconds to notify their clients and end, then kills those that remain."""
     end = time.monotonic() + _GRACE
     while sessions and time.monotonic() < end:
         child, _ = os.waitpid(-1, os.WNOHANG)
@@ -185,7 +189,7 @@ def _end(sessions: dict[int, int]) -> None:
 
 
 def main() -> None:
-    """Runs the zygote with the descriptor and the options of the command line."""
+    """Runs the zygote with the descriptor and the options from the command line."""
     # The broker handles Ctrl-C, and ends the zygote and the sessions.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as orders, contextlib.suppress(OSError):
