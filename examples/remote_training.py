@@ -5,7 +5,7 @@ Run: `python examples/remote_training.py [HOST:PORT]`. Needs tensorstream[remote
 
 Without an address, the machine is a process on this computer. With an address, it is a computer
 that runs `tensorstream serve`. Set the environment variable TENSORSTREAM_TOKEN to the token of that
-server.
+server and, if it uses TLS, TENSORSTREAM_CA to the file of its authority's certificate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def train(device: torch.device) -> list[torch.Tensor]:
 def connect() -> RemoteMachine:
     """Connects to the address on the command line, or starts a local machine."""
     if len(sys.argv) > 1:
-        return RemoteMachine.tcp(sys.argv[1], token=os.environ.get("TENSORSTREAM_TOKEN"))
+        return RemoteMachine.tcp(
+            sys.argv[1],
+            token=os.environ.get("TENSORSTREAM_TOKEN"),
+            ca=os.environ.get("TENSORSTREAM_CA"),
+        )
     return RemoteMachine.local()
 
 

@@ -193,7 +193,7 @@ def _forward(info: Any, device: Any, most: int) -> int:
 
     dtype = _dtype(info)
     if dtype is None:
-        raise NotImplementedError("the CPU supports none of the tested dtypes")
+        raise NotImplementedError("the operator supports none of the tested dtypes on the CPU")
     count = 0
     for sample in _samples(info, device, dtype, False, most):
         there = (sample.input, sample.args, sample.kwargs)

@@ -234,7 +234,7 @@ impl AtomicFile {
         Ok(self.writer().seek(offset)?)
     }
 
-    /// Sets the length of the file in bytes.
+    /// Sets the length of the file to `len` bytes, and moves to its end.
     pub(crate) fn truncate(&mut self, len: u64) -> Result<(), Error> {
         Ok(self.writer().truncate(len)?)
     }

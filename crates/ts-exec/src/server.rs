@@ -195,9 +195,13 @@ impl<E: Executor + Send> SessionServer<E> {
         result
     }
 
-    /// Takes an existing session, or returns `None` if it does not exist. Marks the session as
-    /// served. If another thread serves the session, makes that thread drop its link, and waits for
-    /// the thread until the reconnect timeout.
+    /// Takes a session, or returns `None` if it does not exist. Marks its id as served in both
+    /// cases. If another thread serves the session, makes that thread drop its link, and waits for
+    /// it.
+    ///
+    /// # Errors
+    /// Returns [`Error::Misuse`] if that thread still serves the session after the reconnect
+    /// timeout.
     fn take(
         &self,
         session: [u8; 16],

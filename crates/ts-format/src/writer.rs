@@ -176,7 +176,11 @@ impl ContainerWriter {
         let kept = tensors.filter(|tensor| keep(tensor.name())).collect();
         let (mut this, block) = Self::with_records(catalog, kept)?;
         if block.generation == u64::MAX {
-            return Err(not_appendable(catalog, "its generation counter is exhausted".into()));
+            return Err(not_appendable(
+                catalog,
+                "its generation counter has the maximum value; convert the file to a new one"
+                    .into(),
+            ));
         }
         this.end = (block.index_offset + block.index_len).next_multiple_of(BLOCK);
         this.active = Some(block);

@@ -69,7 +69,8 @@ impl<D: Device> Lease<D> {
     /// Returns whether any tensor of the unit is still referenced, from this lease or another
     /// lease.
     ///
-    /// The caller's own references count too, so drop them first.
+    /// The caller's own references count too, so drop them first. The result is meaningful only
+    /// until the unit is evicted.
     pub fn is_shared(&self) -> bool {
         let owners = Arc::strong_count(&self.memory);
         owners > 2 && owners > self.inner.owner_count(self.unit)

@@ -275,9 +275,9 @@ impl<'a> Planner<'a> {
         (per_byte.max(1e-30).ln() * 5.0).round() as i32
     }
 
-    /// Returns a rank for each unit. For any number of units, those with the lowest ranks are
-    /// spread evenly over the pass. The ranks are the bit-reversed positions in the order (a van
-    /// der Corput sequence).
+    /// Returns a rank for each unit, such that for any n, the n units with the lowest ranks are
+    /// spread evenly over the pass. The rank is the bit-reversed position of the unit in the order
+    /// (a van der Corput sequence), or the lowest one if the unit is visited several times.
     fn spread(&self) -> Vec<u32> {
         let mut rank = vec![u32::MAX; self.request.units.len()];
         for (position, unit) in (0u32..).zip(self.request.order) {

@@ -45,7 +45,7 @@
 //!
 //! - [`BlockPool`] and [`GpuMemoryPool`] as pools of device memory, with [`Upload`] and
 //!   [`PooledBuffer::release_after`]. The type `PooledMemory` of ts-remote can receive tensors into
-//!   such a pool. The Python package uses `PooledMemory` only with a [`PinnedMemoryPool`].
+//!   such a pool. The Python package uses [`PinnedMemoryPool`] without `PooledMemory`.
 //! - [`AllocationLog`], [`LogEvent`] and [`Replay`].
 //! - Of [`StreamOrderedPool`]: [`Backing::Device`],
 //!   [`reserve_segment_in_background`](StreamOrderedPool::reserve_segment_in_background) and

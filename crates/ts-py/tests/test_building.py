@@ -235,7 +235,7 @@ def test_operations_that_need_values_read_them(builder: Builder) -> None:
 
 
 def test_random_programs_match_real_tensors(builder: Builder) -> None:
-    """Compares random sequences of views, joins and casts with real tensors."""
+    """Compares the results of random operations on symbolic tensors and on real tensors."""
     rng = random.Random(0)
     steps: list[Callable[[Any, Any], Any]] = [
         lambda x, r: x[r.randrange(x.shape[0])] if x.dim() > 1 else x,

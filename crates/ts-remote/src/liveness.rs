@@ -64,7 +64,8 @@ impl Liveness {
         }
     }
 
-    /// Begins an operation that may block.
+    /// Prepares for an operation that may block: reads the clock, unless it was read after the
+    /// previous such operation.
     pub(crate) fn begin_step(&mut self) {
         if !self.is_current {
             self.update();

@@ -496,7 +496,8 @@ impl<S: Sink> RangeClient<S> {
                 }
                 Event::Metadata { info, .. } => {
                     let what = format!(
-                        "received an unexpected tensor of {} bytes (expected one of {len} bytes)",
+                        "received a wrong tensor of {} bytes (expected exactly one, with a payload \
+                         of {len} bytes)",
                         info.storage_len
                     );
                     return Err(Error::Protocol { stream: 0, what });

@@ -376,7 +376,8 @@ impl<H: Handler> Client<H> {
         Err(Error::Closed { reason })
     }
 
-    /// Returns whether the connection can be closed without interrupting a transfer.
+    /// Returns whether the connection is in its handshake, or probably has no transfer in progress:
+    /// nothing is left to write, and there was no progress for [`IDLE_BEFORE_CLOSE`].
     fn is_idle(&mut self) -> bool {
         !self.is_connected
             || (!self.link.wants_write() && self.link.idle_time() >= IDLE_BEFORE_CLOSE)

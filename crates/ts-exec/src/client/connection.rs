@@ -286,8 +286,8 @@ fn check_len(got: u64, sink: &impl Sink) -> Result<(), Error> {
         return Ok(());
     }
     let what = format!(
-        "the server sent {got} bytes of a tensor (expected {expected}, the length of the memory \
-         for it)"
+        "the server sent a tensor of {got} bytes (expected {expected} bytes, the length of the \
+         client's memory)"
     );
     Err(Error::Protocol { stream: 0, what })
 }

@@ -59,7 +59,7 @@ fn an_answer_of_the_wrong_length_ends_the_session() {
         let result = client.read(tensor(1, &[2]), vec![0; 8]);
         let result = result.map_err(WaitError::from).and_then(|reply| client.wait(reply, TIMEOUT));
         let error = result.unwrap_err().to_string();
-        assert!(error.contains(&format!("sent {len} bytes of a tensor (expected 8")), "{error}");
+        assert!(error.contains(&format!("sent a tensor of {len} bytes (expected 8")), "{error}");
         server.join().unwrap().unwrap();
     }
 }

@@ -20,7 +20,8 @@ pub(super) struct PoolState<D: Device> {
     pub(super) vacant_segments: Vec<u16>,
     /// Bytes in all segments.
     pub(super) capacity: usize,
-    /// Bytes that `reserve_segment_in_background` is allocating. `capacity` does not include them.
+    /// Bytes that `reserve_segment_in_background` is allocating with `Backing::Segments`. They
+    /// count towards the limit, but not towards `capacity`.
     pub(super) priming_bytes: usize,
     /// The streams that the pool has served, by owner number.
     pub(super) streams: Vec<D::Stream>,

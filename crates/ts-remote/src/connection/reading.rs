@@ -544,8 +544,8 @@ impl<S: Sink> Connection<S> {
         let ring = self.ring_reader.as_mut().filter(|ring| ring.allows(len));
         let ring = ring.ok_or_else(|| {
             let what = format!(
-                "received SHARED DATA for a piece of {len} bytes (expected 1 byte to 1 MiB inside \
-                 the granted part of the shared memory)"
+                "received SHARED DATA for a piece of {len} bytes (expected 1 byte to 1 MiB, inside \
+                 the granted part of the shared memory and not across its end)"
             );
             bad(&what)
         })?;

@@ -154,7 +154,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         data: The bytes of a ``.safetensors`` or ``.ts`` file. The format is detected.
 
     Returns:
-        The contiguous tensors on the CPU, by name. They do not share memory with ``data``.
+        All tensors by name, contiguous and on the CPU. They do not share memory with ``data``.
 
     Raises:
         CheckpointError: ``data`` is not a file in one of these formats, or is damaged.

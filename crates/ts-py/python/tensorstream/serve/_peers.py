@@ -56,8 +56,8 @@ class Peers:
         if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
             # Without TLS the token would be sent in the clear.
             raise RuntimeError(
-                f"the machine uses TLS but cannot verify {address}; start it with --peer-ca and "
-                "the certificate authority of that address"
+                f"the machine cannot verify the TLS certificate of {address}; start the machine "
+                "with `--peer-ca FILE`, a file with the authority (PEM) that signed the certificate"
             )
         from ..remote.client import _device, _kernels
 

@@ -94,7 +94,10 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = symbolic[0].source.name
     device = torch.device(kwargs.get("device") or "cpu")
     if device.type != "cpu":
-        raise ModelError(f"cannot move tensor `{name}` to {device} while loading: expected the CPU")
+        raise ModelError(
+            f"cannot run {func} on tensor `{name}` while loading: the result must be on the CPU, "
+            f"got device {device}"
+        )
     if func in FACTORIES:
         return _create(func, args, kwargs)
     if func is aten.as_strided.default:

@@ -165,8 +165,8 @@ class SymbolicTensor(torch.Tensor):
         )
         if not fits or (value.shape, value.stride()) != (self.shape, self.stride()):
             raise ModelError(
-                f"cannot set the data of `{self.source.name}` while it is loaded: expected a "
-                "tensor of the checkpoint with the same shape, strides and dtype"
+                f"cannot set the data of `{self.source.name}` while the model is being loaded: "
+                "expected a tensor of the same checkpoint with the same shape, strides and dtype"
             )
         other: Any = value
         self.symbolic_storage, self.steps = other.symbolic_storage, other.steps

@@ -121,7 +121,8 @@ impl Session {
     /// Blocks until a reply arrives, and returns the answer. `what` names the wait in traces.
     ///
     /// # Errors
-    /// The exception of a failed request, of a lost connection, or of a signal handler.
+    /// ConfigurationError as for [`client`](Self::client). Also the exception of a failed request,
+    /// of a lost connection, or of a signal handler.
     pub(super) fn wait(&self, py: Python<'_>, reply: u64, what: &str) -> PyResult<Answer<Target>> {
         let (since, client) = (Instant::now(), self.client(py)?);
         let answer = loop {
@@ -395,7 +396,7 @@ impl Session {
     }
 }
 
-/// Counts an upload as in progress until it is dropped.
+/// A guard for an upload: the upload counts as in progress until the guard is dropped.
 pub(super) struct UploadGuard<'a>(&'a AtomicU64);
 
 impl Drop for UploadGuard<'_> {

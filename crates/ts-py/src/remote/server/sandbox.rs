@@ -217,9 +217,9 @@ mod system {
         let mut prevented = Vec::new();
         if landlocked(gpu).map_err(|error| error.to_string())? {
             prevented.push(if gpu {
-                "other processes (Landlock)"
+                "TCP and other processes (Landlock)"
             } else {
-                "files and other processes (Landlock)"
+                "files, TCP and other processes (Landlock)"
             });
         }
         let filter = filter(gpu).map_err(|error| error.to_string())?;
