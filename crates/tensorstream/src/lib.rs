@@ -130,4 +130,8 @@ mod pages {
     mod quill {}
     #[doc = include_str!("../../../docs/wire/rust.md")]
     mod wire {}
+    #[doc = include_str!("../../../docs/wire/serve-weights.md")]
+    mod serve_weights {}
+    #[doc = include_str!("../../../docs/wire/tls.md")]
+    mod tls {}
 }
