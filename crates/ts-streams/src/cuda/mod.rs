@@ -334,12 +334,21 @@ impl Dependencies {
 #[derive(Debug, Default)]
 struct Counts {
     operations: AtomicU64,
-    completed: AtomicU64,
+    completions: Mutex<Completions>,
     transfers: AtomicU64,
     transferred_bytes: AtomicU64,
     launches: AtomicU64,
     submitted_ns: AtomicU64,
-    latency_ns: AtomicU64,
+}
+
+/// The operations that have completed.
+#[derive(Debug, Default)]
+struct Completions {
+    operations: u64,
+    /// The sum of the times at which they were submitted.
+    submitted_ns: u64,
+    /// The sum of the times from submission until the completion was noticed.
+    latency_ns: u64,
 }
 
 /// A [`Stream`] of a [`CudaDevice`].
@@ -390,12 +399,19 @@ impl StreamHandle {
         Ok(())
     }
 
-    /// Counts all operations up to `operations` as completed.
+    /// Counts all operations up to `operations` as completed. `submitted_ns` is the sum of the
+    /// times at which they were submitted.
     fn completed(&self, operations: u64, submitted_ns: u64) {
-        let before = self.counts.completed.fetch_max(operations, Ordering::Relaxed);
-        let now = monotonic_ns().saturating_mul(operations);
-        if before < operations {
-            self.counts.latency_ns.store(now.saturating_sub(submitted_ns), Ordering::Relaxed);
+        let mut completions = lock(&self.counts.completions);
+        let new = operations.saturating_sub(completions.operations);
+        if new > 0 {
+            let submitted = submitted_ns.saturating_sub(completions.submitted_ns);
+            let latency = monotonic_ns().saturating_mul(new).saturating_sub(submitted);
+            *completions = Completions {
+                operations,
+                submitted_ns,
+                latency_ns: completions.latency_ns.saturating_add(latency),
+            };
         }
     }
 
@@ -560,23 +576,17 @@ impl Stream for CudaStream {
 
     fn metrics(&self) -> StreamMetrics {
         let _ = self.query();
-        let Counts {
-            operations,
-            completed,
-            transfers,
-            transferred_bytes,
-            launches,
-            latency_ns,
-            ..
-        } = &self.handle.counts;
+        let Counts { operations, transfers, transferred_bytes, launches, completions, .. } =
+            &self.handle.counts;
+        let completions = lock(completions);
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         StreamMetrics {
             operations: read(operations),
-            completed: read(completed),
+            completed: completions.operations,
             transfers: read(transfers),
             transferred_bytes: read(transferred_bytes),
             launches: read(launches),
-            latency: Duration::from_nanos(read(latency_ns)),
+            latency: Duration::from_nanos(completions.latency_ns),
         }
     }
 }
