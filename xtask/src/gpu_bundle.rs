@@ -29,13 +29,13 @@ if command -v nvidia-smi >/dev/null; then
 fi
 run() { echo "== $*"; "$@" || { failed=1; echo "FAILED: $*"; }; }
 for test in tests/*; do
-    # The skipped tests compile stub drivers, which needs a C compiler.
+    # The skipped test compiles stub drivers, which needs a C compiler.
     run "$test" --nocapture --test-threads=1 --skip every_driver
 done
 if command -v compute-sanitizer >/dev/null; then
     for test in tests/*; do
         run compute-sanitizer --error-exitcode 9 "$test" --test-threads=1 \
-            --skip every_driver --skip beside_the_drivers
+            --skip every_driver --skip relative_to_the_drivers
     done
 else
     echo "skipped: no compute-sanitizer"

@@ -32,7 +32,11 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The suffix of a path does not belong to a format that can be written.
-    #[error("{}: unknown file suffix (expected .ts or .safetensors)", path.display())]
+    #[error(
+        "{}: unknown file suffix (expected .ts or .safetensors, or for conversions \
+         .safetensors.index.json)",
+        path.display()
+    )]
     UnknownSuffix {
         /// Path of the file.
         path: PathBuf,

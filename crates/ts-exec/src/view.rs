@@ -86,7 +86,8 @@ impl StorageView {
         matches!(self.dtype.0, 8..=10)
     }
 
-    /// Returns the number of elements, or `None` if the number exceeds 64 bits.
+    /// Returns the number of elements, or `None` if the product of the sizes exceeds 64 bits before
+    /// a size of 0.
     pub fn elements(&self) -> Option<u64> {
         self.sizes.iter().try_fold(1u64, |count, &size| count.checked_mul(size))
     }

@@ -82,7 +82,7 @@ pub enum Error {
         reason: String,
     },
     /// The file cannot be appended to or compacted.
-    #[error("{file}: cannot append to this file or compact it: {reason}")]
+    #[error("{file}: cannot change this file: {reason}")]
     NotAppendable {
         /** Name of the file, as given to the reader. */
         file: String,

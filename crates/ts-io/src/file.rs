@@ -193,10 +193,12 @@ impl Origin for FileOrigin {
 
     fn verify(&self, offset: u64) -> Result<(), Error> {
         let changed = |what| Error::Changed { path: self.path.clone(), offset, what };
-        let by_handle =
-            self.file.metadata().map_err(|e| changed(format!("cannot read its metadata: {e}")))?;
+        let by_handle = self
+            .file
+            .metadata()
+            .map_err(|e| changed(format!("its metadata can no longer be read: {e}")))?;
         let by_path = std::fs::metadata(&self.path)
-            .map_err(|e| changed(format!("cannot access its path: {e}")))?;
+            .map_err(|e| changed(format!("its path can no longer be accessed: {e}")))?;
         for now in [by_path, by_handle] {
             if let Some(what) = self.fingerprint.difference(&Fingerprint::of(&now)) {
                 return Err(changed(what));

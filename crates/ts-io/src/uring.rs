@@ -121,7 +121,7 @@ struct RingRead {
     alignment: usize,
     started_ns: u64,
     deadline: Instant,
-    /// The maximum number of bytes to count in the next result, if the hook limits it.
+    /// The limit for the result of the next operation, in bytes, if the hook truncates it.
     truncate: Option<usize>,
     /// Whether the operation in flight is only a wait that the hook requested.
     delayed: bool,

@@ -112,8 +112,8 @@ def minilm() -> Path:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
     """Returns a function that writes a small Llama checkpoint with random weights.
 
-    Its options are the dtype, the size of shards, tied weights, and the offset of the data modulo
-    16.
+    Its options are the dtype, the size of shards, tied weights, the offset of the data modulo 16,
+    the seed, and any field of ``LlamaConfig``.
     """
 
     def make(

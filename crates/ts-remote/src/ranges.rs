@@ -496,8 +496,8 @@ impl<S: Sink> RangeClient<S> {
                 }
                 Event::Metadata { info, .. } => {
                     let what = format!(
-                        "received a wrong tensor of {} bytes (expected exactly one, with a payload \
-                         of {len} bytes)",
+                        "received an unexpected tensor of {} bytes (expected one tensor for this \
+                         read, with a payload of {len} bytes)",
                         info.storage_len
                     );
                     return Err(Error::Protocol { stream: 0, what });

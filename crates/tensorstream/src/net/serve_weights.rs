@@ -256,6 +256,10 @@ impl Directory {
 
     /// Converts an error to a refusal for the client, without the path of the served directory.
     fn to_refusal(&self, error: &ts_io::Error) -> Refusal {
+        // The client adds the name of the file and the offset.
+        if let ts_io::Error::Changed { what, .. } = error {
+            return refusal(RefusalKind::Changed, what.clone());
+        }
         let kind = match error.kind() {
             ts_io::ErrorKind::NotFound => RefusalKind::NotFound,
             ts_io::ErrorKind::Changed => RefusalKind::Changed,

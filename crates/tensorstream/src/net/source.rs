@@ -16,7 +16,7 @@ use ts_remote::{
 
 /// The schemes of URLs, and whether each of them uses TLS.
 const SCHEMES: [(&str, bool); 2] = [("ts://", false), ("tss://", true)];
-/// Maximum number of retries of a request on new connections.
+/// Maximum number of retries of a request after failures of new connections.
 const MAX_RETRIES: u32 = 4;
 /// Delay before the first retry.
 const FIRST_RETRY: Duration = Duration::from_millis(50);
@@ -212,8 +212,11 @@ impl WeightServer {
         self.with_connection(timeout, |connection| connection.open(name))
     }
 
-    /// Runs a request on an idle or new connection. If the connection fails, retries the request on
-    /// another connection, up to [`MAX_RETRIES`] times on new ones and until `timeout` has passed.
+    /// Runs a request on an idle connection, or on a new one if none is idle.
+    ///
+    /// If the connection is lost or refused, runs the request again on another connection, until
+    /// `timeout` has passed. Stops after [`MAX_RETRIES`] + 1 failures of new connections. Failures
+    /// of idle connections do not count. Does not retry after a timeout or a rejected token.
     fn with_connection<T>(
         &self,
         timeout: Duration,

@@ -144,7 +144,7 @@ pub(crate) fn extension<'py>(
 
 fn no_code(dtype: Dtype) -> PyErr {
     let why = match versioned_type(dtype) {
-        Some(_) => "versions before 1.0 have no type code for it; request max_version=(1, 0)",
+        Some(_) => "versions before 1.1 have no type code for it; request max_version=(1, 1)",
         None => "its elements are smaller than a byte; use tobytes()",
     };
     PyBufferError::new_err(format!("cannot export dtype {dtype} through DLPack: {why}"))

@@ -114,7 +114,7 @@ class safe_open:
 
         Raises:
             MissingTensorError: There is no tensor with this name.
-            ModelError: torch lacks the dtype.
+            ModelError: torch does not support the dtype or the shape.
         """
         return TensorSlice(self._checkpoint, self._files, name, self._device)
 

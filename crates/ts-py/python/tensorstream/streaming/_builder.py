@@ -37,7 +37,7 @@ class Builder:
 
         Raises:
             MissingTensorError: The checkpoint has no such tensor.
-            ModelError: torch lacks the dtype.
+            ModelError: torch does not support the dtype or the shape.
         """
         dtype, shape, parts = self.checkpoint.entry(name)
         torch_dtype = TORCH_DTYPES.get(dtype)

@@ -2,7 +2,8 @@
 //! Caches scalars that a program has read, and prefetches those that it will probably read.
 //!
 //! A scalar is prefetched if the program has read an earlier scalar that the same operator returned
-//! at the same call site. After a wasted prefetch, this begins again with the next such read.
+//! at the same call site. After a wasted prefetch, scalars of that call site are not prefetched
+//! until the program reads one of them again.
 
 use std::collections::{HashMap, HashSet};
 

@@ -316,8 +316,8 @@ impl Session {
         waits
     }
 
-    /// Returns the number, the size in bytes, the device and the state of each storage on the
-    /// machine. Blocks.
+    /// Returns the number, the size in bytes, the device and the state of each storage of this
+    /// session. Blocks.
     ///
     /// The state is 0 if the storage was never written to, 1 if it was, and 2 if a request that
     /// should have written to it failed.

@@ -14,7 +14,7 @@ from . import _infer, _kernels, _trace, _views
 
 
 def connect() -> None:
-    """Passes the functions that ``Hooks`` (src/remote/client/torch.rs) lists to the native half."""
+    """Gives the native half its hooks. ``Hooks`` (src/remote/client/torch.rs) describes them."""
     hooks = types.SimpleNamespace(
         infer=_infer.infer,
         element=_infer.element,
