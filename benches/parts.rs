@@ -136,7 +136,7 @@ fn engine(c: &mut Criterion) {
                 digest: None,
                 chunks: vec![],
             };
-            Unit { name: format!("u{i}"), tensors: vec![tensor] }
+            Unit::new(format!("u{i}"), vec![tensor])
         })
         .collect();
     let mut group = c.benchmark_group("engine/pass of 64 x 1 MiB");

@@ -167,9 +167,8 @@ impl Checkpoint {
         let tensor = |tensor: Tensor<'_>| {
             UnitTensor::new(&self.catalog, tensor.name(), tensor.entry(), Phase::Mapped)
         };
-        let unit = |(name, tensors): (&str, Vec<_>)| Unit {
-            name: name.into(),
-            tensors: tensors.into_iter().map(tensor).collect(),
+        let unit = |(name, tensors): (&str, Vec<_>)| {
+            Unit::new(name, tensors.into_iter().map(tensor).collect())
         };
         units.into_iter().map(unit).collect()
     }

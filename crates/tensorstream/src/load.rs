@@ -123,9 +123,9 @@ impl Checkpoint {
         // Two threads are enough, because memory bandwidth limits their work.
         config.populate = if options.budget.is_none() { config.workers.min(2) } else { 0 };
         let groups = self.groups();
-        let unit = |(number, tensors): (usize, &Vec<Tensor<'_>>)| Unit {
-            name: number.to_string(),
-            tensors: tensors.iter().map(|tensor| unit_tensor(self, *tensor)).collect(),
+        let unit = |(number, tensors): (usize, &Vec<Tensor<'_>>)| {
+            let tensors = tensors.iter().map(|tensor| unit_tensor(self, *tensor)).collect();
+            Unit::new(number.to_string(), tensors)
         };
         let units: Vec<_> = groups.iter().enumerate().map(unit).collect();
         if options.budget.is_some()

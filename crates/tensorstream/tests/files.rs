@@ -368,7 +368,7 @@ fn a_compressed_checkpoint_streams_the_same_bytes() {
         for tensor in checkpoint.catalog().tensors() {
             let whole =
                 UnitTensor::new(checkpoint.catalog(), tensor.name(), tensor.entry(), Phase::At(0));
-            units.push(Unit { name: tensor.name().into(), tensors: vec![whole] });
+            units.push(Unit::new(tensor.name(), vec![whole]));
         }
         let part = |name: &str, begin: u64, len: u64| {
             let range = checkpoint.catalog().tensor(name).unwrap().range();
@@ -383,7 +383,7 @@ fn a_compressed_checkpoint_streams_the_same_bytes() {
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![len] };
         let entry = checkpoint.catalog().assemble("made", meta, parts).unwrap();
         let made = UnitTensor::new(checkpoint.catalog(), "made", entry, Phase::At(24));
-        units.push(Unit { name: "made".into(), tensors: vec![made] });
+        units.push(Unit::new("made", vec![made]));
         let config = |budget_bytes| EngineConfig::with_budget(budget_bytes).with_workers(2);
         let Err(Error::Engine(ts_orchestrator::Error::NeverFits(refusal))) =
             checkpoint.engine(units.clone(), config(1))

@@ -286,6 +286,19 @@ impl Catalog {
         Some(Digest::from_chunks(tensor.checksums()?[first..first + count].to_vec()))
     }
 
+    /// Returns the smallest range of whole chunks that contains `range`, and the checksums of these
+    /// chunks. A part of a chunk can be verified only together with the rest of it.
+    ///
+    /// Returns `None` unless the range is within one uncompressed tensor of a `.ts` file.
+    pub fn digest_around(&self, range: ByteRange) -> Option<(ByteRange, Digest)> {
+        let whole = self.tensor_containing(range)?.range();
+        let begin = (range.offset - whole.offset) / CHUNK_LEN * CHUNK_LEN;
+        let end = (range.offset - whole.offset + range.len).next_multiple_of(CHUNK_LEN);
+        let len = end.min(whole.len) - begin;
+        let around = ByteRange { file: range.file, offset: whole.offset + begin, len };
+        Some((around, self.digest(around)?))
+    }
+
     /// Merges `other` into this catalog. The files of `other` are appended, and its tensors replace
     /// those of the same name.
     ///

@@ -59,7 +59,7 @@ fn layer(layer: u32) -> Unit {
         digest: None,
         chunks: Vec::new(),
     };
-    Unit { name: format!("layer.{layer}"), tensors: vec![tensor] }
+    Unit::new(format!("layer.{layer}"), vec![tensor])
 }
 
 fn mib(bytes: u64) -> f64 {

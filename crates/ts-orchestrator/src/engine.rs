@@ -11,6 +11,7 @@ use ts_streams::{CpuDevice, Device};
 use crate::Error;
 use crate::config::{EngineConfig, Interrupt, never_interrupt};
 use crate::event::Event;
+use crate::expectation::Expectation;
 use crate::inner::EngineInner;
 use crate::lease::Lease;
 use crate::pass::PassId;
@@ -50,7 +51,7 @@ use crate::unit::{Unit, UnitId};
 /// #     let (name, phase) = (name.to_string(), Phase::Mapped);
 /// #     let (digest, chunks) = (None, Vec::new());
 /// #     let tensor = UnitTensor { name: name.clone(), entry, phase, digest, chunks };
-/// #     Unit { name, tensors: vec![tensor] }
+/// #     Unit::new(name, vec![tensor])
 /// # };
 /// # let units = vec![unit("first", 0, 1000), unit("second", 1000, 1000)];
 /// // `units` has two units, which are in the file at `path`.
@@ -204,7 +205,8 @@ impl<D: Device> Engine<D> {
     /// - [`Error::Device`] if the copy to the device or the allocation on it failed.
     /// - [`Error::StillReferenced`] if tensors that outlived their lease occupy the memory.
     /// - [`Error::Deadlock`] if all threads that could free memory are themselves waiting for
-    ///   memory or for a pass, or if the staging memory cannot become free.
+    ///   memory or for a pass.
+    /// - [`Error::StagingFull`] if the staging memory cannot become free.
     /// - [`Error::Written`] if the unit's bytes changed after [`Lease::seal`].
     /// - [`Error::System`] if a worker thread panicked while it loaded the unit.
     /// - [`Error::NoSuchUnit`] if the engine has no such unit.
@@ -261,6 +263,56 @@ impl<D: Device> Engine<D> {
         let leases: Vec<_> = memory.into_iter().zip(units).map(lease).collect();
         leases.iter().try_for_each(Lease::check_seal)?;
         Ok(leases)
+    }
+
+    /// Announces that a pass is about to acquire these [routed](crate::Access::Routed) units, each
+    /// once and in this order. Does not block.
+    ///
+    /// Starts to read those that are not in memory, all at once as far as memory allows. The units
+    /// that are announced in most passes stay in memory, and recent passes count more. Ordered
+    /// units are ignored.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoSuchUnit`] if the engine has no such unit.
+    ///
+    /// # Examples
+    /// ```
+    /// # use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+    /// # use ts_io::Source;
+    /// # use ts_orchestrator::{Phase, Unit, UnitTensor};
+    /// use ts_orchestrator::{Access, Engine, EngineConfig, UnitId};
+    ///
+    /// # let dir = tempfile::tempdir()?;
+    /// # let path = dir.path().join("experts");
+    /// # std::fs::write(&path, vec![7; 64 * 1024])?;
+    /// # let tensor = |i: u64| {
+    /// #     let parts = vec![ByteRange { file: FileId(0), offset: i * 4096, len: 4096 }];
+    /// #     let meta = TensorMeta { dtype: Dtype::U8, shape: vec![4096] };
+    /// #     let entry = TensorEntry { meta, parts };
+    /// #     let (digest, chunks, phase) = (None, Vec::new(), Phase::Mapped);
+    /// #     UnitTensor { name: format!("expert {i}"), entry, phase, digest, chunks }
+    /// # };
+    /// // One unit for each expert.
+    /// let experts = (0..16).map(|i| {
+    ///     Unit::new(format!("expert {i}"), vec![tensor(i)]).with_access(Access::Routed)
+    /// });
+    /// let (units, sources) = (experts.collect(), vec![Source::open(&path)?]);
+    /// let engine = Engine::new(units, sources, EngineConfig::with_budget(32 << 10))?;
+    ///
+    /// let pass = engine.begin_pass();
+    /// let routed = [UnitId(3), UnitId(11)]; // the router's choice
+    /// let expectation = engine.expect(&routed)?;
+    /// for unit in routed {
+    ///     assert_eq!(engine.acquire(Some(pass), unit)?.tensor(0)[0], 7); // compute with it here
+    /// }
+    /// drop(expectation);
+    /// engine.end_pass(pass);
+    /// assert_eq!(engine.stats().routed.touched, 2);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn expect(&self, units: &[UnitId]) -> Result<Expectation<D>, Error> {
+        units.iter().try_for_each(|&unit| self.inner.check_unit(unit))?;
+        Ok(Expectation::new(Arc::clone(&self.inner), self.inner.expect(units)))
     }
 
     /// Evicts a unit whose bytes were modified, so that the next use reads it again.

@@ -103,8 +103,7 @@ pub enum Error {
         /// The name of the unit.
         unit: String,
     },
-    /// All threads that could free memory are themselves waiting for memory or for a pass, or the
-    /// staging memory cannot become free.
+    /// All threads that could free memory are themselves waiting for memory or for a pass.
     #[error(
         "no memory for unit `{unit}`: it needs {needed_bytes} bytes, but no running thread can \
          free memory{}; drop leases before acquiring other units, raise the budget, or raise \
@@ -116,9 +115,17 @@ pub enum Error {
         unit: String,
         /// The memory that the unit needs, in bytes.
         needed_bytes: usize,
-        /// The users of the memory: the names of streamed units in use, or a description of what
-        /// fills the staging memory. Empty if there are no known users.
+        /// The names of the streamed units in use. Empty if there are none.
         holders: String,
+    },
+    /// The staging memory is full and cannot become free.
+    #[error(
+        "no staging memory for unit `{unit}`: other units of this call, or reads that timed out, \
+         fill it; acquire fewer units at once, or raise `staging_units`"
+    )]
+    StagingFull {
+        /// The name of the unit. Several names are joined by `` ` + ` ``.
+        unit: String,
     },
     /// The engine has no unit with this id.
     #[error("unknown unit id {unit}: expected an id below {count}, the number of units")]
@@ -173,7 +180,9 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::NeverFits(_) => ErrorKind::NeverFits,
-            Error::StillReferenced { .. } | Error::Deadlock { .. } => ErrorKind::Full,
+            Error::StillReferenced { .. } | Error::Deadlock { .. } | Error::StagingFull { .. } => {
+                ErrorKind::Full
+            }
             Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Device { .. } => ErrorKind::Device,
             Error::Load { .. } | Error::Storage(_) | Error::System(_) => ErrorKind::Storage,

@@ -24,7 +24,7 @@ use crate::plan::{Plan, Rates};
 use crate::prepared::PreparedUnit;
 use crate::state::{EngineState, Presence};
 use crate::stats::{EngineStats, add_bytes};
-use crate::unit::UnitId;
+use crate::unit::{Access, UnitId};
 
 /// How often a blocked call calls its [`Interrupt`].
 const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
@@ -41,7 +41,8 @@ pub(crate) struct EngineInner<D: Device> {
     choice: Choice,
     max_passes: usize,
     slot_budget: usize,
-    /// The least memory of the budget that is not for slots, in bytes.
+    /// The size of the decoders and of the fewest bounce buffers that work, in bytes. The smallest
+    /// budget includes it. 0 if units live on a device with its own memory.
     least_buffer_bytes: usize,
     rates: Rates,
     clock: Clock,
@@ -115,6 +116,20 @@ impl<D: Device> EngineInner<D> {
         self.changed.notify_all();
     }
 
+    /// Expects visits to those of these units that are routed, in this order. Returns the number of
+    /// the expectation.
+    pub(crate) fn expect(&self, units: &[UnitId]) -> u64 {
+        let is_routed = |id: &UnitId| self.unit(*id).unit.access == Access::Routed;
+        let routed: Vec<UnitId> = units.iter().copied().filter(is_routed).collect();
+        self.lock().expect(&self.context, &routed, (self.clock)())
+    }
+
+    pub(crate) fn end_expectation(&self, number: u64) {
+        if !self.is_forked() {
+            self.lock().end_expectation(number);
+        }
+    }
+
     pub(crate) fn plan(&self) -> Plan {
         self.lock().plan.clone().with_buffers(self.least_buffer_bytes)
     }
@@ -160,6 +175,7 @@ impl<D: Device> EngineInner<D> {
             wasted_loads: state.counters.wasted_loads,
             replans: state.counters.replans,
             plan: state.plan.clone().with_buffers(self.least_buffer_bytes),
+            routed: state.routed.stats,
             units: state.units.iter().map(|unit| unit.stats.clone()).collect(),
         }
     }

@@ -127,10 +127,17 @@ impl SlotLayout {
 
     /// Places a tensor whose parts are copied or decoded.
     fn place_assembled(&mut self, index: usize, tensor: &UnitTensor) {
-        let offset = self.len.next_multiple_of(PHASE_ALIGN) + tensor.phase_bytes();
-        self.len = offset;
+        // The bytes to read before the first byte of the tensor.
+        let lead = match tensor.entry.parts[..] {
+            [part] => (part.offset - tensor.range_to_read(part).offset) as usize,
+            _ => 0,
+        };
+        let aligned = (self.len + lead).next_multiple_of(PHASE_ALIGN);
+        let offset = aligned + tensor.phase_bytes();
+        self.len = offset - lead;
         let mut chunks = tensor.chunks.iter();
         for part in tensor.entry.parts.iter().filter(|part| part.len > 0) {
+            let part = &tensor.range_to_read(*part);
             let len = part.len as usize;
             if part.is_virtual() {
                 let end = self.len + len;
@@ -159,7 +166,8 @@ impl SlotLayout {
             });
             self.len += len;
         }
-        self.tensors[index] = Placement { offset, len: self.len - offset };
+        let len = tensor.entry.parts.iter().map(|part| part.len as usize).sum();
+        self.tensors[index] = Placement { offset, len };
     }
 }
 
@@ -178,10 +186,13 @@ fn is_in_place(tensor: &UnitTensor) -> bool {
 fn extents(tensors: &[UnitTensor]) -> Vec<Extent> {
     let mut in_place: Vec<usize> =
         (0..tensors.len()).filter(|&i| is_in_place(&tensors[i])).collect();
-    in_place.sort_by_key(|&i| (tensors[i].entry.parts[0].file, tensors[i].entry.parts[0].offset));
+    in_place.sort_by_key(|&i| {
+        let part = tensors[i].range_to_read(tensors[i].entry.parts[0]);
+        (part.file, part.offset)
+    });
     let mut extents: Vec<Extent> = Vec::new();
     for index in in_place {
-        let part = tensors[index].entry.parts[0];
+        let part = tensors[index].range_to_read(tensors[index].entry.parts[0]);
         let end = part.offset + part.len;
         match extents.last_mut() {
             Some(last) if last.file == part.file && part.offset <= last.end + MERGE_GAP => {

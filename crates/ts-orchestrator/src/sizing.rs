@@ -13,14 +13,14 @@ use crate::layout::{ReadKind, SlotLayout};
 use crate::plan::{NeverFits, Plan, PlanRequest};
 use crate::planner::plan;
 use crate::prepared::PreparedUnit;
-use crate::unit::{PHASE_ALIGN, Unit, UnitId};
+use crate::unit::{Access, PHASE_ALIGN, RangeDigest, Unit, UnitId};
 use crate::unit_load::{RequestSizes, bounce_bytes};
 use crate::worker::{DECODER_BYTES, TensorCheck};
 
-/// The minimum number of bounce buffers. It is enough if there are no compressed chunks.
+/// The minimum number of bounce buffers.
 const LEAST_BOUNCE_COUNT: usize = 2;
-/// With compressed chunks, bounce buffers may use up to the budget divided by this number, or more
-/// if that is less than the minimum number of buffers needs.
+/// Bounce buffers may use up to the budget divided by this number, or more if that is less than the
+/// minimum number of buffers needs.
 const BOUNCE_SHARE: usize = 16;
 
 /// The sizes of everything that an engine reserves, and its first plan.
@@ -37,7 +37,8 @@ pub(crate) struct Sizing {
     pub(crate) staging_total: usize,
     /// The part of the budget that is left for slots, in bytes. A multiple of the block size.
     pub(crate) slot_budget: usize,
-    /// The least memory of the budget that is not for slots, in bytes.
+    /// The size of the decoders and of the fewest bounce buffers that work, in bytes. The smallest
+    /// budget includes it. 0 if units live on a device with its own memory.
     pub(crate) least_buffer_bytes: usize,
     pub(crate) plan: Plan,
 }
@@ -52,7 +53,10 @@ impl Sizing {
         staged: bool,
     ) -> Result<Self, Error> {
         let order = config.order.clone();
-        let order = order.unwrap_or_else(|| (0..units.len() as u32).map(UnitId).collect());
+        let order = order.unwrap_or_else(|| {
+            let ordered = |id: &UnitId| units[id.index()].access == Access::Ordered;
+            (0..units.len() as u32).map(UnitId).filter(ordered).collect()
+        });
         check(&units, order.iter().chain(config.together.iter().flatten()), sources.len())?;
         let alignment =
             sources.iter().filter_map(|s| s.direct_alignment().ok()).max().unwrap_or(PHASE_ALIGN);
@@ -91,14 +95,11 @@ impl Sizing {
             })?;
             Ok::<_, NeverFits>((plan, bounce_total, slot_budget))
         };
-        // Compressed chunks are small. So each read in flight and each worker gets a bounce buffer,
-        // if these buffers fit their share of the budget and leave enough memory for a plan.
-        let many = if decodes {
-            let share = config.budget_bytes / BOUNCE_SHARE / bounce_bytes;
-            share.min(config.io.in_flight + config.workers.max(1)).max(LEAST_BOUNCE_COUNT)
-        } else {
-            LEAST_BOUNCE_COUNT
-        };
+        // Each read in flight and each worker gets a bounce buffer, if these buffers fit their
+        // share of the budget and leave enough memory for a plan.
+        let share = config.budget_bytes / BOUNCE_SHARE / bounce_bytes.max(1);
+        let wanted = config.io.in_flight + config.workers.max(1);
+        let many = share.min(wanted).max(LEAST_BOUNCE_COUNT);
         let (plan, bounce_total, slot_budget) =
             attempt(many).or_else(|_| attempt(LEAST_BOUNCE_COUNT))?;
         let mut sizes: Vec<usize> = units.iter().map(|unit| unit.slot_bytes).collect();
@@ -162,9 +163,11 @@ fn prepare(unit: Unit, sources: &[Arc<Source>], alignment: usize) -> PreparedUni
     let slot_bytes = layout.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
     let digests = unit.tensors.iter().zip(&layout.tensors).enumerate();
     let digests = digests.filter_map(|(index, (tensor, placement))| {
-        let digest = Arc::clone(tensor.digest.as_ref()?);
-        let range = placement.offset..placement.offset + placement.len;
-        Some(TensorCheck { tensor: index, range, digest })
+        let RangeDigest { range, digest } = tensor.digest.as_ref()?;
+        let lead = tensor.entry.parts.first()?.offset.checked_sub(range.offset)?;
+        let begin = placement.offset.checked_sub(lead as usize)?;
+        let range = begin..begin + range.len as usize;
+        Some(TensorCheck { tensor: index, range, digest: Arc::clone(digest) })
     });
     let checks = digests.collect();
     PreparedUnit { unit, layout, slot_bytes, read_bytes, checks }

@@ -5,6 +5,7 @@
 mod demand;
 mod loading;
 mod prefetch;
+mod routed;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
@@ -30,6 +31,7 @@ use crate::unit_memory::UnitMemory;
 use crate::worker::Workers;
 
 pub(crate) use demand::Shortage;
+use routed::Routed;
 
 /// The mutable state of an engine.
 pub(crate) struct EngineState<D: Device> {
@@ -54,14 +56,19 @@ pub(crate) struct EngineState<D: Device> {
     pub(crate) waiting_for_memory: HashSet<ThreadId>,
     /// The threads that wait to begin a pass.
     pub(crate) waiting_for_pass: HashSet<ThreadId>,
-    /// The streamed units that are present and that no thread uses or waits for.
+    /// The streamed units that are present and that no thread uses or waits for, except routed
+    /// units.
     idle: BTreeSet<UnitId>,
+    /// The use of routed units.
+    pub(crate) routed: Routed,
     /// How many expected visits ahead prefetching reaches. A released unit that is not needed
     /// within these visits is evicted.
     horizon: usize,
     loads: HashMap<u32, UnitLoad<D>>,
     next_load: u32,
-    /// The reads to submit, most urgent first.
+    /// The reads that a call waits for or that belong to expected units, most urgent first.
+    urgent: VecDeque<QueuedRead>,
+    /// All other reads to submit, in order.
     queue: VecDeque<QueuedRead>,
     /// The number of submitted reads that have not ended.
     in_flight: usize,
@@ -154,9 +161,11 @@ impl<D: Device> EngineState<D> {
             waiting_for_memory: HashSet::new(),
             waiting_for_pass: HashSet::new(),
             idle: BTreeSet::new(),
+            routed: Routed::new(&context.units),
             horizon: 0,
             loads: HashMap::new(),
             next_load: 0,
+            urgent: VecDeque::new(),
             queue: VecDeque::new(),
             in_flight: 0,
             busy_since_ns: 0,
@@ -174,7 +183,9 @@ impl<D: Device> EngineState<D> {
     /// Remembers that an operation needs these units at the same time.
     pub(crate) fn add_together(&mut self, units: &[UnitId]) {
         let [_, _, ..] = units else { return };
-        let set: Vec<UnitId> = BTreeSet::from_iter(units.iter().copied()).into_iter().collect();
+        // Routed units would give a set for each combination of them.
+        let ordered = units.iter().copied().filter(|&id| !self.routed.contains(id));
+        let set: Vec<UnitId> = BTreeSet::from_iter(ordered).into_iter().collect();
         let includes =
             |larger: &[UnitId], smaller: &[UnitId]| smaller.iter().all(|id| larger.contains(id));
         if set.len() < 2 || self.together.iter().any(|known| includes(known, &set)) {
@@ -225,9 +236,10 @@ impl<D: Device> EngineState<D> {
         self.counters.replans += 1;
         self.idle.clear();
         self.horizon = 0;
-        for unit in &mut self.units {
-            unit.presence = Presence::Absent;
-            unit.reserved = None;
+        for i in 0..self.units.len() {
+            self.routed.remove_idle(UnitId(i as u32));
+            self.units[i].presence = Presence::Absent;
+            self.units[i].reserved = None;
         }
         context.slots.coalesce();
         self.reserve_residents(context);
@@ -343,6 +355,7 @@ impl<D: Device> EngineState<D> {
     pub(crate) fn add_waiter(&mut self, id: UnitId) {
         self.units[id.index()].waiters += 1;
         self.idle.remove(&id);
+        self.routed.remove_idle(id);
     }
 
     /// Reverses [`add_waiter`](Self::add_waiter).
@@ -357,7 +370,34 @@ impl<D: Device> EngineState<D> {
         let unit = &self.units[id.index()];
         let present = matches!(unit.presence, Presence::Present(_));
         if present && unit.users.is_empty() && unit.waiters == 0 && !unit.resident {
-            self.idle.insert(id);
+            if self.routed.contains(id) {
+                self.routed.insert_idle(id);
+            } else {
+                self.idle.insert(id);
+            }
+        }
+    }
+
+    /// Expects visits to routed units, in this order, and starts to load those that are absent.
+    /// Returns the number of the expectation.
+    pub(crate) fn expect(
+        &mut self,
+        context: &EngineContext<D>,
+        ids: &[UnitId],
+        now_ns: u64,
+    ) -> u64 {
+        ids.iter().for_each(|&id| self.restore_evicted(id));
+        let units = &self.units;
+        let is_present = |id: UnitId| !matches!(units[id.index()].presence, Presence::Absent);
+        let number = self.routed.expect(ids, is_present);
+        self.advance(context, now_ns);
+        number
+    }
+
+    /// Ends an expectation. Units of it that were not visited may be evicted again.
+    pub(crate) fn end_expectation(&mut self, number: u64) {
+        for id in self.routed.end_expectation(number) {
+            self.update_idle(id);
         }
     }
 
@@ -379,8 +419,10 @@ impl<D: Device> EngineState<D> {
     /// Evicts a unit. Its memory is freed when the last lease or tensor in it is dropped.
     fn evict(&mut self, id: UnitId) {
         self.idle.remove(&id);
+        self.routed.remove_idle(id);
         let unit = &mut self.units[id.index()];
         if let Presence::Present(memory) = std::mem::take(&mut unit.presence) {
+            self.routed.stats.evictions += u64::from(self.routed.contains(id));
             if !unit.used_since_load {
                 self.counters.wasted_loads += 1;
             }

@@ -33,6 +33,20 @@ pub struct UnitStats {
     pub stall_ns: u64,
 }
 
+/// The use of routed units since the engine was created.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RoutedStats {
+    /// The number of expected visits.
+    pub touched: u64,
+    /// The number of bytes that these visits would have read if nothing had been in memory.
+    pub touched_bytes: u64,
+    /// The number of expected visits to units that were in memory or being loaded.
+    pub hits: u64,
+    /// The number of routed units that were evicted.
+    pub evictions: u64,
+}
+
 /// The memory use and the statistics of an engine.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -65,6 +79,8 @@ pub struct EngineStats {
     pub replans: u64,
     /// The current plan.
     pub plan: Plan,
+    /// The use of routed units.
+    pub routed: RoutedStats,
     /// The statistics of all units, indexed by [`UnitId`](crate::UnitId).
     pub units: Vec<UnitStats>,
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use ts_format::{Catalog, ChunkPart, Digest, TensorEntry};
+use ts_format::{ByteRange, Catalog, ChunkPart, Digest, TensorEntry};
 
 /// The address alignment, in bytes, that can affect the rounding of results.
 ///
@@ -24,11 +24,40 @@ impl UnitId {
 /// A set of tensors that are loaded, leased and evicted together, usually the parameters of one
 /// layer.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Unit {
     /// The name, for error messages and statistics.
     pub name: String,
     /// The tensors of the unit.
     pub tensors: Vec<UnitTensor>,
+    /// When the unit is used.
+    pub access: Access,
+}
+
+impl Unit {
+    /// Creates a unit that passes use in order.
+    pub fn new(name: impl Into<String>, tensors: Vec<UnitTensor>) -> Self {
+        Self { name: name.into(), tensors, access: Access::Ordered }
+    }
+
+    /// Sets [`access`](Self::access).
+    #[must_use]
+    pub fn with_access(self, access: Access) -> Self {
+        Self { access, ..self }
+    }
+}
+
+/// When a unit is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Access {
+    /// In every pass, in an order that the engine learns. The unit is read ahead of its use.
+    #[default]
+    Ordered,
+    /// If the data of a pass select it, as a router selects experts. The unit is read when it is
+    /// [expected](crate::Engine::expect) or acquired. The units that are expected most often stay
+    /// in memory.
+    Routed,
 }
 
 /// A tensor of a unit.
@@ -41,9 +70,18 @@ pub struct UnitTensor {
     /// The address modulo [`PHASE_ALIGN`] that the tensor needs in memory.
     pub phase: Phase,
     /// The checksums of the bytes, if there are any.
-    pub digest: Option<Arc<Digest>>,
+    pub digest: Option<RangeDigest>,
     /// The chunks that the compressed parts are decoded from, in the order of the parts.
     pub chunks: Vec<ChunkPart>,
+}
+
+/// The checksums of a range of a file.
+#[derive(Debug, Clone)]
+pub struct RangeDigest {
+    /// The range. It contains the only part of the tensor, and is read together with it.
+    pub range: ByteRange,
+    /// The checksums of the range.
+    pub digest: Arc<Digest>,
 }
 
 /// A tensor's address modulo [`PHASE_ALIGN`].
@@ -68,11 +106,24 @@ impl UnitTensor {
         phase: Phase,
     ) -> Self {
         let digest = match entry.parts[..] {
-            [part] => catalog.digest(part).map(Arc::new),
+            [part] if part.len > 0 => catalog
+                .digest_around(part)
+                .map(|(range, digest)| RangeDigest { range, digest: Arc::new(digest) }),
             _ => None,
         };
         let chunks = entry.parts.iter().flat_map(|part| catalog.chunk_parts(*part)).collect();
         Self { name: name.into(), entry, phase, digest, chunks }
+    }
+
+    /// Returns the range of the file to read for a part, which includes the rest of its chunks if
+    /// they have checksums.
+    pub(crate) fn range_to_read(&self, part: ByteRange) -> ByteRange {
+        let contains = |range: &ByteRange| {
+            range.file == part.file
+                && range.offset <= part.offset
+                && range.offset.saturating_add(range.len) >= part.offset.saturating_add(part.len)
+        };
+        self.digest.as_ref().map(|digest| digest.range).filter(contains).unwrap_or(part)
     }
 
     /// Returns the address modulo [`PHASE_ALIGN`] that the tensor needs in memory.

@@ -17,7 +17,7 @@ use ts_io::{
     Availability, Backend, BackendOptions, BackendProvider, Capabilities, Completion,
     CompletionSink, ReadRequest, Rejected, Source,
 };
-use ts_orchestrator::{Engine, Error, ErrorKind, Prefetch, UnitId, Verify};
+use ts_orchestrator::{Engine, Error, ErrorKind, Prefetch, RangeDigest, UnitId, Verify};
 
 use testing::{KIB, Model, acquire_tensor, buffered, config, with_backend};
 
@@ -179,9 +179,9 @@ fn errors_name_units_and_files_that_do_not_exist() {
 fn a_checksum_mismatch_reports_its_location() {
     let mut model = Model::new(&[3 << 20, 40 * KIB, 40 * KIB]);
     for (i, unit) in model.units.clone().iter().enumerate() {
-        let digest = Digest::of(&model.expected(i, 0));
-        assert_eq!(unit.tensors[0].entry.parts.len(), 1);
-        model.units[i].tensors[0].digest = Some(Arc::new(digest));
+        let digest = Arc::new(Digest::of(&model.expected(i, 0)));
+        let [range] = unit.tensors[0].entry.parts[..] else { panic!("the tensor has one part") };
+        model.units[i].tensors[0].digest = Some(RangeDigest { range, digest });
     }
     for round in 0..2 {
         let engine = model.engine(config(4 << 20)).unwrap();
@@ -213,7 +213,9 @@ fn a_checksum_mismatch_reports_its_location() {
 fn verify_once_trusts_later_reads() {
     let mut model = Model::new(&[3 << 20, 3 << 20]);
     for i in 0..2 {
-        model.units[i].tensors[0].digest = Some(Arc::new(Digest::of(&model.expected(i, 0))));
+        let digest = Arc::new(Digest::of(&model.expected(i, 0)));
+        let range = model.units[i].tensors[0].entry.parts[0];
+        model.units[i].tensors[0].digest = Some(RangeDigest { range, digest });
     }
     let visit = |engine: &Engine, unit| engine.acquire(None, UnitId(unit)).map(|_| ());
     for (verify, again) in [(Verify::EveryRead, Some(ErrorKind::Corrupt)), (Verify::Once, None)] {

@@ -38,7 +38,11 @@ impl<D: Device> EngineInner<D> {
         let mut state = self.lock();
         state.add_together(units);
         for &unit in units {
-            state.passes.visit(pass, unit);
+            if state.routed.contains(unit) {
+                state.routed.visit(unit);
+            } else {
+                state.passes.visit(pass, unit);
+            }
             state.add_waiter(unit);
         }
         let (mut state, result) = self.wait_for_units(state, units, interrupt);
@@ -142,6 +146,9 @@ impl<D: Device> EngineInner<D> {
                     needed_bytes,
                     holders: holders.join(", "),
                 })
+            }
+            Err(Shortage::StagingFull) if *tries >= SHORTAGE_TRIES => {
+                Err(Error::StagingFull { unit: self.names(&absent) })
             }
             Err(Shortage::StillReferenced { bytes, holders }) if *tries >= SHORTAGE_TRIES => {
                 let (held_bytes, holders) = (bytes, holders.join(", "));

@@ -31,6 +31,7 @@ impl<D: Device> EngineInner<D> {
         state.waiting_for_pass.remove(&this_thread);
         state.counters.passes += 1;
         let id = state.passes.begin();
+        state.routed.begin_pass();
         state.advance(&self.context, (self.clock)());
         Ok(id)
     }

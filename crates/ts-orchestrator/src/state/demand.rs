@@ -19,10 +19,11 @@ pub(crate) enum Shortage {
     Temporary,
     /// Tensors that outlived their lease occupy memory.
     StillReferenced { bytes: usize, holders: Vec<String> },
-    /// All threads that use units wait for memory or for a pass, or the staging memory cannot
-    /// become free. `holders` names the streamed units in use, or describes what fills the staging
-    /// memory.
+    /// All threads that use units wait for memory or for a pass. `holders` names the streamed units
+    /// in use.
     Deadlock { holders: Vec<String> },
+    /// The staging memory cannot become free.
+    StagingFull,
     /// The device failed.
     Device(ts_pool::Error),
 }
@@ -42,7 +43,7 @@ impl<D: Device> EngineState<D> {
                 Ok(buffers) => {
                     for (id, buffers) in buffers.into_iter().rev() {
                         let reads = self.start_load(context, id, buffers, now_ns);
-                        reads.into_iter().rev().for_each(|read| self.queue.push_front(read));
+                        reads.into_iter().rev().for_each(|read| self.urgent.push_front(read));
                     }
                     self.submit_reads(context, now_ns);
                     return Ok(());
@@ -55,20 +56,11 @@ impl<D: Device> EngineState<D> {
                     return Err(Shortage::Temporary);
                 }
                 Err(AllocationError::StagingFull) => {
-                    return Err(Shortage::Deadlock {
-                        holders: vec![
-                            "units of this call or reads that timed out; they fill the staging \
-                             memory, so raise `staging_units`"
-                                .into(),
-                        ],
-                    });
+                    return Err(Shortage::StagingFull);
                 }
                 Err(AllocationError::Device(error)) => return Err(Shortage::Device(error)),
             }
-            // Evicts the idle unit that is needed last.
-            if let Some(victim) =
-                self.idle.iter().copied().max_by_key(|&unit| self.passes.next_use(unit))
-            {
+            if let Some(victim) = self.victim(context, set) {
                 self.evict(victim);
                 continue;
             }
@@ -81,6 +73,23 @@ impl<D: Device> EngineState<D> {
                 shortage => return Err(shortage),
             }
         }
+    }
+
+    /// Returns the unit to evict for a set: an idle routed unit, then the idle ordered unit that is
+    /// needed last, then the expected unit that is needed last.
+    fn victim(&self, context: &EngineContext<D>, set: &[UnitId]) -> Option<UnitId> {
+        let slot_bytes = |id: &UnitId| context.units[id.index()].slot_bytes;
+        let needed = self.absent(set).first().map_or(0, slot_bytes);
+        let ordered = || self.idle.iter().copied().max_by_key(|&unit| self.passes.next_use(unit));
+        let is_unused = |id: &UnitId| {
+            let unit = &self.units[id.index()];
+            matches!(unit.presence, Presence::Present(_))
+                && unit.users.is_empty()
+                && unit.waiters == 0
+                && !unit.resident
+        };
+        let expected = || self.routed.expected().rev().find(is_unused);
+        self.routed.victim(needed).or_else(ordered).or_else(expected)
     }
 
     /// Allocates memory to load all of these absent units. If this fails for one unit, allocates

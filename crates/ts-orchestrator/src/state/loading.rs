@@ -51,7 +51,7 @@ impl<D: Device> EngineState<D> {
         let limit = 2 * backend.capabilities().max_in_flight;
         let mut rejected = Vec::new();
         while self.in_flight < limit
-            && let Some(read) = self.queue.pop_front()
+            && let Some(read) = self.urgent.pop_front().or_else(|| self.queue.pop_front())
         {
             let source = Arc::clone(&context.sources[read.file.0 as usize]);
             let request = if read.kind != ReadKind::InPlace {
@@ -62,7 +62,7 @@ impl<D: Device> EngineState<D> {
                 {
                     Some(Ok(bounce)) => bounce,
                     _ if self.in_flight + self.filling > 0 => {
-                        self.queue.push_front(read);
+                        self.urgent.push_front(read);
                         break;
                     }
                     // No bounce buffer is free, because the system may still write to all of them
@@ -247,7 +247,7 @@ impl<D: Device> EngineState<D> {
         let load = self.loads.get_mut(&load_id).expect("a load exists until its check has ended");
         if let Some(ChecksumMismatch { tensor, range }) = mismatch {
             let unit = &context.units[load.unit.index()].unit;
-            let part = unit.tensors[tensor].entry.parts[0];
+            let part = unit.tensors[tensor].range_to_read(unit.tensors[tensor].entry.parts[0]);
             load.error = Some(Error::Corrupt {
                 unit: unit.name.clone(),
                 tensor: unit.tensors[tensor].name.clone(),

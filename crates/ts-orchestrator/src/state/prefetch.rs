@@ -3,16 +3,22 @@
 
 use ts_streams::Device;
 
+use crate::config::Prefetch;
 use crate::context::EngineContext;
 use crate::slot_pool::{AllocationError, LoadBuffers};
 use crate::unit::UnitId;
 
 use super::{EngineState, Presence};
 
+/// How many visits ahead an ordered unit may be read into the memory of a routed one. A routed unit
+/// may be used again in each pass, and reading further ahead saves nothing.
+const ROUTED_DISTANCE: usize = 2;
+
 impl<D: Device> EngineState<D> {
     /// Starts to load the units that are expected next, as far as memory allows.
     pub(crate) fn advance(&mut self, context: &EngineContext<D>, now_ns: u64) {
         if self.backend.is_some() && !self.paused && self.waiting_for_memory.is_empty() {
+            self.load_expected(context, now_ns);
             let ahead: Vec<UnitId> = self.passes.ahead().take(context.prefetch.reach()).collect();
             self.horizon = ahead.len();
             for (distance, &id) in ahead.iter().enumerate() {
@@ -37,8 +43,35 @@ impl<D: Device> EngineState<D> {
         self.submit_reads(context, now_ns);
     }
 
+    /// Starts to load the routed units that are expected. Evicts only routed units that are not.
+    fn load_expected(&mut self, context: &EngineContext<D>, now_ns: u64) {
+        if context.prefetch == Prefetch::None {
+            return;
+        }
+        let absent = |id: &UnitId| self.is_absent(*id) && self.units[id.index()].failure.is_none();
+        let absent: Vec<UnitId> = self.routed.expected().filter(absent).collect();
+        for id in absent {
+            // An expectation may name a unit twice.
+            if !self.is_absent(id) {
+                continue;
+            }
+            let buffers = loop {
+                match self.allocate(context, id) {
+                    Ok(buffers) => break buffers,
+                    Err(AllocationError::SlotsFull) => {}
+                    Err(AllocationError::StagingFull | AllocationError::Device(_)) => return,
+                }
+                let slot_bytes = context.units[id.index()].slot_bytes;
+                let Some(victim) = self.routed.victim(slot_bytes) else { return };
+                self.evict(victim);
+            };
+            let reads = self.start_load(context, id, buffers, now_ns);
+            self.urgent.extend(reads);
+        }
+    }
+
     /// Allocates memory for a unit that is expected in `distance` visits. Evicts only units that
-    /// are expected later.
+    /// are expected later, and routed units for the next [`ROUTED_DISTANCE`] visits.
     fn allocate_ahead(
         &mut self,
         context: &EngineContext<D>,
@@ -50,9 +83,14 @@ impl<D: Device> EngineState<D> {
                 Err(AllocationError::SlotsFull) => {}
                 result => return result,
             }
+            let slot_bytes = context.units[id.index()].slot_bytes;
+            let routed = || self.routed.victim(slot_bytes).filter(|_| distance < ROUTED_DISTANCE);
             match self.idle.iter().map(|&unit| (self.passes.next_use(unit), unit)).max() {
                 Some((next_use, unit)) if next_use > distance => self.evict(unit),
-                _ => return Err(AllocationError::SlotsFull),
+                _ => match routed() {
+                    Some(unit) => self.evict(unit),
+                    None => return Err(AllocationError::SlotsFull),
+                },
             }
         }
     }

@@ -61,7 +61,7 @@ impl Model {
         let units = sizes.iter().enumerate().map(|(i, &len)| {
             let tensors = tensors(i, at, len);
             at += len;
-            Unit { name: format!("u{i}"), tensors }
+            Unit::new(format!("u{i}"), tensors)
         });
         let units = units.collect();
         Self { _dir: dir, path, content, units }

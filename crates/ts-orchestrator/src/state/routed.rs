@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Decides which routed units stay in memory: those that were expected most often of late.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::prepared::PreparedUnit;
+use crate::stats::RoutedStats;
+use crate::unit::{Access, UnitId};
+
+/// After this many passes, an earlier visit counts half.
+const HALF_LIFE: f64 = 128.0;
+/// If the weight of a visit exceeds this number, all weights are scaled down.
+const LARGEST_WEIGHT: f64 = 1e100;
+
+/// How often routed units were expected, and which of them are idle.
+///
+/// A unit that is expected several times in one pass counts once. The visits of the current pass
+/// count only when the next pass begins. Therefore a pass that needs all units does not evict the
+/// units that it needs next in favor of those that it has already used.
+#[derive(Debug)]
+pub(crate) struct Routed {
+    /// `None` for units that are not routed.
+    units: Vec<Option<RoutedUnit>>,
+    /// The present units that nobody uses, waits for or expects, by slot size. The first one of a
+    /// size is the first to evict.
+    idle: BTreeMap<usize, BTreeSet<(Rank, UnitId)>>,
+    /// The units that are expected, in order, each with the number of its expectation.
+    expected: Vec<(u64, UnitId)>,
+    last_expectation: u64,
+    /// The units that were expected in the current pass.
+    counted: Vec<UnitId>,
+    /// The weight of a visit in the current pass. Weights grow, so that earlier ones count less.
+    weight: f64,
+    /// The number of visits so far.
+    visits: u64,
+    pub(crate) stats: RoutedStats,
+}
+
+#[derive(Debug)]
+struct RoutedUnit {
+    slot_bytes: usize,
+    read_bytes: u64,
+    /// The sum of the weights of all visits in earlier passes.
+    score: f64,
+    /// The number of the last visit.
+    last_visit: u64,
+    /// Whether the unit was expected in the current pass.
+    counted: bool,
+    idle: bool,
+}
+
+/// The order in which units are evicted: the lowest score first, then the most recent visit.
+type Rank = (u64, Reverse<u64>);
+
+impl RoutedUnit {
+    fn rank(&self) -> Rank {
+        // The bits of floats that are not negative have the order of the floats.
+        (self.score.to_bits(), Reverse(self.last_visit))
+    }
+}
+
+impl Routed {
+    pub(crate) fn new(units: &[PreparedUnit]) -> Self {
+        let routed = |prepared: &PreparedUnit| {
+            (prepared.unit.access == Access::Routed).then_some(RoutedUnit {
+                slot_bytes: prepared.slot_bytes,
+                read_bytes: prepared.read_bytes,
+                score: 0.0,
+                last_visit: 0,
+                counted: false,
+                idle: false,
+            })
+        };
+        Self {
+            units: units.iter().map(routed).collect(),
+            idle: BTreeMap::new(),
+            expected: Vec::new(),
+            last_expectation: 0,
+            counted: Vec::new(),
+            weight: 1.0,
+            visits: 0,
+            stats: RoutedStats::default(),
+        }
+    }
+
+    pub(crate) fn contains(&self, id: UnitId) -> bool {
+        self.units[id.index()].is_some()
+    }
+
+    /// Counts the visits of the pass that has ended.
+    pub(crate) fn begin_pass(&mut self) {
+        for id in std::mem::take(&mut self.counted) {
+            let was_idle = self.remove_idle(id);
+            let unit = self.unit(id);
+            unit.counted = false;
+            let weight = self.weight;
+            self.unit(id).score += weight;
+            if was_idle {
+                self.insert_idle(id);
+            }
+        }
+        self.weight *= (1.0 / HALF_LIFE).exp2();
+        if self.weight > LARGEST_WEIGHT {
+            self.scale_down();
+        }
+    }
+
+    fn scale_down(&mut self) {
+        let idle: Vec<UnitId> = self.idle.values().flatten().map(|&(_, id)| id).collect();
+        for &id in &idle {
+            self.remove_idle(id);
+        }
+        self.units.iter_mut().flatten().for_each(|unit| unit.score /= self.weight);
+        self.weight = 1.0;
+        idle.iter().for_each(|&id| self.insert_idle(id));
+    }
+
+    /// Expects visits to routed units, in this order. Returns the number of the expectation.
+    /// `is_present` returns whether a unit is in memory or being loaded.
+    pub(crate) fn expect(&mut self, ids: &[UnitId], is_present: impl Fn(UnitId) -> bool) -> u64 {
+        if ids.first().is_some_and(|&id| self.unit(id).counted) {
+            // Without passes, a second visit to a unit begins a new period.
+            self.begin_pass();
+        }
+        self.last_expectation += 1;
+        for &id in ids {
+            self.remove_idle(id);
+            self.visits += 1;
+            let visits = self.visits;
+            let unit = self.unit(id);
+            unit.last_visit = visits;
+            let (is_new, read_bytes) =
+                (!std::mem::replace(&mut unit.counted, true), unit.read_bytes);
+            if is_new {
+                self.counted.push(id);
+            }
+            self.expected.push((self.last_expectation, id));
+            self.stats.touched += 1;
+            self.stats.touched_bytes += read_bytes;
+            self.stats.hits += u64::from(is_present(id));
+        }
+        self.last_expectation
+    }
+
+    /// Ends an expectation. Returns the units of it that were not visited.
+    pub(crate) fn end_expectation(&mut self, number: u64) -> Vec<UnitId> {
+        let rest = self.expected.extract_if(.., |(of, _)| *of == number);
+        rest.map(|(_, id)| id).collect()
+    }
+
+    /// Records that an expected unit is visited.
+    pub(crate) fn visit(&mut self, id: UnitId) {
+        if let Some(at) = self.expected.iter().position(|&(_, expected)| expected == id) {
+            self.expected.remove(at);
+        }
+    }
+
+    /// Returns the units that are expected and not visited yet, in order.
+    pub(crate) fn expected(&self) -> impl DoubleEndedIterator<Item = UnitId> + '_ {
+        self.expected.iter().map(|&(_, id)| id)
+    }
+
+    /// Adds a unit that nobody uses or waits for to the idle units, unless it is expected.
+    pub(crate) fn insert_idle(&mut self, id: UnitId) {
+        if self.expected().any(|expected| expected == id) {
+            return;
+        }
+        let unit = self.unit(id);
+        unit.idle = true;
+        let (size, rank) = (unit.slot_bytes, unit.rank());
+        self.idle.entry(size).or_default().insert((rank, id));
+    }
+
+    /// Removes a unit from the idle units. Returns whether it was one.
+    pub(crate) fn remove_idle(&mut self, id: UnitId) -> bool {
+        let Some(unit) = &mut self.units[id.index()] else { return false };
+        let (size, rank) = (unit.slot_bytes, unit.rank());
+        let was_idle = std::mem::replace(&mut unit.idle, false);
+        if was_idle && let Some(idle) = self.idle.get_mut(&size) {
+            idle.remove(&(rank, id));
+        }
+        was_idle
+    }
+
+    /// Returns the idle unit to evict first to free `slot_bytes` bytes. Prefers units of this size,
+    /// because the freed memory then fits exactly.
+    pub(crate) fn victim(&self, slot_bytes: usize) -> Option<UnitId> {
+        let first = |idle: &BTreeSet<(Rank, UnitId)>| idle.first().copied();
+        let of_size = self.idle.get(&slot_bytes).and_then(first);
+        of_size.or_else(|| self.idle.values().filter_map(first).min()).map(|(_, id)| id)
+    }
+
+    fn unit(&mut self, id: UnitId) -> &mut RoutedUnit {
+        self.units[id.index()].as_mut().expect("the callers checked that the unit is routed")
+    }
+}

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Units that data select: which of them stay in memory, and what is read.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod testing;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use testing::{KIB, Model, config};
+use ts_format::Digest;
+use ts_orchestrator::{Access, Engine, Error, RangeDigest, UnitId};
+
+const SLICE: usize = 32 * KIB;
+
+/// A small linear congruential generator, so that runs are reproducible.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.0 >> 33) % end
+    }
+}
+
+/// Returns a model whose first `ordered` units are used in order, and whose other units are routed.
+fn model(ordered: usize, routed: usize) -> Model {
+    let mut model = Model::new(&vec![SLICE; ordered + routed]);
+    for unit in &mut model.units[ordered..] {
+        unit.access = Access::Routed;
+    }
+    model
+}
+
+/// Runs a pass that uses these routed units, and checks their bytes.
+fn pass(engine: &Engine, model: &Model, routed: &[u32]) {
+    let pass = engine.begin_pass();
+    let ids: Vec<UnitId> = routed.iter().copied().map(UnitId).collect();
+    let expectation = engine.expect(&ids).unwrap();
+    for &id in &ids {
+        model.check(id.0 as usize, &engine.acquire(Some(pass), id).unwrap().tensor(0));
+    }
+    drop(expectation);
+    engine.end_pass(pass);
+}
+
+fn routed_loads(engine: &Engine) -> u64 {
+    engine.stats().units.iter().map(|unit| unit.loads).sum()
+}
+
+#[test]
+fn only_expected_units_are_read() {
+    let model = model(0, 64);
+    let engine = model.engine(config(16 * SLICE)).unwrap();
+    pass(&engine, &model, &[3, 40, 41]);
+    pass(&engine, &model, &[3, 40, 41]);
+    let stats = engine.stats();
+    assert_eq!(routed_loads(&engine), 3);
+    assert_eq!((stats.routed.touched, stats.routed.hits, stats.routed.evictions), (6, 3, 0));
+    // Direct reads are aligned, so at most two alignments more than the bytes of each unit.
+    assert!(stats.total_read_bytes() <= 3 * (SLICE as u64 + 2 * 4096));
+}
+
+#[test]
+fn frequent_units_stay_in_memory() {
+    let model = model(0, 64);
+    let engine = model.engine(config(12 * SLICE)).unwrap();
+    let mut random = Random(1);
+    let frequent = [5, 9, 17, 33];
+    for _ in 0..100 {
+        let mut routed = frequent.to_vec();
+        routed.extend([34 + random.below(15) as u32, 49 + random.below(15) as u32]);
+        pass(&engine, &model, &routed);
+    }
+    for unit in frequent {
+        assert_eq!(engine.stats().units[unit as usize].loads, 1, "unit {unit}");
+    }
+}
+
+#[test]
+fn recent_passes_count_more() {
+    let model = model(0, 32);
+    let engine = model.engine(config(12 * SLICE)).unwrap();
+    let first: Vec<u32> = (0..10).collect();
+    let second: Vec<u32> = (20..30).collect();
+    for _ in 0..400 {
+        pass(&engine, &model, &first);
+    }
+    // Without ageing, the units of the first period would stay for 400 passes.
+    for _ in 0..150 {
+        pass(&engine, &model, &second);
+    }
+    let before = routed_loads(&engine);
+    pass(&engine, &model, &second);
+    assert_eq!(routed_loads(&engine), before, "all units of the second period are in memory");
+}
+
+#[test]
+fn a_pass_over_all_units_hits_what_fits() {
+    let model = model(0, 32);
+    let engine = model.engine(config(17 * SLICE)).unwrap();
+    let all: Vec<u32> = (0..32).collect();
+    for _ in 0..3 {
+        pass(&engine, &model, &all);
+    }
+    // The least recently used unit would always be the one that is needed next, so nothing would
+    // be hit. At least 12 units are hit in each pass after the first.
+    let hits = engine.stats().routed.hits;
+    assert!(hits >= 24, "{hits} hits");
+}
+
+#[test]
+fn routed_units_do_not_displace_ordered_ones() {
+    let model = model(8, 32);
+    let engine = model.engine(config(16 * SLICE)).unwrap();
+    let mut random = Random(7);
+    for round in 0..20 {
+        let pass = engine.begin_pass();
+        for layer in 0..8u32 {
+            model.check(
+                layer as usize,
+                &engine.acquire(Some(pass), UnitId(layer)).unwrap().tensor(0),
+            );
+            let routed = [8 + random.below(16) as u32, 24 + random.below(16) as u32].map(UnitId);
+            let _expected = engine.expect(&routed).unwrap();
+            for id in routed {
+                model.check(id.0 as usize, &engine.acquire(Some(pass), id).unwrap().tensor(0));
+            }
+        }
+        engine.end_pass(pass);
+        if round > 0 {
+            let loads = engine.stats().units[..8].iter().map(|unit| unit.loads).sum::<u64>();
+            assert_eq!(loads, 8, "the ordered units are resident");
+        }
+    }
+    let stats = engine.stats();
+    assert!(stats.in_use_high_water_bytes <= stats.budget_bytes);
+}
+
+#[test]
+fn an_expectation_that_is_dropped_frees_its_units() {
+    let model = model(0, 16);
+    let engine = model.engine(config(6 * SLICE)).unwrap();
+    for round in 0..50u32 {
+        let ids = [round % 16, (round + 5) % 16].map(UnitId);
+        drop(engine.expect(&ids).unwrap());
+        let other = UnitId((round + 9) % 16);
+        model.check(other.0 as usize, &engine.acquire(None, other).unwrap().tensor(0));
+    }
+    assert!(matches!(engine.expect(&[UnitId(16)]), Err(Error::NoSuchUnit { unit: 16, .. })));
+}
+
+#[test]
+fn more_units_than_fit_can_be_expected() {
+    let model = model(0, 64);
+    // The smallest budget.
+    let error = model.engine(config(1)).err().unwrap();
+    let Error::NeverFits(error) = error else { panic!("{error}") };
+    for budget in [error.smallest_budget_bytes, error.smallest_budget_bytes + 3 * SLICE] {
+        let engine = model.engine(config(budget)).unwrap();
+        for _ in 0..3 {
+            pass(&engine, &model, &(0..64).collect::<Vec<u32>>());
+        }
+        assert!(engine.stats().in_use_high_water_bytes <= budget);
+    }
+}
+
+/// Several threads run passes of random units under random budgets.
+#[test]
+fn random_programs_get_correct_bytes_within_budget() {
+    let model = Arc::new(model(4, 40));
+    for seed in 0..20u64 {
+        let mut random = Random(seed);
+        let budget = (6 + random.below(30) as usize) * SLICE;
+        let engine = Arc::new(model.engine(config(budget).with_max_passes(2)).unwrap());
+        std::thread::scope(|scope| {
+            for thread in 0..2u64 {
+                let (engine, model) = (Arc::clone(&engine), Arc::clone(&model));
+                let mut random = Random(seed * 31 + thread);
+                scope.spawn(move || {
+                    for _ in 0..20 {
+                        let pass = engine.begin_pass();
+                        for layer in 0..4u32 {
+                            drop(engine.acquire(Some(pass), UnitId(layer)).unwrap());
+                            let count = random.below(6);
+                            let ids: Vec<UnitId> =
+                                (0..count).map(|_| UnitId(4 + random.below(40) as u32)).collect();
+                            let _expected = engine.expect(&ids).unwrap();
+                            // Some expected units are not used, others are used without notice.
+                            for &id in ids.iter().skip(usize::from(random.below(3) == 0)) {
+                                let lease = engine.acquire(Some(pass), id).unwrap();
+                                model.check(id.0 as usize, &lease.tensor(0));
+                            }
+                            let id = UnitId(4 + random.below(40) as u32);
+                            let lease = engine.acquire(Some(pass), id).unwrap();
+                            model.check(id.0 as usize, &lease.tensor(0));
+                        }
+                        engine.end_pass(pass);
+                    }
+                });
+            }
+        });
+        let stats = engine.stats();
+        assert!(stats.in_use_high_water_bytes <= budget, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_slice_is_compared_with_the_checksums_of_its_chunks() {
+    let mut model = Model::new(&[3 << 20]);
+    let [whole] = model.units[0].tensors[0].entry.parts[..] else { panic!("one part") };
+    let digest = Arc::new(Digest::of(&model.expected(0, 0)));
+    // A slice in the middle of the second chunk.
+    let mut slice = model.units[0].clone();
+    slice.tensors[0].entry.parts[0].offset += (1 << 20) + 4096;
+    slice.tensors[0].entry.parts[0].len = 8192;
+    slice.tensors[0].entry.meta.shape = vec![8192];
+    slice.tensors[0].digest = Some(RangeDigest { range: whole, digest });
+    model.units.push(slice);
+    let expected = model.content[8 + (1 << 20) + 4096..][..8192].to_vec();
+    let engine = model.engine(config(8 << 20)).unwrap();
+    assert_eq!(engine.acquire(None, UnitId(1)).unwrap().tensor(0)[..], expected);
+    let mut damaged: HashMap<usize, bool> = HashMap::new();
+    for at in [8 + (1 << 20) + 5000, 8 + (1 << 20) + 100_000] {
+        let mut content = model.content.clone();
+        content[at] ^= 1;
+        std::fs::write(&model.path, content).unwrap();
+        let engine = model.engine(config(8 << 20)).unwrap();
+        damaged.insert(at, engine.acquire(None, UnitId(1)).is_err());
+    }
+    assert!(damaged.values().all(|&refused| refused), "{damaged:?}");
+}
