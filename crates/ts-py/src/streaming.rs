@@ -6,6 +6,7 @@
 //! [`Use`](lease::Use) or a [`Pass`](pass::Pass) ends it.
 
 mod engine;
+mod expected;
 mod inner;
 mod lease;
 mod pass;
@@ -24,6 +25,7 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<lease::Use>()?;
     m.add_class::<pass::Pass>()?;
     m.add_class::<recurrent::Recurrent>()?;
+    m.add_class::<expected::Expected>()?;
     m.add_function(wrap_pyfunction!(planning::plan, m)?)?;
     m.add_function(wrap_pyfunction!(planning::requirement, m)?)?;
     m.add_function(wrap_pyfunction!(planning::smallest_budget, m)?)?;

@@ -159,7 +159,8 @@ def test_another_dtype_is_converted_once(
     inputs = cast(family.inputs(2), dtype)
     with torch.inference_mode():
         expected = reference(**inputs)
-    budget = three_largest_units(path, name, dtype=dtype)
+    # Merged experts are converted as a whole, and streamed one by one.
+    budget = max(three_largest_units(path, name, dtype=dtype), 256 << 10)
     assert "converting" in capfd.readouterr().err
     files = {file: file.stat().st_mtime_ns for file in (cache / "tensorstream").iterdir()}
     streamed = ts.from_pretrained(path, budget=budget, model_class=model_class(family), dtype=dtype)

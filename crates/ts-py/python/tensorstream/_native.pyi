@@ -87,7 +87,7 @@ def backends() -> list[str]:
 def smallest_budget(sizes: list[int], together: list[list[int]], max_passes: int) -> int: ...
 def requirement(
     checkpoint: Checkpoint,
-    units: list[tuple[str, list[_TensorSpec]]],
+    units: list[tuple[str, list[_TensorSpec], _bool]],
     *,
     together: list[list[int]],
     settings: _Settings,
@@ -143,7 +143,7 @@ class Streamer:
     def __new__(
         cls,
         checkpoint: Checkpoint,
-        units: list[tuple[str, list[_TensorSpec]]],
+        units: list[tuple[str, list[_TensorSpec], _bool]],
         weights: list[_WeightSpec],
         *,
         budget: int,
@@ -155,6 +155,7 @@ class Streamer:
     def forget_casts(self) -> None: ...
     def replan(self) -> bool: ...
     def enter(self, unit: int, lend: _bool, recurrent: Recurrent | None = None) -> Use: ...
+    def expect(self, units: list[int]) -> Expected: ...
     def hold(self, units: list[int]) -> Use: ...
     def current(self, key: int, grad: _bool) -> torch.Tensor | None: ...
     def in_pass(self) -> _bool: ...
@@ -162,6 +163,10 @@ class Streamer:
     def take(self, unit: int) -> list[torch.Tensor]: ...
     def stats(self) -> _Stats: ...
     def in_use(self) -> _bool: ...
+
+@final
+class Expected:
+    def close(self) -> None: ...
 
 @final
 class Use:
@@ -600,7 +605,7 @@ class Tensor:
         """Returns a DLPack capsule, which can be consumed once.
 
         Raises:
-            BufferError: The tensor is read-only, or DLPack before 1.0 lacks its dtype.
+            BufferError: The tensor is read-only, or DLPack before 1.1 lacks its dtype.
         """
     def to_numpy(self) -> Any:
         """Returns a NumPy array that shares the memory, or a copy if the tensor is on a GPU.

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tensorstream::io::{BackendOptions, Tuner};
 use tensorstream::orchestrator::{
-    Engine, EngineConfig, Phase, Prefetch, Unit, UnitId, UnitTensor, Verify,
+    Access, Engine, EngineConfig, Phase, Prefetch, Unit, UnitId, UnitTensor, Verify,
 };
 
 use crate::errors::to_python;
@@ -15,6 +15,9 @@ use crate::signals::interruptible;
 /// A tensor of a unit: name, safetensors dtype name, shape, parts, and address modulo 64. None
 /// stands for the address that a mapping of the file would have.
 pub(super) type TensorSpec = (String, String, Vec<u64>, Vec<Part>, Option<u8>);
+
+/// A unit: its name, its tensors, and whether data select it ([`Access::Routed`]).
+pub(super) type UnitSpec = (String, Vec<TensorSpec>, bool);
 
 /// A function that creates an engine. A forked child process calls it again.
 pub(super) type EngineFactory = Box<dyn Fn(Python<'_>) -> PyResult<Engine> + Send + Sync>;
@@ -27,7 +30,7 @@ pub(super) type EngineFactory = Box<dyn Fn(Python<'_>) -> PyResult<Engine> + Sen
 pub(super) fn engine_factory(
     py: Python<'_>,
     checkpoint: &Checkpoint,
-    units: Vec<(String, Vec<TensorSpec>)>,
+    units: Vec<UnitSpec>,
     budget: usize,
     together: Vec<Vec<u32>>,
     settings: Option<Settings>,
@@ -108,15 +111,17 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
 pub(super) fn model_units(
     py: Python<'_>,
     checkpoint: &Checkpoint,
-    units: Vec<(String, Vec<TensorSpec>)>,
+    units: Vec<UnitSpec>,
 ) -> PyResult<Vec<Unit>> {
     let tensor = |(name, dtype, shape, parts, phase): TensorSpec| -> PyResult<UnitTensor> {
         let entry = checkpoint.assemble(py, &name, &dtype, shape, &parts)?;
         let phase = phase.map_or(Phase::Mapped, Phase::At);
         Ok(UnitTensor::new(checkpoint.inner.catalog(), name, entry, phase))
     };
-    let unit = |(name, specs): (String, Vec<TensorSpec>)| {
-        Ok(Unit { name, tensors: specs.into_iter().map(tensor).collect::<PyResult<_>>()? })
+    let unit = |(name, specs, routed): UnitSpec| {
+        let tensors = specs.into_iter().map(tensor).collect::<PyResult<_>>()?;
+        let access = if routed { Access::Routed } else { Access::Ordered };
+        Ok(Unit::new(name, tensors).with_access(access))
     };
     units.into_iter().map(unit).collect()
 }

@@ -20,9 +20,9 @@ use crate::signals::interruptible;
 ///
 /// Args:
 ///     checkpoint: The checkpoint that contains the weights.
-///     units: The name and the tensors of each unit. A tensor has a name, a safetensors dtype name,
-///         a shape, parts, and an address modulo 64. None stands for the address that a mapping of
-///         the file would have.
+///     units: The name and the tensors of each unit, and whether data select the unit. A tensor has
+///         a name, a safetensors dtype name, a shape, parts, and an address modulo 64. None stands
+///         for the address that a mapping of the file would have.
 ///     weights: The parameters. Each has the number of its unit, its index in the unit, its shape
 ///         and strides (None for those of the bytes), whether it requires gradients, its name and
 ///         its dtype. The index of a parameter in this list is its key.
@@ -260,7 +260,8 @@ impl StreamerInner {
         key: usize,
         grad: bool,
     ) -> PyResult<Option<Py<PyAny>>> {
-        let weight = &self.weights[key];
+        // Weights that are divided into several units have larger keys. They are never lent.
+        let Some(weight) = self.weights.get(key) else { return Ok(None) };
         let this_thread = std::thread::current().id();
         match self.tensors_in_use(weight.unit) {
             Some(tensors) if tensors.lock().forward_threads.contains(&this_thread) => {

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorstream::orchestrator::{self as orchestrator, UnitDemand};
 
-use super::engine::{Settings, TensorSpec, config, model_units, unit_sets};
+use super::engine::{Settings, UnitSpec, config, model_units, unit_sets};
 use super::stats::{plan_dict, units_list};
 use crate::errors::to_python;
 use crate::files::checkpoint::Checkpoint;
@@ -45,7 +45,7 @@ pub(crate) fn plan<'py>(
 ///
 /// Args:
 ///     checkpoint: The checkpoint that contains the tensors.
-///     units: The name and the tensors of each unit, as for ``Streamer``.
+///     units: The units, as for ``Streamer``.
 ///     together: Sets of units that one operation needs at the same time.
 ///     settings: The settings of the engine.
 #[pyfunction]
@@ -53,7 +53,7 @@ pub(crate) fn plan<'py>(
 pub(crate) fn requirement(
     py: Python<'_>,
     checkpoint: &Checkpoint,
-    units: Vec<(String, Vec<TensorSpec>)>,
+    units: Vec<UnitSpec>,
     together: Vec<Vec<u32>>,
     settings: Settings,
 ) -> PyResult<(usize, usize)> {

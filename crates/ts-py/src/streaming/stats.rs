@@ -29,6 +29,12 @@ pub(super) fn stats_dict<'py>(
     dict.set_item("stall_s", stats.stall_ns() as f64 / 1e9)?;
     dict.set_item("wasted_loads", stats.wasted_loads)?;
     dict.set_item("replans", stats.replans)?;
+    let routed = PyDict::new(py);
+    routed.set_item("touched", stats.routed.touched)?;
+    routed.set_item("touched_bytes", stats.routed.touched_bytes)?;
+    routed.set_item("hits", stats.routed.hits)?;
+    routed.set_item("evictions", stats.routed.evictions)?;
+    dict.set_item("routed", routed)?;
     dict.set_item("plan", plan_dict(py, &stats.plan)?)?;
     dict.set_item("units", units_list(py, &stats.units)?)?;
     Ok(dict)

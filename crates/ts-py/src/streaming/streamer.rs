@@ -7,8 +7,10 @@ use std::sync::atomic::Ordering;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use tensorstream::orchestrator::UnitId;
 
-use super::engine::{Settings, TensorSpec, engine_factory};
+use super::engine::{Settings, UnitSpec, engine_factory};
+use super::expected::Expected;
 use super::inner::{Streamer, StreamerInner};
 use super::lease::Use;
 use super::pass::Pass;
@@ -16,6 +18,7 @@ use super::recurrent::Recurrent;
 use super::stats::stats_dict;
 use super::torch::Torch;
 use super::weight::{Weight, WeightSpec};
+use crate::errors::to_python;
 use crate::files::checkpoint::Checkpoint;
 use crate::signals::interruptible;
 
@@ -28,7 +31,7 @@ impl Streamer {
     fn new(
         py: Python<'_>,
         checkpoint: &Checkpoint,
-        units: Vec<(String, Vec<TensorSpec>)>,
+        units: Vec<UnitSpec>,
         weights: Vec<WeightSpec>,
         budget: usize,
         together: Vec<Vec<u32>>,
@@ -93,6 +96,19 @@ impl Streamer {
         recurrent: Option<&Recurrent>,
     ) -> PyResult<Use> {
         Use::for_forward(py, &self.inner, unit as usize, lend, recurrent)
+    }
+
+    /// Announces that routed units are about to be leased, in this order. Starts to read those that
+    /// are not in memory. Does not block.
+    ///
+    /// Returns:
+    ///     An object that ends the announcement when it is closed or dropped.
+    fn expect(&self, py: Python<'_>, units: Vec<u32>) -> PyResult<Expected> {
+        let ids: Vec<UnitId> = units.into_iter().map(UnitId).collect();
+        let engine = self.inner.engine(py)?;
+        let expectation =
+            py.detach(|| engine.expect(&ids)).map_err(|e| to_python(py, &e.into()))?;
+        Ok(Expected::new(expectation))
     }
 
     /// Leases units for one operation on their weights. Blocks until they are in memory.

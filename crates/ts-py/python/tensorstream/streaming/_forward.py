@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import _native
 from ..errors import ModelError
+from ._division import route_argument, selected
 from ._streamed_tensor import (
     RESTORE_FIRST,
     StreamedTensor,
@@ -236,6 +237,34 @@ class Forward(ReplacedMethod):
         return any(type(p) is not StreamedTensor and p.requires_grad for p in module.parameters())
 
 
+class Routed(ReplacedMethod):
+    """The forward of a module that chooses slices of its divided weights.
+
+    Announces the chosen slices before the forward uses them, so that they are read together.
+    """
+
+    def __init__(self, module: nn.Module, weights: Weights, keys: list[int]) -> None:
+        super().__init__(module, "forward")
+        self._weights = weights
+        self._divided = [each for key in keys if (each := weights.divided(key)) is not None]
+        self._route = route_argument(module)
+        #: Whether all slices of a weight are used before those of the next weight.
+        self._by_weight = getattr(
+            getattr(module, "config", None), "_experts_implementation", "eager"
+        ) not in (None, "eager")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._route is not None, "only modules with such an argument get this forward"
+        chosen = selected(self._route, args, kwargs)
+        if self._by_weight:
+            pairs = [(each, index) for each in self._divided for index in chosen]
+        else:
+            pairs = [(each, index) for index in chosen for each in self._divided]
+        units = [each.first_unit + index for each, index in pairs if 0 <= index < each.shape[0]]
+        with contextlib.closing(self._weights.streamer.expect(units)):
+            return self.original()(*args, **kwargs)
+
+
 def recurrent(module: nn.Module) -> _native.Recurrent | None:
     """Puts the current parameters of a recurrent module into its list ``_flat_weights``.
 
@@ -284,12 +313,13 @@ class Streaming:
     def __init__(
         self,
         checkpoint: _native.Checkpoint,
-        units: list[Any],
+        sources: dict[int, Any],
         weights: Weights,
         passed_over: list[tuple[str, str]],
     ) -> None:
         self.checkpoint = checkpoint
-        self.units = units
+        #: The stored tensor of each parameter, as a ``TensorSpec``, by key.
+        self.sources = sources
         self.weights = weights
         #: Requested backends that are not built yet, with the reason.
         self.passed_over = passed_over

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,10 +16,12 @@ from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from ..config import Config, expanded
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 from ._builder import Builder
+from ._division import is_divided, slices
 from ._forward import (
     Forward,
     Parameters,
     Pass,
+    Routed,
     Streaming,
     recurrent,
     replace_method,
@@ -28,11 +30,12 @@ from ._forward import (
 )
 from ._guards import guard
 from ._interrupts import deferred
+from ._rules import register_transformers
 from ._stats import Stats
 from ._store import FUSED, DimensionOrders, derived_of, store_derived, store_live
 from ._streamed_tensor import StreamedTensor, StreamedWeight, stand_ins
 from ._symbolic_tensor import Source, SymbolicTensor
-from ._weights import Weight, Weights
+from ._weights import Divided, Weight, Weights
 
 Path = str | os.PathLike[str]
 M = TypeVar("M", bound=nn.Module)
@@ -179,16 +182,17 @@ def attach(
         weight_class=StreamedWeight,
         settings=settings,
     )
-    weights = Weights(streamer, units.weights, budget)
+    weights = Weights(streamer, units.weights, units.divided, budget)
     buffers = units.read_buffers()
-    made = [stand_ins(weights, key) for key in range(len(units.weights))]
-    streaming = Streaming(checkpoint, units.specs, weights, config.passed_over())
+    made = {key: stand_ins(weights, key) for key in units.sources}
+    streaming = Streaming(checkpoint, units.sources, weights, config.passed_over())
     replaced = []
     for module, keys in units.modules:
         parameters = Parameters(module._parameters, weights)
         for name, key in keys.items():
             parameters.bind(name, *made[key])
         replaced.append((module, parameters))
+    register_transformers()
     with deferred():
         for module, name, value in buffers:
             module._buffers[name] = value
@@ -197,6 +201,8 @@ def attach(
             recurrent(module)
         for module, unit in units.leaves():
             replace_method(module, Forward(module, weights, unit))
+        for module, divided in units.routed():
+            replace_method(module, Routed(module, weights, divided))
         replace_method(model, Pass(model, weights))
         guard(model)
         model.__dict__["_tensorstream"] = streaming
@@ -251,11 +257,11 @@ def restore(model: M) -> M:
         raise ModelError(
             "cannot restore the model while a forward runs: call restore(model) after the forward"
         )
-    tensors = _read_all(streaming.checkpoint, streaming.units, streaming.weights.specs)
-    parameters = [
-        nn.Parameter(tensor.detach(), requires_grad=streaming.weights.requires_grad(key))
-        for key, tensor in enumerate(tensors)
-    ]
+    tensors = _read_all(streaming.checkpoint, streaming.sources, streaming.weights)
+    parameters = {
+        key: nn.Parameter(tensor.detach(), requires_grad=streaming.weights.requires_grad(key))
+        for key, tensor in tensors.items()
+    }
     with deferred():
         del model.__dict__["_tensorstream"]
         for module in model.modules():
@@ -277,37 +283,50 @@ def restore(model: M) -> M:
 
 
 def _read_all(
-    checkpoint: _native.Checkpoint, units: list[Any], weights: list[Weight]
-) -> list[torch.Tensor]:
-    """Reads all weights into memory, which the result owns.
+    checkpoint: _native.Checkpoint, sources: dict[int, TensorSpec], weights: Weights
+) -> dict[int, torch.Tensor]:
+    """Reads all parameters into memory, which the result owns. Returns them by key.
 
     Each starts at the phase in its ``TensorSpec``.
     """
-    total = sum(
-        part[2] + 2 * 4096 for _, tensors in units for tensor in tensors for part in tensor[3]
-    )
+    total = sum(part[2] + 2 * 4096 for tensor in sources.values() for part in tensor[3])
+    units = [(tensor[0], [tensor], False) for tensor in sources.values()]
+    specs = [
+        replace(spec, unit=unit, index=0)
+        if isinstance(spec := weights.specs[key], Weight)
+        else Weight(
+            spec.name,
+            spec.dtype,
+            spec.shape,
+            unit,
+            0,
+            spec.requires_grad,
+            spec.strides,
+            list(spec.shape),
+        )
+        for unit, key in enumerate(sources)
+    ]
     # A second engine reads the weights, with a budget for all of them. Their memory outlives this
     # engine.
     streamer = _native.Streamer(
         checkpoint,
         units,
-        [weight.spec() for weight in weights],
+        [spec.spec() for spec in specs],
         budget=2 * total + (16 << 20),
         together=[],
         weight_class=StreamedWeight,
     )
     in_pass = streamer.begin_pass()
     bar = _native.Progress("restoring", total)
-    tensors: dict[tuple[int, int], torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     try:
-        for unit in range(len(units)):
-            for index, tensor in enumerate(streamer.take(unit)):
-                tensors[unit, index] = tensor
-                bar.advance(tensor.nbytes)
+        for unit, key in enumerate(sources):
+            [tensors[key]] = streamer.take(unit)
+            bar.advance(tensors[key].nbytes)
     finally:
         bar.close()
         in_pass.close()
-    return [tensors[weight.unit, weight.index] for weight in weights]
+    return tensors
 
 
 class _UnitBuilder:
@@ -332,13 +351,17 @@ class _UnitBuilder:
         self._builder = Builder(checkpoint)
         self._stored = set(checkpoint.names())
         self.weights: list[Weight] = []
-        #: The name and the tensors of each unit.
-        self.specs: list[tuple[str, list[TensorSpec]]] = []
+        #: The divided weights. Their keys follow those of ``weights``.
+        self.divided: list[Divided] = []
+        #: The name and the tensors of each unit, and whether data select the unit.
+        self.specs: list[tuple[str, list[TensorSpec], bool]] = []
         #: Modules with parameters, and the keys of their weights by parameter name.
         self.modules: list[tuple[nn.Module, dict[str, int]]] = []
-        #: The keys of weights by ``id`` of the parameter.
+        #: The stored tensor of each parameter, by key.
+        self.sources: dict[int, TensorSpec] = {}
+        #: The keys of weights by ``id`` of the parameter. Those of divided weights are negative
+        #: until all weights are known: -1 for the first one.
         self._keys: dict[int, int] = {}
-        self._sources: dict[int, Source] = {}
         self._names = _qualified_names(model)
         self._buffers = [
             (module, f"{prefix}.{name}".lstrip("."), name, buffer)
@@ -348,32 +371,83 @@ class _UnitBuilder:
         ]
         for prefix, module in model.named_modules():
             self._add_module(prefix, module)
+        self.modules = [
+            (module, {name: self._final(key) for name, key in keys.items()})
+            for module, keys in self.modules
+        ]
+        self.sources = {self._final(key): spec for key, spec in self.sources.items()}
+
+    def _final(self, key: int) -> int:
+        """Returns the final key of a weight."""
+        return key if key >= 0 else len(self.weights) - 1 - key
 
     def _add_module(self, prefix: str, module: nn.Module) -> None:
         keys: dict[str, int] = {}
         specs: list[TensorSpec] = []
+        divided: list[tuple[int, nn.Parameter]] = []
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             key = self._keys.get(id(parameter))
             if key is None:
-                key = self._keys[id(parameter)] = len(self.weights)
-                source = self._sources[key] = self._source(parameter)
-                weight = self._weight(parameter, source.name, len(specs))
-                self.weights.append(weight)
+                source = self._source(parameter)
+                order = self._orders.get(source.name)
+                is_whole = order is not None or not is_divided(module, parameter)
+                shape = [parameter.shape[dim] for dim in order] if order else list(parameter.shape)
                 dtype = SAFETENSORS_DTYPES[parameter.dtype]
-                specs.append(
-                    (source.name, dtype, weight.stored_shape, list(source.parts), source.phase)
-                )
+                spec = (source.name, dtype, shape, list(source.parts), source.phase)
+                if is_whole:
+                    key = len(self.weights)
+                    self.weights.append(self._weight(parameter, spec, len(specs)))
+                    specs.append(spec)
+                else:
+                    key = -1 - len(divided) - len(self.divided)
+                    divided.append((key, parameter))
+                self._keys[id(parameter)] = key
+                self.sources[key] = spec
             keys[name] = key
         if specs:
-            self.specs.append((prefix or type(module).__name__, specs))
+            self.specs.append((prefix or type(module).__name__, specs, False))
+        for key, parameter in divided:
+            self._divide(parameter, self.sources[key])
         if keys:
             self.modules.append((module, keys))
 
-    def _weight(self, parameter: torch.Tensor, name: str, index: int) -> Weight:
-        """Returns the weight of a parameter of the current unit."""
-        order = self._orders.get(name)
+    def _divide(self, parameter: torch.Tensor, spec: TensorSpec) -> None:
+        """Adds a unit for each slice of a parameter along its first dimension."""
+        _, dtype, shape, parts, phase = spec
+        # The source of merged experts has the name of the first one.
+        name = self._names[id(parameter)][0]
+        self.divided.append(
+            Divided(
+                name,
+                parameter.dtype,
+                tuple(shape),
+                parameter.requires_grad,
+                tuple(parameter.stride()),
+                len(self.weights),
+                len(self.specs),
+            )
+        )
+        for index, (own, own_phase) in enumerate(slices(parts, phase, shape[0])):
+            of_slice = (f"{name}[{index}]", dtype, shape[1:], own, own_phase)
+            self.weights.append(
+                Weight(
+                    of_slice[0],
+                    parameter.dtype,
+                    tuple(shape[1:]),
+                    len(self.specs),
+                    0,
+                    parameter.requires_grad,
+                    tuple(parameter.stride()[1:]),
+                    shape[1:],
+                )
+            )
+            self.specs.append((of_slice[0], [of_slice], True))
+
+    def _weight(self, parameter: torch.Tensor, spec: TensorSpec, index: int) -> Weight:
+        """Returns the weight of a parameter, in the current unit."""
+        name, _, stored_shape, _, _ = spec
         return Weight(
             name,
             parameter.dtype,
@@ -382,32 +456,42 @@ class _UnitBuilder:
             index,
             parameter.requires_grad,
             tuple(parameter.stride()),
-            [parameter.shape[dim] for dim in order] if order else list(parameter.shape),
+            stored_shape,
         )
 
     def leaves(self) -> Iterator[tuple[nn.Module, int]]:
         """Yields the modules that lease their unit while their forward runs, each with its unit.
 
-        Such a module uses one unit only, and no module below it has parameters. The weights of
-        other modules are leased for each operation, so that no unit stays leased while another one
-        is needed.
+        Such a module uses one unit only, has no divided weights, and no module below it has
+        parameters. The weights of other modules are leased for each operation, so that no unit
+        stays leased while another one is needed.
         """
         owners = {id(module) for module, _ in self.modules}
         for module, keys in self.modules:
             below = any(id(child) in owners for child in module.modules() if child is not module)
-            units = {self.weights[key].unit for key in keys.values()}
-            if not below and len(units) == 1:
+            units = self._units(keys)
+            divides = any(key >= len(self.weights) for key in keys.values())
+            if not below and not divides and len(units) == 1:
                 yield module, units.pop()
+
+    def routed(self) -> Iterator[tuple[nn.Module, list[int]]]:
+        """Yields the modules with divided weights, and the keys of these weights."""
+        for module, keys in self.modules:
+            divided = [key for key in keys.values() if key >= len(self.weights)]
+            if divided:
+                yield module, divided
+
+    def _units(self, keys: dict[str, int]) -> set[int]:
+        """Returns the units of those weights that are not divided."""
+        own = (key for key in keys.values() if key < len(self.weights))
+        return {self.weights[key].unit for key in own}
 
     def leased_together(self) -> list[list[int]]:
         """Returns sets of units that one operation needs at once.
 
         The fast path of PyTorch's attention takes all weights of a layer.
         """
-        units = {
-            id(module): {self.weights[key].unit for key in keys.values()}
-            for module, keys in self.modules
-        }
+        units = {id(module): self._units(keys) for module, keys in self.modules}
         sets = [
             set().union(*(units.get(id(each), set()) for each in module.modules()))
             for module in self._model.modules()

@@ -61,6 +61,26 @@ class UnitStats(TypedDict):
     stall_s: float
 
 
+class RoutedStats(TypedDict):
+    """Statistics of the experts of a mixture, each of which is a unit for each of its parameters.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> config = ts.Config(storage_path="weights", budget="64KiB")
+        >>> model = ts.offload(torch.nn.Linear(4, 4), config)
+        >>> ts.stats(model)["routed"]["touched"]  # the model has no experts
+        0
+    """
+
+    #: The number of times that a router chose such a unit, and the bytes to read without a cache.
+    touched: int
+    touched_bytes: int
+    #: The number of times that the unit was in memory or being read.
+    hits: int
+    #: The number of such units that were evicted.
+    evictions: int
+
+
 class Stats(TypedDict):
     """Statistics of a model since it was offloaded. Sizes are bytes, and times are seconds.
 
@@ -98,5 +118,6 @@ class Stats(TypedDict):
     wasted_loads: int
     #: The number of times that the plan was changed.
     replans: int
+    routed: RoutedStats
     plan: PlanStats
     units: list[UnitStats]

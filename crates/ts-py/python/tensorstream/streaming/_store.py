@@ -28,6 +28,7 @@ from ..errors import (
 )
 from ..files._capsules import NewTensor, as_capsule, dtype_name, write_all
 from ._builder import Builder
+from ._division import is_divided, slice_bytes
 from ._symbolic_tensor import Derived, Source, SymbolicTensor
 
 #: Modules that pass the weights of all modules below them to one operation.
@@ -170,9 +171,11 @@ def _check_budget(model: nn.Module, config: Config) -> None:
     sizes: dict[str, list[int]] = {}
     # `named_parameters` yields a shared parameter only once, for the first module that has it.
     for name, parameter in model.named_parameters():
-        sizes.setdefault(name.rpartition(".")[0] or type(model).__name__, []).append(
-            parameter.nbytes
-        )
+        prefix = name.rpartition(".")[0]
+        if is_divided(model.get_submodule(prefix), parameter):
+            sizes[name] = [slice_bytes(parameter)]
+        else:
+            sizes.setdefault(prefix or type(model).__name__, []).append(parameter.nbytes)
     names = list(sizes)
     together = [
         [i for i, unit in enumerate(names) if f"{unit}.".startswith(f"{prefix}." if prefix else "")]

@@ -10,7 +10,7 @@ stand-ins, so a program that keeps these views keeps no memory. Both classes dis
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -360,8 +360,27 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if known is None:
         return None
     is_sequence, views = known
-    made = [stand_in(base.weights, base.key, *view) for view in views]
+    made = [_view_stand_in(base, *view) for view in views]
     return made if is_sequence else made[0]
+
+
+def _view_stand_in(
+    base: StreamedTensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+) -> StreamedTensor:
+    """Creates a stand-in for a view. If it lies in one slice, it is a view of that slice."""
+    weights, key = base.weights, base.key
+    divided = weights.divided(key)
+    if divided is not None and 0 not in shape:
+        elements = weights.elements(key, dtype) // divided.shape[0]
+        last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        if offset // elements == last // elements:
+            key = divided.first_key + offset // elements
+            offset %= elements
+    return stand_in(weights, key, dtype, shape, strides, offset)
 
 
 def _infer_views(
@@ -399,11 +418,64 @@ def _infer_views(
     ]
 
 
+#: Functions that run an operation on a divided weight with only the slices that it needs. They
+#: return ``NotImplemented`` for arguments that they do not support.
+rules: dict[Any, Callable[..., Any]] = {}
+
+
+def slice_of(tensor: StreamedTensor, index: int) -> StreamedTensor:
+    """Returns the slice of a divided weight, or of a view of it, as a stand-in."""
+    made: StreamedTensor = torch.ops.aten.select.int(tensor, 0, index)
+    return made
+
+
+def assembled(tensor: StreamedTensor, func: Any) -> torch.Tensor:
+    """Returns a copy of a divided weight or of a view of it, at the same address modulo 64.
+
+    The copy is not part of the budget.
+
+    Raises:
+        BudgetError: The copy is larger than the budget, and ``func`` does not copy.
+    """
+    divided = tensor.weights.divided(tensor.key)
+    if divided is None:
+        return tensor.clone(memory_format=torch.preserve_format)
+    count = tensor.weights.elements(tensor.key, tensor.dtype)
+    size = count * tensor.element_size()
+    if size > tensor.weights.budget_bytes and func not in _COPIES:
+        raise BudgetError(
+            f"{func} needs all of `{tensor.name}` at once: {size} bytes, with a budget of "
+            f"{tensor.weights.budget_bytes} bytes; raise the budget to {size} bytes or more, or "
+            "use a copy in memory, such as weight.clone()"
+        )
+    memory = torch.empty(count + 64 // tensor.element_size(), dtype=tensor.dtype)
+    skip = -memory.data_ptr() % 64 // tensor.element_size()
+    elements = count // divided.shape[0]
+    for index in range(divided.shape[0]):
+        part = stand_in(tensor.weights, divided.first_key + index, tensor.dtype, [elements], [1], 0)
+        memory[skip + index * elements :][:elements].copy_(part)
+    return memory.as_strided(tensor.shape, tensor.stride(), skip + int(tensor.storage_offset()))
+
+
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+
+
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on weights. Leases all their units for the duration of the operation."""
     nested = kwargs or any(isinstance(each, list | tuple | dict) for each in args)
     leaves = tree_flatten((args, kwargs))[0] if nested else args
     streamed = [leaf for leaf in leaves if type(leaf) is StreamedTensor]
+    if any(each.weights.divided(each.key) for each in streamed):
+        rule = rules.get(func)
+        result = NotImplemented if rule is None else rule(*args, **kwargs)
+        if result is NotImplemented:
+            # The copies are dropped when the operation ends.
+            whole = {id(each): assembled(each, func) for each in streamed}
+            args, kwargs = tree_map_only(
+                StreamedTensor, lambda each: whole[id(each)], (args, kwargs)
+            )
+            result = func(*args, **kwargs)
+        return result
     uses: dict[Weights, Any] = {}
     try:
         copies = _lease(streamed, uses)
@@ -430,12 +502,12 @@ def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int
     """
     if len(streamed) == 1:
         weights = streamed[0].weights
-        uses[weights] = weights.streamer.hold([weights.specs[streamed[0].key].unit])
+        uses[weights] = weights.streamer.hold([weights.unit(streamed[0].key)])
         return _NO_COPIES
     copies: dict[int, torch.Tensor] = {}
     for weights in {each.weights for each in streamed}:
         own = [each for each in streamed if each.weights is weights]
-        unit = {id(each): weights.specs[each.key].unit for each in own}
+        unit = {id(each): weights.unit(each.key) for each in own}
         own.sort(key=lambda each: (_extent_bytes(each), unit[id(each)]))
         room = max(COPIED_BYTES, weights.budget_bytes // COPIED_DIVISOR)
         while own:

@@ -34,12 +34,38 @@ class Weight:
         return self.unit, self.index, strided, self.requires_grad, self.name, self.dtype
 
 
-class Weights:
-    """The streamed weights of a model, and the native object that leases them."""
+@dataclass(frozen=True)
+class Divided:
+    """A distinct parameter of a model whose slices along the first dimension are weights."""
 
-    def __init__(self, streamer: _native.Streamer, specs: list[Weight], budget_bytes: int) -> None:
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+    strides: tuple[int, ...]
+    #: The key of the first slice. The other slices have the following keys.
+    first_key: int
+    #: The unit of the first slice. The other slices have the following units.
+    first_unit: int
+
+
+class Weights:
+    """The streamed weights of a model, and the native object that leases them.
+
+    The key of a weight is its index. The native object does not know divided weights, which have
+    the largest keys.
+    """
+
+    def __init__(
+        self,
+        streamer: _native.Streamer,
+        specs: list[Weight],
+        divided: list[Divided],
+        budget_bytes: int,
+    ) -> None:
         self.streamer = streamer
-        self.specs = specs
+        self.specs: list[Weight | Divided] = [*specs, *divided]
+        self._native_count = len(specs)
         self.budget_bytes = budget_bytes
         self._frozen: set[int] = set()
 
@@ -51,7 +77,23 @@ class Weights:
         """Makes a parameter no longer require gradients."""
         if self.requires_grad(key):
             self._frozen.add(key)
-            self.streamer.freeze(key)
+            divided = self.divided(key)
+            if divided is None:
+                self.streamer.freeze(key)
+            else:
+                for index in range(divided.shape[0]):
+                    self.freeze(divided.first_key + index)
+
+    def divided(self, key: int) -> Divided | None:
+        """Returns the description of a weight if it is divided."""
+        spec = self.specs[key] if key >= self._native_count else None
+        return spec if isinstance(spec, Divided) else None
+
+    def unit(self, key: int) -> int:
+        """Returns the unit of a weight that is not divided."""
+        spec = self.specs[key]
+        assert isinstance(spec, Weight), f"{spec.name} is divided"
+        return spec.unit
 
     def elements(self, key: int, dtype: torch.dtype) -> int:
         """Returns how many elements of a dtype fit into the memory of a weight."""

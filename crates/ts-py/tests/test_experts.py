@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Mixtures of experts: only the experts that are needed are read, and results are the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstream as ts
+import torch
+import transformers as hf
+from torch import nn
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 95,
+    "pad_token_id": 94,
+}
+
+
+def qwen3() -> Any:
+    return hf.Qwen3MoeConfig(
+        **SHAPE,
+        num_experts=16,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        head_dim=32,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+
+
+def mixtral() -> Any:
+    return hf.MixtralConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2)
+
+
+def olmoe() -> Any:
+    return hf.OlmoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=2)
+
+
+def qwen2() -> Any:
+    return hf.Qwen2MoeConfig(
+        **SHAPE,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+
+
+def deepseek_v3() -> Any:
+    return hf.DeepseekV3Config(
+        **{**SHAPE, "num_key_value_heads": 4},
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=96,
+        first_k_dense_replace=1,
+        kv_lora_rank=32,
+        q_lora_rank=48,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+    )
+
+
+def gpt_oss() -> Any:
+    return hf.GptOssConfig(**SHAPE, num_local_experts=8, num_experts_per_tok=2, head_dim=32)
+
+
+def jamba() -> Any:
+    return hf.JambaConfig(
+        **SHAPE,
+        num_experts=8,
+        num_experts_per_tok=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=1,
+        expert_layer_offset=0,
+        mamba_d_state=8,
+        mamba_dt_rank=8,
+        use_mamba_kernels=False,
+    )
+
+
+MODELS = {
+    "qwen3": (hf.Qwen3MoeForCausalLM, qwen3),
+    "mixtral": (hf.MixtralForCausalLM, mixtral),
+    "olmoe": (hf.OlmoeForCausalLM, olmoe),
+    "qwen2": (hf.Qwen2MoeForCausalLM, qwen2),
+    "deepseek_v3": (hf.DeepseekV3ForCausalLM, deepseek_v3),
+    "gpt_oss": (hf.GptOssForCausalLM, gpt_oss),
+    "jamba": (hf.JambaForCausalLM, jamba),
+}
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+
+
+def saved(name: str, path: Path, dtype: torch.dtype) -> Path:
+    """Writes a checkpoint with random weights."""
+    model_class, config = MODELS[name]
+    torch.manual_seed(0)
+    model_class(config()).to(dtype).eval().save_pretrained(path)
+    return path
+
+
+def pair(path: Path, name: str, dtype: torch.dtype, implementation: str, **how: Any) -> Any:
+    """Returns the model in memory, and the model that streams under the smallest budget."""
+    model_class, _ = MODELS[name]
+    settings = {"dtype": dtype, "experts_implementation": implementation}
+    reference = model_class.from_pretrained(path, **settings).eval()
+    how = how or {"budget": smallest(path, **settings)}
+    return reference, ts.from_pretrained(path, **how, **settings)
+
+
+def smallest(path: Path, **settings: Any) -> int:
+    """Returns the smallest budget, which the error for a smaller one reports."""
+    with pytest.raises(ts.BudgetError) as error:
+        ts.from_pretrained(path, budget=1, **settings)
+    text = str(error.value)
+    return int(text.split("the smallest budget that works is ")[1].split(maxsplit=1)[0])
+
+
+def expert_bytes(model: nn.Module) -> int:
+    return sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if ".experts." in name and parameter.ndim == 3
+    )
+
+
+def read(model: nn.Module) -> int:
+    return ts.stats(model)["read_bytes"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_results_are_bit_identical(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    saved(name, tmp_path, dtype)
+    inputs = torch.randint(2, 90, (4, 7))
+    for implementation in IMPLEMENTATIONS:
+        try:
+            reference, streamed = pair(tmp_path, name, dtype, implementation)
+        except (ValueError, KeyError) as error:
+            assert implementation != "eager"
+            print(f"{name} has no {implementation}: {error}")
+            continue
+        assert ts.stats(streamed)["budget_bytes"] < expert_bytes(reference) / 3
+        for ids in (inputs, inputs[:1]):
+            for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+                # While gradients are recorded, streamed weights do not require them.
+                reference.requires_grad_(mode is not torch.enable_grad)
+                with mode():
+                    expected, actual = reference(ids).logits, streamed(ids).logits
+                assert torch.equal(expected, actual), (implementation, mode.__name__)
+            tokens = [
+                model.generate(ids, max_new_tokens=5, do_sample=False)
+                for model in (reference, streamed)
+            ]
+            assert torch.equal(*tokens), implementation
+        stats = ts.stats(streamed)
+        assert stats["in_use_high_water_bytes"] <= stats["budget_bytes"]
+
+
+def test_autocast_is_bit_identical(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path, torch.float32)
+    ids = torch.randint(2, 90, (2, 7))
+    for implementation in IMPLEMENTATIONS:
+        reference, streamed = pair(tmp_path, "qwen3", torch.float32, implementation)
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode(), torch.autocast("cpu", torch.bfloat16):
+                assert torch.equal(reference(ids).logits, streamed(ids).logits), implementation
+
+
+def test_gradients_of_inputs_are_bit_identical(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path, torch.float32)
+    for implementation in ("eager", "grouped_mm"):
+        reference, streamed = pair(tmp_path, "qwen3", torch.float32, implementation)
+        reference.requires_grad_(False)
+        gradients = []
+        for model in (reference, streamed):
+            embedded = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(1))
+            embedded.requires_grad_()
+            model(inputs_embeds=embedded).logits.square().sum().backward()
+            gradients.append(embedded.grad)
+        assert torch.equal(*gradients), implementation
+
+
+@contextlib.contextmanager
+def forced(model: nn.Module, choose: Callable[[int], torch.Tensor]) -> Iterator[None]:
+    """Replaces the choice of the router. ``choose`` gets the number of tokens."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hidden, index, weights = args
+        return (hidden, choose(index.shape[0]).expand_as(index), weights), kwargs
+
+    experts = [each for each in model.modules() if hasattr(each, "_is_expert_parallel")]
+    assert experts
+    hooks = [each.register_forward_pre_hook(before, with_kwargs=True) for each in experts]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_only_chosen_experts_are_read(tmp_path: Path, implementation: str) -> None:
+    saved("qwen3", tmp_path, torch.float32)
+    reference, model = pair(tmp_path, "qwen3", torch.float32, implementation, budget=1 << 20)
+    ids = torch.randint(2, 90, (1, 1))
+    whole = expert_bytes(reference)
+    dense = sum(parameter.nbytes for parameter in reference.parameters()) - whole
+    touched = whole * 2 // 16
+    # Direct reads are aligned, so each part is read with at most two alignments more.
+    parts = len(list(reference.parameters())) + 3 * 2 * 3
+    most = dense + touched + parts * 8192
+    with torch.inference_mode(), forced(model, lambda _: torch.tensor([[3, 11]])):
+        model(ids)
+        before = read(model)
+        model(ids)
+        again = read(model) - before
+    assert before <= most < dense + whole / 2
+    # The same experts are still in memory.
+    assert again <= most - touched
+    with torch.inference_mode(), forced(model, lambda _: torch.tensor([[4, 12]])):
+        before = read(model)
+        model(ids)
+    assert touched <= read(model) - before <= most
+
+
+def test_all_experts_under_the_smallest_budget_are_read_once(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path, torch.float32)
+    for implementation in IMPLEMENTATIONS:
+        reference, model = pair(tmp_path, "qwen3", torch.float32, implementation)
+        ids = torch.randint(2, 90, (8, 16))
+        parts = list(reference.parameters())
+        most = sum(part.nbytes for part in parts) + 8192 * (len(parts) + 3 * 16 * 3)
+        for _ in range(3):
+            before = read(model)
+            with torch.inference_mode():
+                model(ids)
+            assert read(model) - before <= most, implementation
+
+
+@pytest.mark.parametrize("codec", ["raw", "auto"])
+def test_a_live_model_divides_its_experts(tmp_path: Path, codec: str) -> None:
+    torch.manual_seed(0)
+    reference = hf.Qwen3MoeForCausalLM(qwen3()).eval()
+    ids = torch.randint(2, 90, (1, 7))
+    with torch.inference_mode():
+        expected = reference(ids).logits
+    state = {name: value.clone() for name, value in reference.state_dict().items()}
+    config = ts.Config(
+        storage_path=str(tmp_path), budget="5MiB", compression_enabled=codec != "raw"
+    )
+    model = ts.offload(reference, config)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(model(ids).logits, expected)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.clone(), state[name])
+    model = ts.restore(model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = hf.Qwen3MoeForCausalLM(qwen3()).eval()
+    weight = model.model.layers[1].mlp.experts.down_proj[5].detach().numpy().tobytes()
+    ts.offload(model, ts.Config(storage_path=str(tmp_path), budget="5MiB"))
+    [path] = tmp_path.glob("*.ts")
+    content = path.read_bytes()
+    at = content.index(weight) + 100
+    damaged = tmp_path / "damaged.ts"
+    damaged.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    model = ts.offload(ts.restore(model), checkpoint=damaged, budget="5MiB")
+    # A slice is verified with the rest of its chunks, so its neighbors are refused too.
+    with (
+        pytest.raises(ts.ChecksumError, match=r"`model\.layers\.1\.mlp\.experts\.down_proj\[5\]`"),
+        torch.inference_mode(),
+        forced(model, lambda _: torch.tensor([[5, 5]])),
+    ):
+        model(torch.tensor([[3]]))
+
+
+def test_operations_on_all_experts(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path, torch.float32)
+    reference, model = pair(tmp_path, "qwen3", torch.float32, "eager", budget="4MiB")
+    [own, other] = [each.model.layers[0].mlp.experts.gate_up_proj for each in (model, reference)]
+    assert torch.equal(own.sum(), other.sum())
+    assert torch.equal(own[3], other[3])
+    assert torch.equal(own[2:5], other[2:5])
+    assert torch.equal(own[torch.tensor([[1, -1], [7, 1]])], other[torch.tensor([[1, -1], [7, 1]])])
+    assert torch.equal(own[..., 5], other[..., 5])
+    assert torch.equal(own.transpose(0, 1).contiguous(), other.transpose(0, 1).contiguous())
+    with pytest.raises(IndexError):
+        own[torch.tensor([16])]
+    with pytest.raises(ts.ModelError, match="restore"):
+        own.zero_()
+    small = ts.from_pretrained(tmp_path, budget=smallest(tmp_path, dtype=torch.float32))
+    weight = small.model.layers[0].mlp.experts.gate_up_proj
+    with pytest.raises(ts.BudgetError, match="needs all of `model"):
+        weight.sum()
+    assert torch.equal(weight.clone(), other)
