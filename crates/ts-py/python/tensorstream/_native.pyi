@@ -16,6 +16,7 @@ __all__ = [
     "Connection",
     "DType",
     "Dispatcher",
+    "Expected",
     "FileWriter",
     "Fingerprint",
     "GpuStatus",
