@@ -23,7 +23,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
     match name {
         "parts" | "memory" | "streams" | "wire" => run_criterion(name),
         "broadcast" | "caps" | "codecs" | "exact" | "load" | "overhead" | "peak" | "llama"
-        | "serve" | "sessions" | "storage" => run_script(&python::prepared()?, name, &[]),
+        | "moe" | "serve" | "sessions" | "storage" => run_script(&python::prepared()?, name, &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "remote" => {
             let venv = python::prepared()?;
@@ -46,8 +46,8 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, streams, wire, wire-peers, \
-             serve, broadcast, caps, codecs, exact, io, llama, load, overhead, peak, remote, \
-             sessions or storage"
+             serve, broadcast, caps, codecs, exact, io, llama, load, moe, overhead, peak, \
+             remote, sessions or storage"
         )),
     }
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ._streamed_tensor import StreamedTensor, rules, slice_of
+from ._streamed_tensor import StreamedTensor, rules, with_slice
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def _select(weight: Any, index: Any) -> Any:
     result = torch.empty((flat.numel(), *weight.shape[1:]), dtype=weight.dtype)
     for chosen in torch.unique(flat).tolist():
         first, *others = (flat == chosen).nonzero().flatten().tolist()
-        result[first].copy_(slice_of(weight, chosen))
+        with_slice(weight, chosen, result[first].copy_)
         for position in others:
             result[position].copy_(result[first])
     return result.view(*index.shape, *weight.shape[1:])
@@ -80,6 +80,7 @@ def _grouped_mm(
         type(weight) is StreamedTensor
         and type(inputs) is torch.Tensor
         and (inputs.ndim, weight.ndim) == (2, 3)
+        and _has_slices(weight)
         and type(offs) is torch.Tensor
         and bias is None
     )
@@ -96,7 +97,8 @@ def _grouped_mm(
 
 def _grouped_mm_fallback(inputs: Any, weight: Any, offs: Any) -> Any:
     """Does the same for the operation with which transformers replaces ``_grouped_mm``."""
-    if type(weight) is not StreamedTensor or type(inputs) is not torch.Tensor:
+    plain = type(weight) is StreamedTensor and type(inputs) is torch.Tensor
+    if not (plain and weight.ndim == 3 and _has_slices(weight)):
         return NotImplemented
 
     def multiply(rows: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -116,7 +118,12 @@ def _by_group(
     begin = 0
     for index, end in enumerate(offs.tolist()):
         if end > begin:
-            result[begin:end] = multiply(inputs[begin:end], slice_of(weight, index).unsqueeze(0))
+            rows, out = inputs[begin:end], result[begin:end]
+
+            def store(own: torch.Tensor, rows: Any = rows, out: Any = out) -> None:
+                out.copy_(multiply(rows, own.unsqueeze(0)))
+
+            with_slice(weight, index, store)
             begin = end
     return result
 
@@ -133,3 +140,15 @@ def _is_whole(weight: StreamedTensor) -> bool:
     """Returns whether a stand-in is a divided weight itself, and not a view of it."""
     divided = weight.weights.divided(weight.key)
     return divided is not None and tuple(weight.shape) == divided.shape and weight.is_contiguous()
+
+
+def _has_slices(weight: StreamedTensor) -> bool:
+    """Returns whether the first dimension of a stand-in is that of the slices."""
+    divided = weight.weights.divided(weight.key)
+    return (
+        divided is not None
+        and weight.shape[0] == divided.shape[0]
+        and weight.stride(0) == divided.strides[0]
+        and int(weight.storage_offset()) < divided.strides[0]
+        and weight.dtype == divided.dtype
+    )

@@ -423,10 +423,30 @@ def _infer_views(
 rules: dict[Any, Callable[..., Any]] = {}
 
 
-def slice_of(tensor: StreamedTensor, index: int) -> StreamedTensor:
-    """Returns the slice of a divided weight, or of a view of it, as a stand-in."""
-    made: StreamedTensor = torch.ops.aten.select.int(tensor, 0, index)
-    return made
+def with_slice(
+    tensor: StreamedTensor, index: int, function: Callable[[torch.Tensor], object]
+) -> None:
+    """Calls a function with a slice of a divided weight, which is leased during the call.
+
+    Args:
+        tensor: A stand-in for the weight, or for a view of it whose first dimension is that of the
+            slices.
+        index: The number of the slice.
+        function: It gets the slice without the first dimension. It must not keep it.
+    """
+    weights, divided = tensor.weights, tensor.weights.divided(tensor.key)
+    assert divided is not None, f"{tensor.name} is not divided"
+    use = weights.streamer.hold([divided.first_unit + index])
+    try:
+        weight = use.weight(weights.streamer, divided.first_key + index, torch.is_grad_enabled())
+        shape, strides, offset = tensor.shape[1:], tensor.stride()[1:], tensor.storage_offset()
+        function(weight.as_strided(shape, strides, offset))
+        del weight
+    except BaseException:
+        use.close()
+        raise
+    if use.exit():
+        use.close()
 
 
 def assembled(tensor: StreamedTensor, func: Any) -> torch.Tensor:

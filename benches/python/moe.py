@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Measures seconds per token of a mixture of experts under a memory limit of 1500 MB.
+
+`cargo xtask bench moe` runs three interleaved rounds. The model has the shape of Qwen3-MoE, with 16
+layers of 64 experts, of which each token uses 4: 4.9 GB of bf16.
+
+A random model repeats one token, and so needs the same experts again and again. Therefore the
+routing is forced: a seed chooses the experts, either uniformly or with Zipf's law. The logits of
+all contenders are compared.
+
+The contenders are TensorStream and accelerate with four `max_memory` settings. Each run is a
+process that starts with an empty page cache. Figures are medians.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from models import MIB, SCRATCH, child, drop_caches, fio, huge_pages, memory_cap, spread
+
+#: The memory limit in bytes, which includes the page cache.
+CAP = 1500 * 1000 * 1000
+BUDGET = "900MiB"
+ACCELERATE_MB = (300, 450, 600, 750)
+#: The number of tokens after the prompt. The first ones are not counted, because caches are cold.
+TOKENS, WARM = 40, 8
+ROUNDS = 3
+LAYERS, EXPERTS, CHOSEN, HIDDEN, INTERMEDIATE = 16, 64, 4, 1024, 768
+#: The size of one expert in bytes.
+EXPERT_BYTES = 3 * HIDDEN * INTERMEDIATE * 2
+
+
+def checkpoint() -> Path:
+    """Returns the directory of the model. Creates the model if it does not exist."""
+    path = SCRATCH / "qwen3-moe-4.9gb"
+    if not (path / "model.safetensors.index.json").exists():
+        import torch
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        print(f"creating {path} (4.9 GB)", flush=True)
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        config = Qwen3MoeConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=4 * HIDDEN,
+            moe_intermediate_size=INTERMEDIATE,
+            num_experts=EXPERTS,
+            num_experts_per_tok=CHOSEN,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=64,
+            vocab_size=32000,
+            max_position_embeddings=2048,
+            tie_word_embeddings=False,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            dtype="bfloat16",
+        )
+        Qwen3MoeForCausalLM(config).save_pretrained(path, max_shard_size="1GB")
+        torch.set_default_dtype(torch.float32)
+    return path
+
+
+def force_routing(model: Any, routing: str) -> list[list[tuple[int, int]]]:
+    """Replaces the choices of all routers.
+
+    Returns:
+        A list that gets one entry for each forward: the pairs (layer, expert) that it uses.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(5)
+    trace: list[list[tuple[int, int]]] = []
+
+    def choose(layer: int) -> Any:
+        shares = torch.ones(EXPERTS)
+        if routing == "zipf":
+            order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(layer))
+            shares = 1.0 / (1 + order).float()
+
+        def before(_: Any, args: Any, kwargs: Any) -> Any:
+            hidden, index, weights = args
+            index = torch.multinomial(
+                shares.expand(index.shape[0], -1), index.shape[1], generator=generator
+            )
+            if layer == 0:
+                trace.append([])
+            trace[-1] += [(layer, expert) for expert in torch.unique(index).tolist()]
+            return (hidden, index, weights), kwargs
+
+        return before
+
+    experts = [each for each in model.modules() if type(each).__name__.endswith("Experts")]
+    for layer, module in enumerate(experts):
+        module.register_forward_pre_hook(choose(layer), with_kwargs=True)
+    return trace
+
+
+def contender(name: str, setting: str, routing: str, path: Path) -> None:
+    """Runs a contender in this process. Prints its figures as JSON.
+
+    Args:
+        name: The contender.
+        setting: Its budget or `max_memory`.
+        routing: "uniform" or "zipf".
+        path: The directory of the model.
+    """
+    import torch
+
+    if name == "tensorstream":
+        import tensorstream as ts
+
+        model = ts.from_pretrained(path, budget=setting)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.bfloat16,
+            device_map="auto",
+            max_memory={"cpu": setting},
+            offload_folder=SCRATCH / f"accelerate-moe-{setting}",
+        )
+    trace = force_routing(model, routing)
+    ids, past, seconds, sums = torch.arange(1, 17).unsqueeze(0), None, [], []
+    marks = []
+    with torch.inference_mode():
+        for token in range(TOKENS + 1):
+            if name == "tensorstream":
+                stats = ts.stats(model)
+                marks.append((stats["read_bytes"], dict(stats["routed"])))
+            began = time.perf_counter()
+            result = model(input_ids=ids, past_key_values=past, use_cache=True)
+            seconds.append(time.perf_counter() - began)
+            past, ids = result.past_key_values, torch.tensor([[17 + token]])
+            sums.append(float(result.logits.float().sum()))
+    figures = {
+        "sums": sums,
+        "seconds": statistics.median(seconds[1 + WARM :]),
+        "prompt": seconds[0],
+    }
+    if name == "tensorstream":
+        stats = ts.stats(model)
+        (bytes_before, before), after = marks[1 + WARM], stats["routed"]
+        counted = TOKENS - WARM
+        touched = after["touched"] - before["touched"]
+        hits = after["hits"] - before["hits"]
+        figures |= {
+            "read": (stats["read_bytes"] - bytes_before) / counted,
+            "absent": (touched - hits) / 2 * EXPERT_BYTES / counted,
+            "hit rate": hits / touched,
+            "best static": best_static(trace[1 + WARM :], _cache_bytes(stats)),
+            "budget": stats["budget_bytes"],
+        }
+    print(json.dumps(figures))
+
+
+def _cache_bytes(stats: Any) -> int:
+    """Returns the memory that the plan leaves for experts, in bytes."""
+    dense = sum(unit["slot_bytes"] for unit in stats["units"] if unit["resident"])
+    return int(stats["reserved_high_water_bytes"]) - dense
+
+
+def best_static(trace: list[list[tuple[int, int]]], room: int) -> float:
+    """Returns the hit rate of the best fixed choice of experts for this memory and this trace."""
+    counts = Counter(expert for token in trace for expert in token)
+    kept = counts.most_common(room // EXPERT_BYTES)
+    return sum(count for _, count in kept) / sum(counts.values())
+
+
+def main(rounds: int) -> int:
+    if not shutil.which("fio"):
+        print("cannot measure the roofline without fio: apt-get install fio", file=sys.stderr)
+    path = checkpoint()
+    shard = path / "model-00001-of-00006.safetensors"
+    entries = [("tensorstream", BUDGET), *[("accelerate", f"{mb}MB") for mb in ACCELERATE_MB]]
+    kinds = ("uniform", "zipf")
+    seconds: dict[tuple[str, str, str], list[float]] = {}
+    ours: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    sums: dict[str, set[tuple[float, ...]]] = {kind: set() for kind in kinds}
+    disk = []
+    with memory_cap(CAP) as prefix, huge_pages() as huge:
+        for round_ in range(rounds):
+            if shutil.which("fio"):
+                disk.append(fio(shard, 3, huge=huge))
+            for kind in kinds:
+                for name, setting in entries:
+                    drop_caches()
+                    result = child(prefix, name, setting, kind, str(path))
+                    shown = {key: value for key, value in result.items() if key != "sums"}
+                    print(round_, kind, name, setting, shown, flush=True)
+                    if "error" in result:
+                        continue
+                    seconds.setdefault((kind, name, setting), []).append(result["seconds"])
+                    sums[kind].add(tuple(result["sums"]))
+                    if name == "tensorstream":
+                        ours[kind].append(result)
+    print("\n| routing | contender | setting | ms/token, median (range) |\n|---|---|---|---|")
+    for (kind, name, setting), values in seconds.items():
+        print(f"| {kind} | {name} | {setting} | {spread([1000 * each for each in values])} |")
+    for kind in kinds:
+        own = statistics.median(seconds[kind, "tensorstream", BUDGET])
+        others = [
+            statistics.median(values)
+            for (of, name, _), values in seconds.items()
+            if of == kind and name == "accelerate"
+        ]
+
+        def median(key: str, kind: str = kind) -> float:
+            return float(statistics.median(each[key] for each in ours[kind]))
+
+        print(
+            f"\n{kind}: TensorStream is {min(others) / own:.1f} times as fast as accelerate at its "
+            f"best; the same logits: {len(sums[kind]) == 1}"
+        )
+        print(
+            f"hit rate {median('hit rate'):.3f}, {median('hit rate') / median('best static'):.3f} "
+            f"of the best fixed choice; read {median('read') / 1e6:.0f} MB per token, "
+            f"{median('read') / median('absent'):.3f} of what was needed and absent"
+        )
+        if disk:
+            roofline = median("absent") / statistics.median(disk)
+            print(
+                f"fio {spread([each / 1e9 for each in disk])} GB/s: roofline {roofline:.3f} s per "
+                f"token, of which {roofline / own:.2f} is reached"
+            )
+    print(f"the budget in force was {ours['zipf'][0]['budget'] // MIB} MiB of {BUDGET}")
+    return 0 if all(len(each) == 1 for each in sums.values()) else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 5:
+        contender(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]))
+    else:
+        sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS))
