@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Compares a model in memory with one that accelerate offloads and one that TensorStream streams.
+"""Compares three copies of a model: in memory, offloaded by accelerate, streamed by TensorStream.
 
-All three models decode the same tokens.
+All three copies decode the same tokens.
 
 Run: `python examples/comparison.py`. Needs tensorstream, transformers and accelerate. The model is
 a small Llama with random weights, which is created in a temporary directory.

@@ -5,7 +5,8 @@ Run: `python examples/remote_training.py [HOST:PORT]`. Needs tensorstream[remote
 
 Without an address, the machine is a process on this computer. With an address, it is a computer
 that runs `tensorstream serve`. Set the environment variable TENSORSTREAM_TOKEN to the token of that
-server and, if it uses TLS, TENSORSTREAM_CA to the file of its authority's certificate.
+server. If the server uses TLS, set TENSORSTREAM_CA to a file with the certificate of the authority
+that signed the server's certificate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Streams a checkpoint with an I/O backend that is not part of TensorStream.
 //!
-//! To be short, the backend reads on one thread and ignores `BackendOptions::timeout`. Built-in
-//! backends complete each read when its timeout expires.
+//! To keep the example short, the backend reads on one thread and ignores
+//! `BackendOptions::timeout`. Built-in backends end a read with an error when its timeout expires.
 //!
 //! ```text
 //! cargo run -p tensorstream --example own_backend
@@ -150,7 +150,7 @@ impl Shared {
 fn read(request: &mut ReadRequest) -> Result<Transfer, Error> {
     let (offset, expected, started_ns) = (request.offset, request.required, monotonic_ns());
     let filled = fill(request);
-    // Comes after the read, so that it finds changes during the read.
+    // Verifies the file after the read, so that changes during the read are found.
     request.source.verify(offset)?;
     let path = request.source.path().into();
     match filled {

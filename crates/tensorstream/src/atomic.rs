@@ -59,8 +59,8 @@ impl Claim {
             let file = options.create(true).truncate(false).read(true).write(true).open(&partial);
             let file = file.map_err(failed)?;
             match file.try_lock() {
-                // If the previous writer has renamed or removed the file since it was opened, the
-                // lock is on the wrong file.
+                // If the previous writer renamed or removed the file after this call opened it,
+                // the lock is on the wrong file.
                 Ok(()) if is_file_at(&file, &partial) => {
                     let (target, process) = (target.to_path_buf(), std::process::id());
                     let faults = faults.clone();
@@ -105,7 +105,7 @@ impl Claim {
     }
 
     /// Opens the finished file. On Unix, also locks it, so that no other process appends to it
-    /// under another name, and waits for the lock like [`new`](Self::new).
+    /// under another name. Waits for the lock like [`new`](Self::new).
     pub(crate) fn open_target(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<File, Error> {
         let opened = OpenOptions::new().read(true).write(true).open(&self.target);
         let file = opened.map_err(|e| Error::open(&self.target, e))?;
@@ -321,7 +321,7 @@ pub(crate) fn is_file_at(file: &File, path: &Path) -> bool {
 }
 
 /// Returns whether `path` exists. On systems other than Unix, the standard library cannot tell
-/// whether it is the same file.
+/// whether `path` refers to the open file.
 #[cfg(not(unix))]
 pub(crate) fn is_file_at(_: &File, path: &Path) -> bool {
     path.exists()

@@ -43,8 +43,8 @@ const INDEX_SUFFIX: &str = ".safetensors.index.json";
 /// safetensors library wrote can be converted to `.ts` and back to the same bytes.
 ///
 /// An interrupted conversion to a `.ts` file can be resumed: call this function again with the same
-/// files and options. Until it is finished, `NAME.partial` contains the complete tensors. The
-/// finished file does not depend on interruptions.
+/// files and options. Until the conversion is finished, `NAME.partial` contains the tensors that
+/// are complete so far. The finished file does not depend on interruptions.
 ///
 /// - After an interrupt or a failed read, complete tensors are not written again.
 /// - After a crash, the tensors since the last checkpoint are written again (see
@@ -113,7 +113,7 @@ impl Copier<'_, '_> {
         let order = writer.order().to_vec();
         let (complete, rest) = order.split_at(writer.complete());
         self.progress.done += complete.iter().map(|&i| tensors[i].range().len).sum::<u64>();
-        // Number of tensor bytes and of tensors that are durable.
+        // Number of durable tensor bytes, and number of durable tensors.
         let (mut durable_bytes, mut durable) = (self.progress.done, writer.complete());
         for &index in rest {
             if self.progress.done - durable_bytes >= checkpoint_bytes {
@@ -226,7 +226,7 @@ fn origin(checkpoint: &Checkpoint) -> String {
     format!("{} {:?} {files:?}", env!("CARGO_PKG_VERSION"), checkpoint.fingerprint())
 }
 
-/// Returns the time of the last change of a file or its attributes, which programs cannot set.
+/// Returns the time at which a file or its attributes last changed. Programs cannot set this time.
 #[cfg(unix)]
 fn change_time(source: &Source) -> Option<(i64, i64)> {
     use std::os::unix::fs::MetadataExt;

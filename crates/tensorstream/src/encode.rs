@@ -35,8 +35,8 @@ impl Encoders {
     }
 
     /// Encodes up to [`BATCH`] chunks, in order. Calls `interrupt` before each chunk that the
-    /// calling thread encodes. If `interrupt` returns true, no further chunk is begun. The result
-    /// is `None` if this leaves chunks that are not encoded.
+    /// calling thread encodes. If `interrupt` returns true, no further chunk is begun. Returns
+    /// `None` if any chunk is then not encoded.
     pub(crate) fn encode(
         &mut self,
         dtype: Dtype,

@@ -76,8 +76,8 @@ pub enum Error {
     NoCheckpoint {
         /// Path or URL of the directory.
         path: PathBuf,
-        /// Number of .safetensors and .ts files with other names. 0 for a URL, at which files are
-        /// not listed.
+        /// Number of .safetensors and .ts files with other names. 0 for a URL, because the
+        /// files at a URL are not listed.
         found: usize,
     },
 }

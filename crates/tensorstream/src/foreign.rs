@@ -35,7 +35,8 @@ pub(crate) fn detect(source: &Source) -> Option<Error> {
     Some(Error::ForeignFormat { path: source.path().into(), found, remedy })
 }
 
-/// Returns an error for the first file of a directory, by name, that has an unsupported format.
+/// Searches a directory for files in an unsupported format. Returns an error for the first of them
+/// by name.
 pub(crate) fn detect_in(directory: &Path) -> Option<Error> {
     let is_candidate = |path: &PathBuf| {
         path.extension().is_some_and(|e| SUFFIXES.iter().any(|suffix| e == *suffix))

@@ -235,8 +235,8 @@ impl Checkpoint {
     }
 }
 
-/// Converts an error of the engine. Removes its unit, which is a group that the caller did not
-/// create.
+/// Converts an error of the engine. Omits the name of the unit, because the caller does not know
+/// the groups of tensors that are the units.
 fn without_unit(error: ts_orchestrator::Error) -> Error {
     use ts_orchestrator::Error as Engine;
     match error {

@@ -175,7 +175,8 @@ impl Reader {
     }
 
     /// Fills `out` with a part of a tensor, and compares it with the tensor's checksums, if any.
-    /// The part starts at byte `begin` of the tensor, which must be the start of a chunk.
+    /// The part begins at byte `begin` of the tensor. It must begin at the start of a chunk and end
+    /// at the end of a chunk or of the tensor.
     pub(crate) fn read_checked(
         &mut self,
         checkpoint: &Checkpoint,

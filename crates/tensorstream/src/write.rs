@@ -133,7 +133,8 @@ impl FileWriter {
     /// [fingerprint](Checkpoint::fingerprint) and must not be damaged.
     ///
     /// If several processes write the same file, one of them gets a writer, and the others wait.
-    /// They get `None` if it commits the file. If it fails, one of them gets a writer.
+    /// If that process commits the file, the others get `None`. If it fails, one of the others
+    /// gets a writer.
     ///
     /// # Errors
     /// Returns the errors of [`create`](Self::create).
@@ -275,9 +276,9 @@ impl FileWriter {
         self.unless_failed(|tensors| tensors.push(tensor))
     }
 
-    /// Declares a tensor of a `.ts` file whose length depends on the bytes that are written. The
-    /// tensor ends when the next tensor is pushed or the file is committed. The writer ignores the
-    /// declared first dimension, and computes it when the tensor ends.
+    /// Declares a growing tensor of a `.ts` file: the length of the tensor depends on the bytes
+    /// that are written. The tensor ends when the next tensor is pushed or the file is committed.
+    /// The writer ignores the declared first dimension, and computes it when the tensor ends.
     ///
     /// # Errors
     /// Returns the errors of [`push`](Self::push), and [`Error::Format`] if bytes of an earlier

@@ -31,8 +31,8 @@ enum Call {
 
 type Record = Arc<Mutex<Vec<Call>>>;
 
-/// Returns a record of all calls, and the faults that fill it. `fails` is the index and the error
-/// number of a call that fails. The index `usize::MAX` stands for the preallocation.
+/// Returns an empty record, and faults that add each call to the record. `fails` is the index and
+/// the error number of a call that fails. The index `usize::MAX` stands for the preallocation.
 fn recorder(fails: Option<(usize, i32)>) -> (Record, WriteFaults) {
     let record = Record::default();
     let calls = Arc::clone(&record);
@@ -303,8 +303,8 @@ fn a_failed_call_is_a_typed_error_and_changes_nothing() {
     }
 }
 
-/// Upper bound in bytes on the first progress that a conversion of [`source`] reports if it is not
-/// resumed.
+/// A conversion of [`source`] that starts from the beginning reports at most this number of bytes
+/// as its first progress.
 const FIRST: u64 = 200_000;
 
 fn source(directory: &Path) -> PathBuf {

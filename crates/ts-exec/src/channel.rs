@@ -103,7 +103,8 @@ pub(crate) struct Channel<S> {
     unacked_bytes: usize,
     /// How many items this end has received.
     received: u64,
-    /// How many received items, and how many bytes in them, this end has not acknowledged.
+    /// The received items that this end has not acknowledged: their number, and their total size
+    /// in bytes.
     pending_ack: (u64, u64),
     /// The peer's stream that carries the tensor of the most recent [`Incoming::Announced`].
     tensor_stream: u32,
@@ -141,8 +142,9 @@ impl<S: Sink> Channel<S> {
     /// and sends the error to the client.
     ///
     /// # Errors
-    /// Returns [`Error::Protocol`] if more than `limit` is unacknowledged. Does not count the bytes
-    /// of the largest item, because a client cannot acknowledge a tensor before it has arrived.
+    /// Returns [`Error::Protocol`] if the unacknowledged items exceed `limit`. The bytes of the
+    /// largest item do not count, because a client cannot acknowledge a tensor before it has
+    /// arrived.
     pub(crate) fn check_unacked(&self, limit: Backlog) -> Result<(), Error> {
         let (mut bytes, items) = (self.unacked_bytes, self.unacked.len());
         if bytes > limit.bytes {
@@ -169,7 +171,7 @@ impl<S: Sink> Channel<S> {
         self.acked + self.unacked.len() as u64
     }
 
-    /// Returns how many bytes are queued for the socket, because it has not taken them yet.
+    /// Returns how many queued bytes the socket has not taken yet.
     pub(crate) fn unsent_bytes(&mut self) -> usize {
         self.link.as_mut().map_or(0, |link| link.connection().unsent_bytes())
     }
@@ -378,7 +380,8 @@ impl<S: Sink> Channel<S> {
         }
     }
 
-    /// Copies the payload of each unacknowledged tensor, so that the original memory may change.
+    /// Copies the payload of each unacknowledged tensor. The caller can then change the original
+    /// memory.
     pub(crate) fn copy_unacked(&mut self) {
         for item in &mut self.unacked {
             if let Outgoing::Tensor(_, bytes) = item {

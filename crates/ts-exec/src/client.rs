@@ -24,7 +24,7 @@ use connection::{ConnectionState, Probe};
 use inner::{CONTENDED_SLICE, ClientInner, UPLOAD_PIECE};
 pub use options::{ClientOptions, Dial};
 
-/// How long a waiting thread keeps the connection locked before other threads may use it.
+/// How long a waiting thread keeps the connection locked at a time.
 const SLICE: Duration = Duration::from_millis(100);
 /// How long `close` waits for the server to end the session.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -35,7 +35,7 @@ const MAX_INLINE: usize = 16 << 10;
 ///
 /// Requests are queued and run on the server in order, while the program continues. A batch is sent
 /// when it has 64 requests or 56 KiB, after 1 ms, or when a thread waits for a reply. If a request
-/// fails, a later [`wait`](Self::wait) returns the failure instead of its answer.
+/// fails, a later [`wait`](Self::wait) returns the failure instead of an answer.
 ///
 /// If the link is lost, the client reconnects, and the session continues. Until then, calls that
 /// use the network block, even beyond their own time limits. A background thread sends incomplete
@@ -224,10 +224,10 @@ impl<S: Sink + Send + 'static> Client<S> {
     ///
     /// If `bytes` has at most 16 KiB, the client copies it. Otherwise, the client keeps `bytes` and
     /// sends the data without a copy. The memory must then not change until the server has received
-    /// the data, which [`delivered_within`](Self::delivered_within) waits for.
+    /// the data. [`delivered_within`](Self::delivered_within) waits for that.
     ///
     /// May block, like [`send_batches`](Self::send_batches). If `bytes` has more than 16 KiB, also
-    /// blocks if more than 16 MiB are queued.
+    /// blocks while more than 16 MiB are queued.
     ///
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
@@ -277,7 +277,7 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// Sends queued requests, and waits up to `time` for the answer to `reply`. Returns `None` if
     /// the answer has not arrived.
     ///
-    /// Takes the answer, so only one wait may end with it. If no pending request has this reply
+    /// Takes the answer, so only one wait can return it. If no pending request has this reply
     /// number, the client assumes after about a second that the server lost the reply. It then ends
     /// the session with [`Error::Protocol`].
     ///
@@ -309,8 +309,8 @@ impl<S: Sink + Send + 'static> Client<S> {
         }
     }
 
-    /// Detects a lost reply. If a reply takes long, submits a SYNC, whose reply must not arrive
-    /// before the awaited reply.
+    /// Detects a lost reply. If a reply takes long, submits a SYNC. If the reply to the SYNC
+    /// arrives first, the awaited reply is lost.
     fn probe(&self, connection: &mut ConnectionState<S>, reply: u64) -> Result<(), Error> {
         match connection.probe(reply) {
             Probe::Wait => Ok(()),
@@ -379,7 +379,7 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// confirmation. Does nothing if the client was closed before.
     ///
     /// # Errors
-    /// If the session ends or the link is lost before all requests are sent, returns that error.
+    /// Returns the error that ended the session or broke the link before all requests were sent.
     /// The client does not reconnect during this call.
     pub fn close(&self) -> Result<(), Error> {
         if self.inner.closing.swap(true, Ordering::SeqCst) {

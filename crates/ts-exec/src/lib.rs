@@ -12,9 +12,9 @@
 //! | [`Value`], [`TensorRef`], [`StorageView`] | arguments and results |
 //! | [`SessionServer`], [`Executor`] | a server of sessions, and the trait that runs operators |
 //! | [`HostExecutor`] | an executor for float32 on the CPU, for examples and tests |
-//! | [`Signature`], [`SignatureCache`] | the signature of a call, and a cache with such keys |
+//! | [`Signature`], [`SignatureCache`] | call signatures, and a cache with signatures as keys |
 //!
-//! PROTOCOL.md describes the encoding, as the service `exec`.
+//! PROTOCOL.md describes the encoding in its section on the service `exec`.
 //!
 //! # Examples
 //!

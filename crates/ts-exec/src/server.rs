@@ -139,8 +139,9 @@ impl<E: Executor + Send> SessionServer<E> {
         drop(removed);
     }
 
-    /// Serves a client that has connected, until it ends its session, its link is lost, it connects
-    /// again, or `stop` is set. Blocks. Setting `stop` ends the session, and frees its tensors.
+    /// Serves a connected client. Blocks until the client ends its session, loses its link or
+    /// connects again, or until `stop` is set. Setting `stop` ends the session, and frees its
+    /// tensors.
     ///
     /// `make` creates the executor, if the session is new. A second thread answers pings and sends
     /// replies while operators run. [`is_stuck`](Self::is_stuck) reports an operator that still
@@ -196,8 +197,8 @@ impl<E: Executor + Send> SessionServer<E> {
     }
 
     /// Takes a session, or returns `None` if it does not exist. Marks its id as served in both
-    /// cases. If another thread serves the session, makes that thread drop its link, and waits for
-    /// it.
+    /// cases. If another thread serves the session, makes that thread drop its link, and waits
+    /// until it has stopped serving.
     ///
     /// # Errors
     /// Returns [`Error::Misuse`] if that thread still serves the session after the reconnect

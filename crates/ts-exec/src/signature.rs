@@ -14,7 +14,7 @@ use crate::Value;
 /// How numbers among the arguments are included in a [`Signature`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScalarKeying {
-    /// By value. For operators whose results have shapes that depend on floats, such as `arange`.
+    /// By value. For operators such as `arange`, whose results have shapes that depend on floats.
     ByValue,
     /// By kind: floats and complex numbers are included only with their kind, and scalar tensors
     /// only with their dtype. Integers and booleans are still included by value, because they may

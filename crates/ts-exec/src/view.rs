@@ -86,8 +86,8 @@ impl StorageView {
         matches!(self.dtype.0, 8..=10)
     }
 
-    /// Returns the number of elements, or `None` if the product of the sizes exceeds 64 bits before
-    /// a size of 0.
+    /// Returns the number of elements. Returns `None` if the product of the first sizes exceeds 64
+    /// bits, even if a later size is 0.
     pub fn elements(&self) -> Option<u64> {
         self.sizes.iter().try_fold(1u64, |count, &size| count.checked_mul(size))
     }

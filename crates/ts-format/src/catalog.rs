@@ -135,15 +135,15 @@ impl<'a> Tensor<'a> {
         ByteRange { file: FileId(self.row.file), offset: self.row.offset, len: self.row.len }
     }
 
-    /// Returns the chunks of a compressed tensor, or `None` if it is stored uncompressed.
+    /// Returns the chunks if the tensor is compressed, else `None`.
     pub fn chunks(&self) -> Option<&'a [Chunk]> {
         self.table.chunks(self.row)
     }
 
-    /// Returns the checksum of each [`CHUNK_LEN`] bytes of an uncompressed tensor.
+    /// Returns the checksums of an uncompressed tensor, one for each [`CHUNK_LEN`] bytes.
     ///
     /// Returns `None` for compressed tensors, because their [chunks](Self::chunks) contain the
-    /// checksums, and for safetensors files, which have no checksums.
+    /// checksums. Also returns `None` for tensors of safetensors files, which have no checksums.
     pub fn checksums(&self) -> Option<&'a [u64]> {
         self.table.checksums(self.row)
     }
@@ -244,8 +244,8 @@ impl Catalog {
         within.then_some(Tensor { table: &self.table, row })
     }
 
-    /// Returns the parts of chunks that make up a virtual range, in order. The iterator is empty if
-    /// the range is empty, not virtual, or not within one tensor.
+    /// Resolves a virtual range to parts of chunks, in order. The iterator is empty if the range is
+    /// empty, not virtual, or not within one tensor.
     pub fn chunk_parts(&self, range: ByteRange) -> impl Iterator<Item = ChunkPart> + '_ {
         let tensor = self.tensor_containing(range).filter(|_| range.is_virtual() && range.len > 0);
         tensor.into_iter().flat_map(move |tensor| {
@@ -287,7 +287,7 @@ impl Catalog {
     }
 
     /// Returns the smallest range of whole chunks that contains `range`, and the checksums of these
-    /// chunks. A part of a chunk can be verified only together with the rest of it.
+    /// chunks. A chunk can be verified only as a whole.
     ///
     /// Returns `None` unless the range is within one uncompressed tensor of a `.ts` file.
     pub fn digest_around(&self, range: ByteRange) -> Option<(ByteRange, Digest)> {

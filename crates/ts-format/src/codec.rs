@@ -220,8 +220,8 @@ impl Compression {
     /// [`Auto`](Self::Auto) compresses a tensor only if this saves at least 1/32.
     const MIN_SAVING: u64 = 32;
 
-    /// Parses `auto` or the name of a codec, which may have a level. For `raw`, returns
-    /// [`None`](Self::None).
+    /// Parses a compression: `auto`, or the name of a codec with an optional level. For `raw`,
+    /// returns [`None`](Self::None).
     ///
     /// This function does not check whether the codec has this level; [`Encoder::new`] does.
     ///
@@ -291,7 +291,7 @@ pub struct Encoded {
     pub raw_checksum: u64,
 }
 
-/// An encoder of chunks, which [`decode_chunk`] decodes. Each thread needs its own encoder.
+/// Encodes chunks, which [`decode_chunk`] can decode. Each thread needs its own encoder.
 ///
 /// ```
 /// use ts_format::{Codec, Dtype, Encoder, Scratch, decode_chunk};

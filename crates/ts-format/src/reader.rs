@@ -51,7 +51,7 @@ enum ReaderState {
     ShardIndex,
     /// Needs the first 8 bytes of a file, which identify its format.
     Prefix(String),
-    /// Needs the JSON header of a safetensors file, with its length in bytes.
+    /// Needs the JSON header of a safetensors file. Contains the length of the header in bytes.
     Header(String, u64),
     Superblocks(String),
     /// Needs the index of a `.ts` file.

@@ -13,8 +13,8 @@ use crate::simd;
 /// Number of elements in a block, which is also the length of each plane in bytes. A block is small
 /// enough to stay in the cache of a core, and large enough that frame headers do not matter.
 pub(crate) const BLOCK: usize = 256 << 10;
-/// Maximum zstd block sizes in bytes. The encoder tries all of them for a plane, unless the entropy
-/// of the plane shows that none can save enough.
+/// Maximum zstd block sizes in bytes. The encoder tries all of them for each plane, but skips
+/// planes whose entropy is too high.
 const HUFFMAN_BLOCKS: [u32; 3] = [32 << 10, 64 << 10, 128 << 10];
 /// A plane is encoded only if this saves at least 1/32 of its length.
 const MIN_SAVING: usize = 32;
@@ -101,7 +101,8 @@ impl Coder {
 /// Returns the entropy of `bytes`, in bytes. This is a lower bound on the length of any code that
 /// encodes each byte separately.
 fn min_len(bytes: &[u8]) -> usize {
-    // With four tables, a run of equal bytes does not wait for one counter again and again.
+    // Four tables are faster than one: in a run of equal bytes, each increment of a single counter
+    // would wait for the previous increment.
     let mut counts = [[0u32; 256]; 4];
     let (quads, rest) = bytes.as_chunks::<4>();
     for quad in quads {

@@ -103,8 +103,8 @@ impl Table {
         (row.layout == Layout::Chunked).then(chunks)
     }
 
-    /// Adds a tensor. The shape, and the checksums or chunks, that were pushed last belong to this
-    /// tensor.
+    /// Adds a tensor. The caller must already have pushed the tensor's shape, and its checksums or
+    /// chunks.
     pub(crate) fn push(
         &mut self,
         file: &str,

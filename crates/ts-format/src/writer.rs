@@ -22,8 +22,8 @@ const BLOCK: u64 = 4096;
 
 /// Computes the fingerprint of a tensor, which identifies its content.
 ///
-/// It is the 128-bit XXH3 of the dtype, the shape, and the checksum of each [`CHUNK_LEN`] bytes of
-/// decoded data. It does not depend on how the tensor is stored.
+/// It is the 128-bit XXH3 of the dtype, the shape, and the checksums of the decoded data, one for
+/// each [`CHUNK_LEN`] bytes. It does not depend on how the tensor is stored.
 pub fn tensor_fingerprint(meta: &TensorMeta, digest: &Digest) -> u128 {
     let mut described = vec![meta.dtype.code(), meta.shape.len() as u8];
     described.extend(meta.shape.iter().flat_map(|n| n.to_le_bytes()));
@@ -112,8 +112,8 @@ enum PendingLayout {
 /// The index and superblocks to write to a `.ts` file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerTail {
-    /// Offset of the index in the file. The index follows the data or, in a checkpoint, the space
-    /// of the finished file.
+    /// Offset of the index in the file. The index follows the data. In a checkpoint, it follows the
+    /// space that is reserved for the finished file.
     pub index_offset: u64,
     /// The encoded index.
     pub index: Vec<u8>,
@@ -162,8 +162,8 @@ impl ContainerWriter {
         }
     }
 
-    /// Continues an existing `.ts` file. The writer keeps its metadata, and the tensors for whose
-    /// names `keep` returns true. The space of removed tensors is not reused.
+    /// Continues an existing `.ts` file. The writer keeps the metadata of the file. It keeps a
+    /// tensor if `keep` returns true for its name. The space of removed tensors is not reused.
     ///
     /// # Errors
     /// Returns [`Error::NotAppendable`] if:
@@ -349,8 +349,8 @@ impl ContainerWriter {
         Ok(())
     }
 
-    /// Removes the pending tensor if it is incomplete or [growing](Self::grow), so that a
-    /// [`checkpoint`](Self::checkpoint) of the tensors before it is possible.
+    /// Removes the pending tensor if it is incomplete or [growing](Self::grow). A
+    /// [`checkpoint`](Self::checkpoint) can then save the earlier tensors.
     pub fn discard_incomplete(&mut self) {
         let incomplete = |pending: &mut PendingTensor| pending.len != Some(pending.fed);
         if let Some(pending) = self.pending.take_if(incomplete) {

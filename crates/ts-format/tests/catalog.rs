@@ -217,7 +217,7 @@ fn assemble_validates_ranges() {
 }
 
 proptest! {
-    /// Reading any bytes returns a catalog, whose ranges are within the file, or an error.
+    /// Reading any header returns an error, or a catalog whose ranges are within the file.
     #[test]
     fn no_header_causes_a_panic_or_an_out_of_bounds_range(json in HEADER, data in 0usize..32) {
         let file = safetensors(&json, data);

@@ -22,8 +22,7 @@ pub trait Backend: Send + Sync {
     /// Queues a read and returns without waiting for it. The backend passes the [`Completion`] to
     /// the sink that it was created with. Completions arrive in any order.
     ///
-    /// If nothing has opened the file for direct I/O yet, this method may open it in this way,
-    /// which can block briefly.
+    /// The first request for a file can block briefly, while the file is opened for direct I/O.
     ///
     /// # Errors
     /// Returns [`Rejected`] with the request, including its buffers, if the backend cannot start
@@ -38,7 +37,7 @@ pub trait Backend: Send + Sync {
     /// same error. Otherwise they complete as usual. This method does not wait for them.
     fn cancel(&self, wanted: &dyn Fn(u64) -> bool) -> usize;
 
-    /// Announces a pool whose memory requests will use. This can make reads into the pool cheaper:
+    /// Announces a pool into which later requests will read. This can make these reads cheaper:
     /// `uring` registers the memory with the kernel, if the kernel permits that.
     ///
     /// Registration allocates and pins the memory, and the backend then keeps the pool alive.

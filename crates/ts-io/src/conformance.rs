@@ -149,8 +149,8 @@ impl Harness {
     }
 }
 
-/// Returns content in which nearly all bytes differ from their neighbors. In up to 1 MiB, all pages
-/// differ from each other.
+/// Returns content in which nearly all bytes differ from their neighbors. Content of up to 1 MiB
+/// has no two equal pages.
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i ^ (i >> 8).wrapping_mul(31) ^ (i >> 16)) as u8).collect()
 }
@@ -197,7 +197,7 @@ fn delivers_unaligned_ends(provider: &dyn BackendProvider, fixture: &dyn Fixture
     for (offset, len) in
         [(1001, 9000), (4095, 2), (512, 100), (8191, 12_290), (39_000, 1000), (0, 1)]
     {
-        // The address of `buffer` equals the file offset modulo the page size.
+        // The address of `buffer` and the file offset are equal modulo the page size.
         let mut before = harness.buffer(65_536);
         let mut buffer = before.split_off(offset % 4096);
         let after = buffer.split_off(len);

@@ -164,7 +164,8 @@ mod tests {
             let pool = HostPool::new(&Budget::new(8 << 20), 8 << 20).unwrap();
             let mut reader = DirectReader::new(pool.allocate(64 << 10).unwrap());
             let mut memory = pool.allocate(MEMORY).unwrap();
-            // By default, `out` begins at the same position in its block as the range in the file.
+            // If `unaligned` is `None`, the address of `out` and `offset` are equal modulo
+            // `BLOCK_ALIGN`.
             let begin = unaligned.unwrap_or(offset % BLOCK_ALIGN);
             let out = &mut memory[begin..begin + len];
             let expected = &content[offset..FILE_LEN.min(offset + len)];

@@ -44,7 +44,7 @@ use crate::hook::{Intercept, Interception, ReadHook};
 use crate::provider::{Availability, BackendProvider};
 use crate::{Error, Source, sys};
 
-/// A system call or network request that a backend is about to make to read bytes.
+/// A system call or network request with which a backend is about to read bytes.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Attempt<'a> {
@@ -54,7 +54,7 @@ pub struct Attempt<'a> {
     pub offset: u64,
     /// The maximum number of bytes to read.
     pub len: usize,
-    /// The number of attempts before this one with the same [`Faults`].
+    /// The number of earlier attempts with the same [`Faults`].
     pub number: u64,
 }
 
@@ -129,8 +129,8 @@ impl fmt::Debug for Faults {
     }
 }
 
-/// Wraps a provider and injects [`Faults`] into the backends that it creates. Only built-in
-/// backends support this, except `remote`.
+/// Wraps a provider and injects [`Faults`] into the backends that it creates. All built-in
+/// backends except `remote` support this. Other backends do not.
 pub struct FaultyProvider {
     inner: Arc<dyn BackendProvider>,
     faults: Faults,

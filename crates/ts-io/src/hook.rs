@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A hook that all built-in backends except `remote` call before each system call or network
-//! request of a read. Only fault injection implements the hook. Without fault injection, a call of
-//! the hook costs one check for `None`.
+//! A hook for attempts to read. Before each system call or network request of a read, the backend
+//! calls the hook. All built-in backends do this, except `remote`. Only fault injection implements
+//! the hook. Without fault injection, a call of the hook costs one check for `None`.
 
 use std::fmt;
 use std::io;

@@ -27,8 +27,8 @@ use crate::scatter::copy_to;
 use crate::source::{Fingerprint, Origin};
 use crate::{Error, Source};
 
-/// The maximum number of consecutive retries without progress. Without a strong ETag, each retry
-/// reads from the start, so all retries of a read count.
+/// The maximum number of consecutive retries without progress. Without a strong ETag, no retry
+/// counts as progress, because each one reads from the start.
 const MAX_RETRIES: u32 = 5;
 /// The pause before the first retry. Each further pause is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);

@@ -43,8 +43,8 @@ impl Source {
         Self::new(InMemoryOrigin::new(name.into(), bytes))
     }
 
-    /// Creates a source whose bytes `reader` provides, such as a file on another machine. `name`
-    /// identifies the source in error messages.
+    /// Creates a source that gets its bytes from `reader`, such as a file on another machine.
+    /// `name` identifies the source in error messages.
     pub fn remote(
         name: impl Into<PathBuf>,
         fingerprint: Fingerprint,

@@ -6,8 +6,8 @@ use std::io;
 
 /// The maximum number of consecutive retries of a read that was interrupted or would block.
 const MAX_RETRIES: u32 = 1000;
-/// If more than this many consecutive results end before the first requested byte of a block, the
-/// file is assumed to end before that byte.
+/// After more than this many consecutive results without a requested byte, the file is assumed to
+/// end before the next requested byte.
 const MAX_SHORT_RESULTS: u32 = 64;
 
 /// A read of `offset..offset + len` of a file, in progress.

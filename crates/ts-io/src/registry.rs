@@ -103,9 +103,9 @@ impl Registry {
     ///
     /// # Errors
     /// - [`Error::UnknownBackend`] if no provider has that name.
-    /// - [`Error::Unavailable`] if the provider cannot read all sources, with the reason. If `name`
-    ///   is `None` and no provider can read them, the error names the provider with the lowest
-    ///   priority.
+    /// - [`Error::Unavailable`], with the reason, if the provider cannot read all sources. If
+    ///   `name` is `None` and no provider can read them, the error names the provider with the
+    ///   lowest priority.
     pub fn choose(&self, name: Option<&str>, sources: &[Arc<Source>]) -> Result<Choice, Error> {
         let mut passed_over = Vec::new();
         for provider in self.providers.iter().filter(|p| name.is_none_or(|name| p.name() == name)) {

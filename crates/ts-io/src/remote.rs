@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Sources whose bytes a [`RemoteSource`] of another crate provides, and the backend `remote`,
-//! which reads them.
+//! Remote sources, and the backend `remote`, which reads them. Another crate provides their bytes
+//! by implementing [`RemoteSource`].
 
 use std::fmt;
 use std::path::{Path, PathBuf};

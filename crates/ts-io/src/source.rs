@@ -204,8 +204,8 @@ impl Source {
         Error::read(self.path(), offset, len, error)
     }
 
-    /// Returns the error of a backend for files that was asked to read `len` bytes of this source,
-    /// which is not a file.
+    /// Returns the error of a read of `len` bytes at `offset` that failed because this source is
+    /// not a file.
     pub(crate) fn not_a_file(&self, offset: u64, len: usize) -> Error {
         let error = std::io::Error::new(std::io::ErrorKind::Unsupported, NOT_A_FILE);
         self.read_error(offset, len, error)

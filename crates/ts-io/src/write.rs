@@ -12,8 +12,8 @@ use crate::{Error, sys};
 
 /// The length of a direct write, in bytes. A writer has two buffers of this length.
 const CHUNK: usize = 4 << 20;
-/// Without direct I/O, the file is flushed to disk each time full chunks with this many bytes have
-/// been written. The flush in [`Writer::sync`] is then short.
+/// The number of bytes in full chunks after which a writer without direct I/O flushes the file to
+/// disk. This keeps the flush in [`Writer::sync`] short.
 const FLUSH_BYTES: u64 = 256 << 20;
 const FLUSH_FAILED: &str = "cannot flush the file to disk";
 
@@ -57,10 +57,10 @@ pub struct Writer {
     begin: u64,
     /// The length of the file, including written bytes that are still in the buffers.
     end: u64,
-    /// The number of bytes of full chunks written without direct I/O since the most recent flush to
-    /// disk.
+    /// The number of bytes written in full chunks since the most recent flush to disk. Stays 0 with
+    /// direct I/O.
     unflushed: u64,
-    /// Whether disk space may be reserved beyond `end`.
+    /// Whether the file can have reserved disk space beyond `end`.
     reserved: bool,
     faults: WriteFaults,
     /// The first error. After it, the content of the file is unknown.
@@ -95,7 +95,7 @@ impl Writer {
     /// # Errors
     /// - [`Error::Write`] if the file system supports reservations but this one fails, or if the
     ///   metadata of the file cannot be read.
-    /// - [`Error::Read`] if the bytes before `begin` in its block cannot be read.
+    /// - [`Error::Read`] if the start of the block that contains `begin` cannot be read.
     /// - [`Error::Memory`] if the buffers cannot be allocated.
     /// - [`Error::Thread`] if the thread for direct writes cannot be started.
     pub fn new(
@@ -186,8 +186,8 @@ impl Writer {
     /// Blocks while buffered bytes are written.
     ///
     /// # Errors
-    /// Returns the errors of [`write`](Self::write), and [`Error::Read`] if the bytes before
-    /// `offset` in its block cannot be read.
+    /// Returns the errors of [`write`](Self::write), and [`Error::Read`] if the start of
+    /// the block that contains `offset` cannot be read.
     pub fn seek(&mut self, offset: u64) -> Result<(), Error> {
         self.unless_failed(|this| this.seek_to(offset))
     }
@@ -206,8 +206,8 @@ impl Writer {
         self.set_position(offset)
     }
 
-    /// Makes `staging` begin at the block that contains `offset`, and reads the bytes of this block
-    /// before `offset` from the file into `staging`.
+    /// Makes `staging` begin at the block that contains `offset`. Reads the file from the start of
+    /// this block up to `offset` into `staging`.
     fn set_position(&mut self, offset: u64) -> Result<(), Error> {
         self.begin = offset - offset % BLOCK_ALIGN as u64;
         self.filled = (offset - self.begin) as usize;
@@ -333,7 +333,8 @@ impl Writer {
         result.map_err(|e| self.failed(offset, e))
     }
 
-    /// Reads the bytes between `begin` and the position from the file into `staging`.
+    /// Reads bytes `begin..position()` of the file into `staging`. Bytes past the end of the file
+    /// become zeros.
     fn load_block(&mut self) -> Result<(), Error> {
         self.staging[..self.filled].fill(0);
         let mut done = 0;

@@ -185,7 +185,7 @@ fn faults_end_in_right_bytes_or_errors_without_leaks() {
     let before = (count("/proc/self/fd"), count("/proc/self/task"));
     all();
     let began = Instant::now();
-    // Threads whose reads hung end only after those reads return.
+    // After a read hangs, its thread ends only when the read returns.
     while (count("/proc/self/fd"), count("/proc/self/task")) != before {
         assert!(
             began.elapsed() < Duration::from_secs(10),

@@ -52,7 +52,7 @@ impl Arena {
     /// Returns [`Error::Map`] if the system cannot map the memory.
     pub(crate) fn new(len: usize) -> Result<Self, Error> {
         let failed = |source| Error::Map { bytes: len, source };
-        // The spare bytes for aligning the base cost address space, but no memory.
+        // Aligning the base needs spare bytes, which take up address space but no memory.
         let align = if len >= HUGE_PAGE { HUGE_PAGE } else { 4096 };
         let size =
             len.checked_add(align).ok_or_else(|| failed(std::io::ErrorKind::OutOfMemory.into()))?;

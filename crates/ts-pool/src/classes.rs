@@ -30,8 +30,8 @@ pub struct PoolConfig {
     /// from `min_block_bytes` to `max_block_bytes`, rounded up to multiples of 4096 bytes. Sizes
     /// that are equal after rounding count once.
     pub classes: usize,
-    /// Whether to allocate blocks when the pool is created. All block sizes get an equal share of
-    /// half of `pool_bytes`. A size that exceeds this share gets no block.
+    /// Whether to allocate blocks when the pool is created. Half of `pool_bytes` is divided equally
+    /// among the block sizes. A block size that exceeds its share gets no block.
     pub preallocate: bool,
 }
 
@@ -448,14 +448,14 @@ impl<D: Device> BlockPool<D> {
         }
     }
 
-    /// Returns the memory of a free block of the largest possible class to the device. Returns
-    /// `false` if no block is free.
+    /// Takes a free block of the largest class that has one, and returns its memory to the device.
+    /// Returns `false` if no block is free.
     fn evict_any(&self) -> bool {
         (0..self.shared().sizes.len()).rev().any(|class| self.evict(class))
     }
 
-    /// Returns the memory of a free block of a class to the device. Returns `false` if no block of
-    /// the class is free.
+    /// Takes a free block of a class, and returns its memory to the device. Returns `false` if no
+    /// block of the class is free.
     fn evict(&self, class: usize) -> bool {
         let Some(slot) = self.pop_free(class, 0) else { return false };
         self.shared().free_block(slot, self.shared().sizes[class]);
@@ -463,8 +463,8 @@ impl<D: Device> BlockPool<D> {
     }
 }
 
-/// Returns a number that identifies this thread. Modulo the number of shards, it is the number of
-/// the thread's shard.
+/// Returns a number that identifies this thread. The thread's shard is this number modulo the
+/// number of shards.
 fn shard_index() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
@@ -475,7 +475,7 @@ fn shard_index() -> usize {
 }
 
 impl<D: Device> Shard<D> {
-    /// Adds a block that was just acquired to the bytes in use, and updates their maximum.
+    /// Counts a block that was just acquired as in use, and updates the high-water mark.
     fn count_acquired(&self, bytes: usize) {
         let used = self.in_use.fetch_add(bytes, Ordering::Relaxed) + bytes;
         if used > self.high_water.load(Ordering::Relaxed) {

@@ -251,8 +251,8 @@ impl Drop for Block {
             unsafe { self.pool.inner.arena.discard(offset, self.size) };
         }
         let mut state = self.pool.inner.lock();
-        // Coalesces at once, because a budget that is just large enough suffices only if the free
-        // memory is contiguous.
+        // Coalesces at once: in a pool that is just large enough, a request succeeds only if the
+        // free memory is contiguous.
         state.offsets.release(self.id);
         state.in_use -= self.size;
     }

@@ -184,7 +184,7 @@ pub struct Upload<D: Device> {
     current: usize,
     /// Bytes written to the current staging buffer.
     filled: usize,
-    /// Bytes of the block whose copies were submitted. They precede the `filled` bytes.
+    /// Bytes for which a copy to the block was submitted. The `filled` bytes follow them.
     submitted: usize,
 }
 

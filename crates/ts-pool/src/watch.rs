@@ -100,7 +100,7 @@ impl WriteWatch {
         Ok(WatchedBuffer { watch: Arc::clone(self), buffer })
     }
 
-    /// Returns whether any of the buffers may have been written to since watching it began.
+    /// Returns whether any of the buffers may have been written to since its watch began.
     ///
     /// Adjacent buffers are scanned together. Each run of adjacent buffers takes about half a
     /// microsecond, plus the time that [`WatchedBuffer::written`] takes for its pages. If the scan
@@ -157,7 +157,7 @@ impl WriteWatch {
 }
 
 impl WatchedBuffer {
-    /// Returns the byte ranges of the buffer that may have been written to since watching it began,
+    /// Returns the byte ranges of the buffer that may have been written to since the watch began,
     /// in ascending order.
     ///
     /// The ranges are whole pages, clipped to the buffer. If the scan fails, the result is empty. A

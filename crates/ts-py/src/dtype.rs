@@ -104,8 +104,8 @@ pub(crate) fn name_of(number: ScalarType) -> Option<&'static str> {
     TABLE.iter().find(|row| row.scalar_type == number.0).map(|row| row.name)
 }
 
-/// Returns the error message for a dtype that [`TorchDtypes::get`] lacks. `place` is where this
-/// process runs, as the reader of the message sees it.
+/// Returns the error message for a dtype that [`TorchDtypes::get`] lacks. `place` names this
+/// process in the message: "this client" or "this machine".
 pub(crate) fn missing_dtype(number: ScalarType, place: &str) -> String {
     match name_of(number) {
         Some(name) => format!(

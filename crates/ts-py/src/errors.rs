@@ -67,7 +67,7 @@ pub(crate) fn pool_error(py: Python<'_>, error: &pool::Error) -> PyErr {
     exception(py, name, &error.to_string())
 }
 
-/// Creates a ConnectionTimeout: what the caller waits for did not happen within its timeout.
+/// Creates a ConnectionTimeout: a timeout passed before the event that the caller waits for.
 pub(crate) fn timeout_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "ConnectionTimeout", message)
 }
@@ -77,7 +77,7 @@ pub(crate) fn configuration_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "ConfigurationError", message)
 }
 
-/// Creates a ModelError: the streamed weights `names` were written to.
+/// Creates a ModelError: the program wrote to the streamed weights `names`.
 pub(crate) fn written_error(py: Python<'_>, names: &str) -> PyErr {
     let message = format!(
         "{names} was written to in place: a streamed weight cannot be changed; call restore(model) \

@@ -2,7 +2,7 @@
 //! `tensorstream._native`, the extension module of the Python package.
 //!
 //! It converts arguments, calls the crate `tensorstream`, and converts results and errors. Most
-//! calls that may block release the GIL.
+//! blocking calls release the GIL.
 
 // PyO3 extracts arguments as owned values.
 #![allow(clippy::needless_pass_by_value)]

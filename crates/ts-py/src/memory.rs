@@ -88,8 +88,8 @@ impl Memory {
         })
     }
 
-    /// Takes ownership of a buffer. `ordinal` is the number of its GPU. It is ignored for a buffer
-    /// on the host.
+    /// Takes ownership of a buffer. `ordinal` is the number of its GPU, and is ignored for a
+    /// buffer on the host.
     ///
     /// # Errors
     /// Returns [`pool::Error::Stale`] if the memory on the GPU was freed with its stream.

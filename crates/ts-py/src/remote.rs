@@ -2,8 +2,8 @@
 //! Runs PyTorch operators on remote machines.
 //!
 //! A *machine* is a computer or process that runs operators. A *session* is the state that a client
-//! and a machine share: operators, storages and requests. A *device* is `ts:N`, an index of this
-//! process that stands for one device of a machine.
+//! and a machine share: operators, storages and requests. A *device* `ts:N` of this process
+//! stands for one device of a machine.
 
 mod client;
 mod server;

@@ -12,7 +12,8 @@ use crate::errors::to_python;
 /// handler has raised an exception, and `call` should then return.
 ///
 /// # Errors
-/// Returns the exception of the signal handler, even if `call` succeeded, or the error of `call`.
+/// Returns the exception of the signal handler, even if `call` succeeded. Without an exception,
+/// returns the error of `call`.
 pub(crate) fn interruptible<T: Send, E: Into<Error> + Send>(
     py: Python<'_>,
     call: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<T, E> + Send,

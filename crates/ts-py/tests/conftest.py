@@ -49,7 +49,7 @@ def no_collector_callbacks() -> Iterator[None]:
 
 @pytest.fixture
 def trusted(tmp_path: Path) -> dict[str, Path]:
-    """Creates the certificate of an authority, and a certificate and key for 127.0.0.1 from it."""
+    """Writes an authority's certificate, and a certificate and key that the authority issued."""
     import datetime
     import ipaddress
 

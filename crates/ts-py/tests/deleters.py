@@ -52,7 +52,7 @@ def twice() -> None:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     managed = pointer(capsule, b"dltensor")
-    # The deleter follows the tensor, which has 48 bytes, and the context pointer.
+    # The deleter comes after the tensor (48 bytes) and the context pointer (8 bytes).
     deleter = ctypes.cast(managed + 56, ctypes.POINTER(ctypes.c_void_p))[0]
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(deleter)(managed)
     del capsule

@@ -33,7 +33,7 @@ _MTU = 9000
 
 
 def skip_reason() -> str | None:
-    """Returns the reason why this computer cannot create such links, or None if it can."""
+    """Returns why this computer cannot link network namespaces, or None if it can."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs root, ip and tc"
     if not Path("/dev/net/tun").exists():

@@ -385,8 +385,8 @@ def ordinary() -> nn.Conv2d:
     return nn.Conv2d(16, 8, 3)
 
 
-# Without `stored`, the weights come from a row-major checkpoint. They must then be contiguous also
-# in the channels-last format, so `ordinary` is omitted.
+# Without `stored`, the weights come from a row-major checkpoint. This works only for weights that
+# are contiguous both in row-major and in channels-last format, so `ordinary` is omitted.
 @pytest.mark.parametrize(
     ("make", "stored"),
     [

@@ -224,7 +224,8 @@ def test_only_chosen_experts_are_read(tmp_path: Path, implementation: str) -> No
     whole = expert_bytes(reference)
     dense = sum(parameter.nbytes for parameter in reference.parameters()) - whole
     touched = whole * 2 // 16
-    # Direct reads are aligned, so each part is read with at most two alignments more.
+    # Direct reads are aligned. So the read of a part exceeds the part by at most two alignments of
+    # 4096 bytes.
     parts = len(list(reference.parameters())) + 3 * 2 * 3
     most = dense + touched + parts * 8192
     with torch.inference_mode(), forced(model, lambda _: torch.tensor([[3, 11]])):
@@ -289,7 +290,7 @@ def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.ts"
     damaged.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     model = ts.offload(ts.restore(model), checkpoint=damaged, budget="5MiB")
-    # A slice is verified with the rest of its chunks, so its neighbors are refused too.
+    # A checksum covers a whole chunk, so the other slices of a damaged chunk are refused too.
     with (
         pytest.raises(ts.ChecksumError, match=r"`model\.layers\.1\.mlp\.experts\.down_proj\[5\]`"),
         torch.inference_mode(),

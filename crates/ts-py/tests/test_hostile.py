@@ -209,7 +209,7 @@ def test_a_file_truncated_at_any_byte_is_an_error(tmp_path: Path) -> None:
 
 
 def test_files_that_the_library_refuses_are_refused(tmp_path: Path) -> None:
-    """Only the library accepts the checkpoints in ``lenient``."""
+    """The safetensors library accepts no bad checkpoints except those in ``lenient``."""
     accepted = []
     for name, (make, _) in CASES.items():
         directory = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -136,7 +136,7 @@ def test_a_write_through_a_kept_view_is_detected(
         model.layers[3].kept.numpy()[:] = 0
         with pytest.raises(
             ts.ModelError,
-            match=r"`layers\.3` was written to through a tensor that outlived its use",
+            match=r"`layers\.3` was written to through a tensor kept from an earlier use",
         ):
             model(x)
         for _ in range(2):

@@ -88,7 +88,7 @@ class Attention(nn.Module):
 
 
 class Normed(nn.Module):
-    """Has buffers, which stay in memory and which training changes."""
+    """Has buffers. They stay in memory, and training changes them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -292,7 +292,7 @@ def test_killing_a_server_leaves_no_process() -> None:
 
 
 def _try_to_connect(address: str, refusals: list[str]) -> RemoteMachine | None:
-    """Returns a machine, or adds the reason why it could not connect to ``refusals``."""
+    """Returns a connected machine. On failure, returns None and adds the error to ``refusals``."""
     try:
         return RemoteMachine("tcp", address)
     except ConnectionLost as error:
@@ -456,7 +456,7 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
         ask(other, {"offer": "f" * 32, "tensor": big}, packed_big)
     )
     os.close(packed_big)
-    assert "may not fetch from" in str(ask(one, {"fetch": ticket, "from": "127.0.0.1:1"}))
+    assert "not allowed to fetch from" in str(ask(one, {"fetch": ticket, "from": "127.0.0.1:1"}))
     for invalid in (
         {}, {"offer": 1}, {"claim": None}, {"fetch": ticket}, {"x": "y"}, {"failed": "\nforged"},
         {"disconnected": []}, {"disconnected": [1, 2]}, {"disconnected": ["a", "b"]},

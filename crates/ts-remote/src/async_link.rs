@@ -91,7 +91,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         &mut self.connection
     }
 
-    /// Returns the name of the peer that was passed to [`new`](Self::new).
+    /// Returns the peer's name, as it was passed to [`new`](Self::new).
     pub fn peer(&self) -> &str {
         &self.peer
     }

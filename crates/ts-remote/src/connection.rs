@@ -33,7 +33,7 @@ use crate::{
 /// [`written`](Self::written).
 ///
 /// After [`filled`](Self::filled) has returned an error, nothing more can be read. Write the
-/// remaining frames, because they may contain the reason for the peer.
+/// remaining frames, because they may tell the peer the reason.
 ///
 /// ```
 /// use ts_remote::{Connection, ConnectionOptions, Event, Role};
@@ -90,8 +90,9 @@ pub struct Connection<S> {
     ending: BTreeSet<u32>,
     next_stream: u32,
     writer: Writer,
-    /// A counter that increases when META, DATA, END, MESSAGE or a frame with a body arrives, and
-    /// when bytes are written, unless these begin in a PING or PONG.
+    /// A counter that increases when HELLO, META, DATA, END, MESSAGE, another frame with a body or
+    /// a part of a payload arrives. It also increases when bytes are written, unless the first of
+    /// them belongs to a PING or PONG.
     progress: u64,
     /// The number of PINGs that were sent, which is also the number of the last one.
     pings: u64,
@@ -304,8 +305,8 @@ impl<S: Sink> Connection<S> {
             + self.outgoing.values().map(Outgoing::unsent_bytes).sum::<usize>()
     }
 
-    /// Removes and returns the memory that no event has returned yet. Call this only after the
-    /// connection has ended, because nothing more can be received afterwards.
+    /// Removes and returns the memory that no event has returned yet. Nothing can be received after
+    /// this call, so use it only when the connection has ended.
     pub fn take_sinks(&mut self) -> Vec<S> {
         std::mem::take(&mut self.incoming).into_values().flat_map(Incoming::into_sinks).collect()
     }

@@ -12,7 +12,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recv, recvmsg, sendmsg,
 };
 
-/// Waits until a descriptor is ready, at most `timeout`. Returns the number of ready descriptors,
+/// Waits at most `timeout` until a descriptor is ready. Returns the number of ready descriptors,
 /// which is 0 after the timeout, or if a signal interrupted the wait.
 pub(crate) fn poll(fds: &mut [PollFd<'_>], timeout: Duration) -> io::Result<usize> {
     let tv_sec = timeout.as_secs().try_into().unwrap_or(i64::MAX);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bodies of fields. Each field has a tag and a length, so that readers can skip unknown fields.
+//! Bodies that consist of fields. Each field has a tag and a length, so that readers can skip
+//! unknown fields.
 
 use crate::Error;
 

@@ -73,7 +73,7 @@ pub(crate) const CHECKED: u8 = 1;
 /// A flag of DATA. The body is encoded with the codec of the tensor's META, after a prefix of
 /// [`ENCODED_PREFIX_LEN`] bytes.
 pub(crate) const ENCODED: u8 = 2;
-/// A flag of DATA. The piece is in shared memory, and the body begins with its length.
+/// A flag of DATA. The piece is in shared memory, and the body begins with the piece's length.
 pub(crate) const SHARED: u8 = 4;
 const KNOWN_FLAGS: u8 = CHECKED | ENCODED | SHARED;
 

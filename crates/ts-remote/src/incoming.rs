@@ -16,7 +16,7 @@ use crate::{Error, Event, Sink, StreamStats};
 
 /// The maximum number of kept storages per stream.
 const MAX_KEPT: usize = 1 << 16;
-/// The length from which a tensor probably does not fit into the cache of a core, in bytes.
+/// A tensor of at least this many bytes probably does not fit into the cache of a core.
 const UNCACHED_LEN: u64 = 4 << 20;
 
 /// The receiving end of a stream.
@@ -24,8 +24,8 @@ const UNCACHED_LEN: u64 = 4 << 20;
 pub(crate) struct Incoming<S> {
     id: u32,
     credit: GrantedCredit,
-    /// The items whose last event has not been delivered, in order. Only the first one may have
-    /// delivered other events.
+    /// The items whose last event has not been delivered, in order. Earlier events of the first
+    /// item may have been delivered.
     items: VecDeque<Item<S>>,
     /// The numbers of the storages that later tensors may use, with their lengths in bytes.
     kept: HashMap<u64, u64>,
@@ -355,8 +355,8 @@ impl<S: Sink> Incoming<S> {
         matches!(self.items.back(), Some(Item::Tensor(last)) if !last.complete)
     }
 
-    /// Returns whether the next tensor is incomplete and has memory, so that only the peer can
-    /// continue.
+    /// Returns whether the first item is an incomplete tensor with memory. Only the peer can then
+    /// continue the transfer.
     pub(crate) fn awaits_data(&self) -> bool {
         let awaits = |tensor: &IncomingTensor<S>| !tensor.complete && tensor.sink.is_some();
         matches!(self.items.front(), Some(Item::Tensor(first)) if awaits(first))

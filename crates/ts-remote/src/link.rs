@@ -393,7 +393,7 @@ impl<S: Sink> Link<S> {
             return Ok(());
         }
         if let Some(error) = &self.write_error {
-            // Everything available has been read, and all events were polled before.
+            // Everything available has been read, and `next_event` polls before it calls this.
             return Err(error.clone());
         }
         let left = if wait {

@@ -17,8 +17,7 @@ use crate::{Address, Error, Socket};
 /// The maximum number of characters of a peer's address that are passed with a handoff.
 pub(crate) const MAX_PEER_CHARS: usize = 100;
 
-/// The delay before accepting again after the process or the system has run out of descriptors or
-/// memory.
+/// How long the listener waits if the process or the system has run out of descriptors or memory.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(5);
 
 /// A TCP or Unix socket that accepts connections, or a channel that receives accepted connections

@@ -11,8 +11,8 @@ const MAX_GAP: Duration = Duration::from_secs(1);
 
 /// Tracks whether a peer is alive and makes progress.
 ///
-/// Reads the clock at most once per operation that may block. For small messages, reading the clock
-/// is the largest cost after the system calls.
+/// Reads the clock once when a wait begins, and then about once per operation that may block. For
+/// small messages, reading the clock is the largest cost after the system calls.
 #[derive(Debug)]
 pub(crate) struct Liveness {
     idle_timeout: Duration,
@@ -20,7 +20,7 @@ pub(crate) struct Liveness {
     connected_at: Instant,
     /// The time when the clock was last read.
     now: Instant,
-    /// Whether `now` is current. It is not after an operation that may block has begun.
+    /// Whether `now` is current. An operation that may block makes it outdated.
     is_current: bool,
     /// The time when the peer was last active.
     active_at: Instant,

@@ -211,7 +211,7 @@ impl<D: Device> PooledMemory<D> {
     }
 }
 
-/// A block from a memory pool that is being filled.
+/// A block that is being filled. It comes from a memory pool.
 #[derive(Debug)]
 pub struct PooledSink<D: Device> {
     tensor: String,

@@ -116,7 +116,7 @@ impl Outgoing {
         }
     }
 
-    /// Queues a tensor. If `payload` is `None`, the peer already has its storage.
+    /// Queues a tensor. If `payload` is `None`, the peer already has the tensor's storage.
     pub(crate) fn push_tensor(
         &mut self,
         info: TensorInfo,
@@ -211,8 +211,8 @@ impl Outgoing {
         self.items.iter().any(|item| item.shareable_len().is_some())
     }
 
-    /// Returns how many bytes of the next item are left to send, or `None` if the item may not go
-    /// through shared memory.
+    /// Returns how many bytes of the next item are left to send, if the item may go through shared
+    /// memory. Otherwise, returns `None`.
     fn shareable_len(&self) -> Option<usize> {
         self.items.front().and_then(Item::shareable_len)
     }
@@ -236,7 +236,7 @@ impl Outgoing {
         false
     }
 
-    /// Returns whether the next item may be sent now. It may need credit, and space in `ring`.
+    /// Returns whether the next item has the credit, and the space in `ring`, that it needs.
     pub(crate) fn is_ready(&self, ring: Option<&RingWriter>) -> bool {
         match self.items.front() {
             None => false,

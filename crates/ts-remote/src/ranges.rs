@@ -117,7 +117,7 @@ pub trait Files {
 
     /// Records that the client will serve the file `name` at `address` while it receives the file.
     /// Returns the address of another client to read from, or `None` if the client should read from
-    /// this server. `lost` is the address of a client that was returned before and is unreachable.
+    /// this server. `lost` is an address that was returned before and is unreachable.
     /// The default implementation returns `None`.
     fn join(&mut self, name: &str, address: &str, lost: Option<&str>) -> Option<String> {
         let _ = (name, address, lost);
@@ -409,7 +409,8 @@ impl<S: Sink> RangeClient<S> {
     /// Completes the handshake with a server of the service [`RANGES`].
     ///
     /// # Errors
-    /// Returns the same errors as [`Link::new`].
+    /// Returns the same errors as [`Link::new`]. Returns [`Error::Misuse`] if the server allows no
+    /// streams.
     pub fn new(socket: Socket, options: ConnectionOptions) -> Result<Self, Error> {
         let mut link = Link::new(socket, Role::Connector, options.with_service(RANGES))?;
         let stream = link.connection().open_stream()?;
@@ -550,8 +551,7 @@ impl<S: Sink> RangeClient<S> {
 
     /// Announces that this client will serve the file `name` at `address` while it receives the
     /// file. Returns the address of another client to read from, or `None` if this client should
-    /// read from the server. `lost` is the address of a client that was returned before and is
-    /// unreachable.
+    /// read from the server. `lost` is an address that was returned before and is unreachable.
     ///
     /// # Errors
     /// Returns an error if the connection fails or the answer is invalid.

@@ -22,8 +22,8 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Returns a Unix socket that carries the decrypted bytes of `socket`. Starts a thread that relays
-/// the bytes until both directions have ended. After the local end has closed, that takes about
-/// [`CLOSE_TIMEOUT`] at most.
+/// the bytes until both directions have ended. The thread ends at most about [`CLOSE_TIMEOUT`]
+/// after the local end has closed.
 ///
 /// `relayed` counts the running threads.
 pub(crate) fn relayed(socket: Socket, relayed: &Arc<AtomicUsize>) -> Result<Socket, Error> {

@@ -61,8 +61,8 @@ impl RingWriter {
         self.limit > 0
     }
 
-    /// Returns the length of the next piece of a payload of which `left` bytes are left. Returns 0
-    /// if the piece must wait for space.
+    /// Returns the length of the next piece of a payload. `left` is the number of bytes of the
+    /// payload that are not written yet. Returns 0 if the piece must wait for space.
     pub(crate) fn next_len(&self, left: usize) -> usize {
         let len = self.memory.len();
         let free = (self.limit - self.sent) as usize;

@@ -180,10 +180,10 @@ const IDLE_BEFORE_CLOSE: Duration = Duration::from_millis(500);
 /// The reason with which a stopped server closes connections.
 const STOPPED: &str = "the server was stopped";
 
-/// Serves connections until `stop` returns true. Blocks. `new_handler` creates the handler of a
-/// connection from the client's address. Calls `log` with the client's address and the error for
-/// each connection that fails, is idle for too long, or is closed by the client. Handshakes that
-/// are dropped are only counted in [`ServerStats::failed_handshakes`].
+/// Serves connections until `stop` returns true. Blocks. For each connection, calls `new_handler`
+/// with the client's address. Calls `log` with the client's address and the error for each
+/// connection that fails, is idle for too long, or is closed by the client. Handshakes that are
+/// dropped are only counted in [`ServerStats::failed_handshakes`].
 ///
 /// Between two calls of `stop`, the server waits for at most 50 ms. Once `stop` has returned true,
 /// no more connections are accepted. Open connections are closed when they are idle, or after

@@ -82,9 +82,9 @@ pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const KEEPALIVE: Duration = Duration::from_secs(10);
 
 impl Socket {
-    /// Connects to an address. Blocks for at most `timeout` for each address that a host name
-    /// resolves to, and while it resolves the name. For a Unix socket, blocks while the queue of
-    /// the listener is full.
+    /// Connects to an address. Blocks while it resolves a host name, and then at most `timeout` for
+    /// each address that the name resolves to. For a Unix socket, blocks while the queue of the
+    /// listener is full.
     ///
     /// On Linux, a TCP connection also breaks if the peer's machine does not acknowledge data for
     /// `timeout`.
@@ -209,7 +209,7 @@ impl Socket {
         }
     }
 
-    /// Returns whether the socket may take more, after a write of `len` of `wanted` bytes.
+    /// Returns whether the socket may take more, after it took `len` of `wanted` bytes.
     pub(crate) fn may_take_more(&self, len: usize, wanted: usize) -> bool {
         match &self.stream {
             // After a short write, the socket is full.

@@ -272,7 +272,7 @@ impl TlsStream {
 
     fn process(&mut self) -> io::Result<()> {
         if let Err(error) = self.tls.process_new_packets() {
-            // Sends the alert that contains the reason for the peer.
+            // Sends the alert that tells the peer the reason.
             let _ = self.tls.write_tls(&mut NonBlocking(&self.tcp));
             return Err(io::Error::new(io::ErrorKind::InvalidData, error));
         }

@@ -64,8 +64,8 @@ fn incomplete_handshakes_do_not_delay_others() {
     drop((silent, other_protocol));
 }
 
-/// Each of these tensors fits into the bytes that are queued at a time. All of them could be queued
-/// for the socket before the peer has mapped the shared memory.
+/// Each of these tensors is shorter than the limit of bytes that are queued for the socket. So all
+/// of them could be queued before the peer has mapped the shared memory.
 #[test]
 fn tensors_of_one_mebibyte_go_through_shared_memory() {
     const LEN: usize = 1 << 20;
@@ -134,7 +134,7 @@ fn a_silent_peer_times_out_and_a_slow_one_does_not() {
     });
     let mut link = Link::<Vec<u8>>::connect(&address, short).unwrap();
     assert!(matches!(link.next_event().unwrap(), Event::Connected { .. }));
-    // Time in which this end does not wait does not count as silence of the peer.
+    // A long pause between waits of this end does not count as silence of the peer.
     thread::sleep(Duration::from_millis(600));
     let event = link.next_event().unwrap();
     assert!(matches!(event, Event::Message { bytes, .. } if bytes == b"late"[..]));

@@ -60,8 +60,8 @@ impl<D: Device> MultiStreamCoordinator<D> {
         &self.streams
     }
 
-    /// Makes all work submitted to `later` from now on wait for the work submitted to `earlier` so
-    /// far. Does not block the host.
+    /// Makes the stream `later` wait for the work submitted to `earlier` so far. The wait applies
+    /// to all work submitted to `later` after this call. Does not block the host.
     ///
     /// Two streams may wait for each other repeatedly: each wait is for work that was submitted
     /// earlier, so waits cannot form a cycle.
@@ -96,7 +96,7 @@ impl<D: Device> MultiStreamCoordinator<D> {
         joined.into_iter().chain(waited).collect()
     }
 
-    /// Calls each function on this thread, so that it submits work to the stream that it receives.
+    /// Calls each function on this thread with a stream, to which the function submits its work.
     /// The streams are assigned in turn. Does not wait for the submitted work.
     ///
     /// All functions are called, even if one fails. The order of the calls is unspecified.
@@ -170,8 +170,8 @@ impl<D: Device> MultiStreamCoordinator<D> {
     }
 }
 
-/// The assignment of tasks to streams. All tasks are assigned before the first is submitted,
-/// because a task needs an event if a later task that waits for it is assigned to another stream.
+/// The assignment of tasks to streams. A task needs an event if a task on another stream waits for
+/// it. All tasks are therefore assigned before the first is submitted.
 struct Placement<'a, D: Device> {
     coordinator: &'a MultiStreamCoordinator<D>,
     waits: &'a [Vec<usize>],

@@ -154,7 +154,7 @@ impl Owner for CpuShared {
 
 impl CpuShared {
     fn lock(&self) -> MutexGuard<'_, CpuState> {
-        // No code of callers runs under this lock, so its panics cannot leave the state
+        // No code of callers runs under this lock, so a panic in such code cannot leave the state
         // inconsistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

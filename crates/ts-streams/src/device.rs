@@ -207,7 +207,7 @@ pub trait Event: Clone + fmt::Debug + Send + Sync + 'static {
 /// on other streams that [waits](Stream::wait) for the operation is skipped too. On CUDA, copies
 /// and fills that were submitted before the failure is known still run.
 ///
-/// All methods of such a stream that submit work, query or block return the error, except
+/// On all of these streams, methods that submit work, query or block return the error, except
 /// [`record`](Stream::record). [`take_error`](Stream::take_error) clears the error.
 pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// The events that this stream can record and wait for.
@@ -226,8 +226,9 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// Returns [`Error::Driver`] if a CUDA driver call fails.
     fn record(&self, event: &Self::Event) -> Result<(), Error>;
 
-    /// Makes all work submitted to this stream from now on wait for the point that `event` marks
-    /// now. The wait happens on the device and does not block the host.
+    /// Makes this stream wait for the point that `event` marks now. All work submitted to the
+    /// stream after this call runs after that point. The wait happens on the device and does not
+    /// block the host.
     ///
     /// # Errors
     /// Returns the error of this stream if it has failed.
@@ -329,7 +330,7 @@ pub unsafe trait RawMemory: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Errors
     /// Returns [`Error::Driver`] if a CUDA driver call fails. [`SimDevice`](crate::SimDevice)
-    /// returns [`Error::Race`] if a stream may be writing to the bytes.
+    /// returns [`Error::Race`] if a stream may be writing to the copied part of the memory.
     ///
     /// # Panics
     /// Panics if `offset + bytes.len()` exceeds the length of the memory.

@@ -134,8 +134,8 @@ pub enum Error {
         /// not wait.
         timeout: Duration,
     },
-    /// The task was not submitted: its execution was cancelled, or a task that it depends on failed
-    /// while it submitted work or was not submitted.
+    /// The task was not submitted: its execution was cancelled, or one of its dependencies was not
+    /// submitted or failed while it submitted work.
     #[error(
         "task {task:?} was not submitted: the execution was cancelled, or a dependency failed or \
          was not submitted"

@@ -41,8 +41,9 @@ pub enum AllocationStrategy {
     /// - The other workloads have normal priority.
     Priority,
     /// Chooses the stream that is expected to finish first. The estimate for a stream is its
-    /// average recorded time for this kind of work, multiplied by its outstanding operations plus
-    /// one. If no time was recorded for the stream, the average over all streams is used.
+    /// average recorded time for this kind of work, multiplied by one more than its number of
+    /// outstanding operations. If no time was recorded for the stream, the average over all streams
+    /// is used.
     Workload,
 }
 
@@ -124,8 +125,8 @@ pub struct StrategyChange {
 impl<D: Device> StreamPool<D> {
     /// Maximum number of streams in a pool.
     pub const MAX_STREAMS: usize = 256;
-    /// Threshold of [`optimize`](Self::optimize): the minimum number of recorded completions of a
-    /// workload, or of outstanding operations, on a stream.
+    /// Threshold of [`optimize`](Self::optimize), both for the recorded completions of a workload
+    /// on a stream and for the outstanding operations of a stream.
     pub const MIN_SAMPLES: u64 = 16;
 
     /// Creates a pool of `count` streams of normal priority. `count` is clamped to at least 1 and

@@ -71,8 +71,8 @@ pub(crate) trait Owner: std::fmt::Debug + Send + Sync {
     fn dropped(&self, stream: StreamId, outcome: Result<(), String>) -> Effects;
 
     /// Runs one operation of this device, or of a device that it waits for, on the calling thread.
-    /// Returns whether there was one. Skips devices in `visited`, and adds each device that it
-    /// tries. A device with threads returns `false`.
+    /// Returns whether there was one. Skips devices in `visited`, and adds each device that was
+    /// tried to `visited`. A device with threads returns `false`.
     fn drive(&self, visited: &mut Vec<*const ()>) -> bool;
 }
 
@@ -402,8 +402,8 @@ impl Queues {
         effects
     }
 
-    /// Continues a stream after the operations that [`proceed`](Self::proceed) finished were
-    /// dropped.
+    /// Continues a stream after its finished operations, which [`proceed`](Self::proceed) returned,
+    /// were dropped.
     pub(crate) fn dropped(&mut self, stream: StreamId, outcome: Result<(), String>) -> Effects {
         let queue = self.queue(stream);
         debug_assert_eq!(
@@ -424,7 +424,7 @@ impl Queues {
         self.ready.iter().map(|ready| (*ready, self.queues[&ready.stream].ended_ns))
     }
 
-    /// Removes and returns the first operation of a ready stream, which is work.
+    /// Removes and returns the first operation of a ready stream. This operation is always work.
     pub(crate) fn take(&mut self, ready: Ready) -> Work {
         assert!(self.ready.remove(&ready), "the stream is ready because `ready` returned it");
         let queue = self.queue(ready.stream);

@@ -46,7 +46,7 @@ impl Operation {
     }
 }
 
-/// Returns whether stream order and waits order the operation `later` after `earlier`.
+/// Returns whether the operation `later` is ordered after `earlier`, by stream order or by waits.
 fn is_ordered(program: &[Operation], waits: &[Vec<usize>], earlier: usize, later: usize) -> bool {
     let mut reached = vec![false; program.len()];
     reached[later] = true;

@@ -34,10 +34,10 @@ pub(super) struct FetchArguments {
     url: String,
     /// The target directory.
     directory: PathBuf,
-    /// Serve the files to other machines that fetch them, at this address, which those machines
-    /// must be able to reach. The command then runs until it is interrupted. The options for a
-    /// token, TLS and memory, --insecure and --grace configure this server, and are not used
-    /// without --listen.
+    /// Serve the files at this address to other machines that fetch them. Those machines must be
+    /// able to reach the address. The command then runs until it is interrupted. The options
+    /// --token-file, --tls-*, --memory, --insecure and --grace configure this server, and have no
+    /// effect without --listen.
     #[arg(long, value_parser = address)]
     listen: Option<Address>,
     #[command(flatten)]

@@ -165,8 +165,8 @@ struct Directory {
     joined: Vec<(String, String)>,
 }
 
-/// Maximum number of names that are broadcast at a time, and of joins that a connection records in
-/// order to leave the broadcasts when it ends.
+/// Maximum number of names that are broadcast at a time, and maximum number of joins that a
+/// connection records. When a connection ends, it leaves the broadcasts of its recorded joins.
 const MAX_BROADCASTS: usize = 64;
 /// Maximum number of peers of a broadcast.
 const MAX_PEERS: usize = 1024;
@@ -187,8 +187,7 @@ impl Broadcasts {
         }
         let peers = self.0.entry(name.into()).or_default();
         peers.retain(|peer| Some(&peer[..]) != lost);
-        // A peer that has joined already keeps its position, so that no two peers read from each
-        // other.
+        // If a peer joins again, it keeps its position, so that no two peers read from each other.
         let position = peers.iter().position(|peer| peer == address).unwrap_or_else(|| {
             if peers.len() < MAX_PEERS {
                 peers.push(address.into());
@@ -247,7 +246,7 @@ impl Directory {
         Ok(path)
     }
 
-    /// Returns whether symbolic links lead from `path` to a file that may not be served. False if
+    /// Returns whether symbolic links lead from `path` to a file that must not be served. False if
     /// the file does not exist.
     fn leaves_root(&self, path: &Path) -> bool {
         !self.follow_symlinks

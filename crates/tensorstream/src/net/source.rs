@@ -100,7 +100,7 @@ impl From<ts_remote::Error> for RequestError {
 }
 
 impl RequestError {
-    /// Converts the error to one that reports that `url` cannot be opened.
+    /// Converts the error to a [`ts_io::Error::Open`] for `url`.
     pub(crate) fn into_open_error(self, url: &str) -> ts_io::Error {
         match self {
             Self::Network(error) => open_error(url, io_kind(&error), error.to_string()),

@@ -51,7 +51,7 @@ impl FileSpec {
 enum Storage {
     Uncompressed,
     Compressed(Codec),
-    /// Compressed with this codec, unless the first batch shows that it does not save enough.
+    /// Compressed with this codec if that saves enough in the first batch, else uncompressed.
     Undecided(Codec),
 }
 
@@ -71,7 +71,7 @@ pub(super) struct TensorWriter {
     /// Whether the length of the current tensor depends on the bytes that are written.
     growing: bool,
     storage: Storage,
-    /// Bytes of the current tensor to compress.
+    /// Bytes of the current tensor that are not compressed yet.
     batch: Vec<u8>,
 }
 

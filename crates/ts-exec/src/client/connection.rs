@@ -21,8 +21,8 @@ pub enum Answer<S> {
     /// [`Request::Sync`](crate::Request::Sync).
     Values(Vec<Value>),
     /// The elements of a tensor, in row-major order, for a [`Request::Read`](crate::Request::Read)
-    /// that was submitted without memory for them. A server answers so only if the elements have at
-    /// most 32 KiB. For longer ones the session ends, so use [`Client::read`](crate::Client::read).
+    /// that was submitted without memory for them. This works only for at most 32 KiB of elements.
+    /// If there are more, the session ends, so use [`Client::read`](crate::Client::read).
     Bytes(Vec<u8>),
     /// The memory that was passed to [`Client::read`](crate::Client::read), filled with the
     /// elements of the tensor.
@@ -51,11 +51,11 @@ pub enum WaitError {
 /// The connection of a session, and the replies that it has received.
 pub(super) struct ConnectionState<S> {
     pub(super) channel: Channel<S>,
-    /// The replies that callers wait for, by number.
+    /// The replies that callers wait for, by reply number.
     awaited: HashMap<u64, Awaited>,
-    /// The answers that have arrived and were not taken yet, by reply.
+    /// The answers that have arrived and were not taken yet, by reply number.
     answers: HashMap<u64, Outcome<S>>,
-    /// The memory that receives the elements of tensors, by reply.
+    /// The memory for the elements of tensors, by reply number.
     sinks: HashMap<u64, S>,
     /// The reply whose elements are the next tensor of the stream.
     incoming_reply: Option<u64>,
@@ -73,8 +73,8 @@ pub(super) type Outcome<S> = Result<Answer<S>, (u64, OpFailure)>;
 /// A reply that a caller waits for.
 struct Awaited {
     since: Instant,
-    /// The reply number of the SYNC that was sent after the request. If its reply arrives first,
-    /// the awaited reply is lost.
+    /// The reply number of the SYNC that was sent after the request. If the reply to the SYNC
+    /// arrives first, the awaited reply is lost.
     probe: Option<u64>,
 }
 
@@ -278,8 +278,10 @@ impl<S: Sink + Send> ConnectionState<S> {
     }
 }
 
+/// Checks that a tensor of `got` bytes has the length of `sink`.
+///
 /// # Errors
-/// Returns [`Error::Protocol`] if `got` is not the length of `sink` in bytes.
+/// Returns [`Error::Protocol`] if the lengths differ.
 fn check_len(got: u64, sink: &impl Sink) -> Result<(), Error> {
     let expected = sink.byte_len();
     if got == expected {

@@ -27,7 +27,7 @@ const FLUSH_INTERVAL: Duration = Duration::from_millis(1);
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 /// The longest delay between attempts to reconnect, before jitter.
 const MAX_RETRY: Duration = Duration::from_secs(1);
-/// How many flush intervals without requests the flusher waits before it sleeps.
+/// The flusher sleeps after more than this many flush intervals without requests.
 const IDLE_TICKS: u32 = 20;
 /// How often a sleeping flusher reads and writes, to answer the server's pings.
 const IDLE_INTERVAL: Duration = Duration::from_millis(500);
@@ -95,8 +95,8 @@ impl<S: Sink + Send> ClientInner<S> {
                 idle = if sent { 0 } else { idle + 1 };
                 let asleep = idle > IDLE_TICKS;
                 inner.flusher_asleep.store(asleep, Ordering::SeqCst);
-                // Checks the queue again, because a request that was queued before this store did
-                // not wake the thread.
+                // A request that was queued before this store has not woken the thread, so the
+                // queue is checked again.
                 let asleep = asleep && inner.queue().is_empty();
                 drop(inner);
                 thread::park_timeout(if asleep { IDLE_INTERVAL } else { FLUSH_INTERVAL });

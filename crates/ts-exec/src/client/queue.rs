@@ -15,7 +15,7 @@ const MAX_BATCH_BYTES: usize = 56 << 10;
 /// The queue of a client. No thread keeps it locked during I/O.
 #[derive(Default)]
 pub(super) struct RequestQueue {
-    /// The current batch, which requests are added to, in encoded form.
+    /// The encoded requests of the current batch.
     batch: Vec<u8>,
     /// How many requests the current batch has.
     batch_len: usize,

@@ -39,8 +39,7 @@ pub(super) struct BatchRunner<'a, E: Executor> {
     pub(super) op_failures: &'a mut Vec<Option<OpFailure>>,
     pub(super) poisoned: &'a mut Poisoned,
     pub(super) upload: &'a mut Option<PendingUpload>,
-    /// Whether a reply may share the memory of a storage, and the client has not acknowledged the
-    /// reply yet.
+    /// Whether an unacknowledged reply may share the memory of a storage.
     pub(super) awaits_ack: &'a mut bool,
     /// Whether a reply was sent.
     pub(super) replied: bool,

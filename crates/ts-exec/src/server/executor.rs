@@ -13,7 +13,7 @@ use ts_remote::Sink;
 ///
 /// A [`SessionServer`](crate::SessionServer) has one executor for each session, and calls it from
 /// one thread at a time. If a storage does not exist, methods return a failure of kind
-/// [`Stale`](crate::OpFailureKind::Stale), unless their documentation differs.
+/// [`Stale`](crate::OpFailureKind::Stale), unless their documentation says otherwise.
 ///
 /// # Examples
 ///
@@ -50,7 +50,7 @@ pub trait Executor {
     /// Assigns the number `op` to the operator `name`. Numbers are assigned in order, from 0.
     ///
     /// # Errors
-    /// Returns a failure if the operator does not exist. Its calls then fail with this failure.
+    /// Returns a failure if the operator does not exist. Calls of `op` then fail with this failure.
     fn define(&mut self, op: u32, name: &str) -> Result<(), OpFailure>;
 
     /// Creates a storage of `bytes` zeros on a device. It should take no memory until the first

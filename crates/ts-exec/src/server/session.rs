@@ -21,7 +21,7 @@ use ts_remote::{Error, Link, Sink, TensorInfo};
 pub(super) const SLICE: Duration = Duration::from_millis(100);
 /// How often the connection is driven while operators run.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_millis(500);
-/// The maximum that a client may leave unacknowledged. Also limits the items in the backlog. A
+/// The limit for the items that a client has not acknowledged, and for the items in the backlog. A
 /// [`Client`](crate::Client) sends an acknowledgement when it has received 16 items or 256 KiB.
 const MAX_UNACKED: Backlog = Backlog { bytes: 256 << 20, items: 1 << 16 };
 /// The maximum size in bytes of the buffer that receives a refused upload.
@@ -51,8 +51,8 @@ pub(super) struct Session<E: Executor> {
     batch: Bytes,
     /// The items that arrived after the current batch.
     backlog: VecDeque<Incoming<UploadSink<E::Sink>>>,
-    /// Whether a reply may share the memory of a storage. No request runs until the client has
-    /// acknowledged the reply, or the session has copied its bytes.
+    /// Whether an unacknowledged reply may share the memory of a storage. No request runs until the
+    /// client has acknowledged the reply, or the session has copied its bytes.
     awaits_ack: bool,
 }
 
@@ -200,7 +200,7 @@ impl<E: Executor + Send> Session<E> {
             });
             self.batch = batch.slice(batch.len() - requests.remaining_bytes()..);
             result?;
-            // Does not compute for a client that does not read its replies.
+            // If too many replies are unsent, waits until the client reads them.
             while channel.lock().unsent_bytes() > MAX_UNSENT && !self.awaits_ack {
                 channel.lock().flush_within(SLICE)?;
             }
@@ -224,8 +224,9 @@ impl<E: Executor + Send> Session<E> {
             self.awaits_ack = false;
         } else if let Some(item) = channel.next_within(SLICE)? {
             if matches!(item, Incoming::Announced(_)) {
-                // The acknowledgement may come after this tensor, so the session must not wait for
-                // it here. The socket has taken the reply. If the link is lost, the copy is sent.
+                // The acknowledgement may come only after this tensor, so the session cannot wait
+                // for it here. The socket has taken the reply. If the link is lost, the reply is
+                // sent again from the copy.
                 channel.copy_unacked();
                 self.awaits_ack = false;
             }

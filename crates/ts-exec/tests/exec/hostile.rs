@@ -48,7 +48,8 @@ fn an_answer_of_the_wrong_length_ends_the_session() {
     for len in [0, 4, 12] {
         let listener = bind();
         let options = options_for(listener.address());
-        // A CONTENT message with a BYTES reply to reply number 1, whose memory has 8 bytes.
+        // A CONTENT message with a BYTES reply to reply number 1. The client's memory for this
+        // reply has 8 bytes.
         let answer = [&[0, 2, 1, len][..], &vec![5; len as usize]].concat();
         let server = thread::spawn(move || {
             let mut link = send_after_handshake(&listener, &[answer])?;

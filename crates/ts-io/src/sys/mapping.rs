@@ -57,8 +57,8 @@ pub(crate) fn read_mapped_at(
     let available =
         usize::try_from(file.metadata()?.len().saturating_sub(offset)).unwrap_or(usize::MAX);
     let len = capacity.min(available);
-    // SAFETY: another process may write to the range. The mapping is therefore copied from only
-    // once and then dropped, and the documentation leaves the bytes unspecified in this case.
+    // SAFETY: another process may write to the range. The code therefore reads the mapping only
+    // once and then drops it, and the documentation leaves the bytes unspecified in this case.
     let mapping = unsafe { Mapping::new(file, offset, len)? };
     let mut rest = &mapping[..];
     for slice in slices {

@@ -38,7 +38,7 @@ pub(crate) struct Ring<T> {
     files: Vec<Option<Weak<File>>>,
     /// The registered memory, by index.
     regions: Vec<Region>,
-    /// The pools that own the registered memory, which keep it mapped.
+    /// The pools that own the registered memory. These handles keep the memory mapped.
     pools: Vec<HostPool>,
 }
 

@@ -30,8 +30,8 @@ pub trait StreamOrderedAllocator<D: Device>: Send + Sync {
     /// - [`Error::Device`]: the device or the stream fails.
     fn allocate(&self, layout: Layout, stream: &D::Stream) -> Result<DeviceBuffer<D>, Error>;
 
-    /// Records that work on `stream` uses the buffer. When the buffer is dropped, its memory
-    /// becomes free only after all work submitted to `stream` before the drop is done.
+    /// Records that work on `stream` uses the buffer. After the buffer is dropped, its memory
+    /// becomes free only when `stream` has completed all work submitted to it before the drop.
     ///
     /// This call is not necessary for the stream that the buffer was allocated for.
     ///
@@ -151,8 +151,8 @@ impl OrderedOptions {
 ///   becomes free when those uses are done. The pool checks for this when memory is short.
 ///
 /// Clones are handles to the same pool. Dropping the last handle or buffer blocks until all streams
-/// that the pool has served are idle. A host function on a stream must not block. If the last
-/// handle or buffer is dropped there, the memory is leaked.
+/// that the pool has served are idle. If a host function on a stream drops the last handle or
+/// buffer, the memory is leaked, because such a function must not block.
 ///
 /// # Examples
 /// ```

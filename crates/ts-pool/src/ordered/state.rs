@@ -197,7 +197,7 @@ impl<D: Device> PoolState<D> {
 
     /// Frees pending blocks in stream order. The stream that owns a block waits, on the device, for
     /// the uses by other streams. Skips a block if one of its uses has no event yet. Returns
-    /// whether at least one block was not skipped.
+    /// `false` if no block is pending, or if all are skipped.
     fn release_in_stream_order(&mut self, pool: &PoolInner<D>) -> bool {
         let (recorded, others): (Vec<_>, Vec<_>) = std::mem::take(&mut self.pending)
             .into_iter()

@@ -22,7 +22,7 @@ pub(crate) const CUDA: i32 = 2;
 pub(super) const CUDA_HOST: i32 = 3;
 pub(super) const EXTENSION: i32 = 12;
 
-/// The first of the type codes that exist in versioned structures only.
+/// The lowest type code that only versioned structures have.
 const FIRST_VERSIONED_CODE: u8 = 7;
 
 /// Flags of versioned structures.

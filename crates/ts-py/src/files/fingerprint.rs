@@ -8,7 +8,8 @@ use tensorstream::format::{Digest, fingerprint, tensor_fingerprint};
 use crate::dlpack::CapsuleBytes;
 use crate::dtype::tensor_meta;
 
-/// Computes a fingerprint of the names and content of tensors. It does not depend on their order.
+/// Computes a fingerprint of the names and content of tensors. It does not depend on the order of
+/// the tensors.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Fingerprint {
     tensors: Mutex<Vec<(String, u128)>>,

@@ -39,13 +39,15 @@ impl Progress {
     }
 }
 
-/// The value that an operation passes to [`Watch`] if it only checks for interruption.
+/// The value that an operation passes to [`Watch`] to check for interruption without reporting
+/// progress.
 pub(super) const NO_PROGRESS: Amount = Amount { done: 0, total: 0 };
 
 /// Runs a long operation with the GIL released. Shows a progress bar if there is a label.
 ///
 /// # Errors
-/// Returns the error of the operation, or the exception of a signal handler, which ends it early.
+/// Returns the error of the operation. If a signal handler raises an exception, the operation ends
+/// early, and the exception is returned instead.
 pub(super) fn watched<T: Send>(
     py: Python<'_>,
     label: Option<&str>,

@@ -64,7 +64,7 @@ impl PyTensor {
         self.info.storage_offset as usize
     }
 
-    /// Returns the method to use, for an error message, if an interface does not support the dtype.
+    /// Returns the method that error messages suggest if an interface does not support the dtype.
     fn alternative(&self) -> &'static str {
         // `to_torch` uses DLPack, and elements smaller than a byte are not exported through DLPack.
         if row_of(self.info.meta.dtype).is_some() { "to_torch()" } else { "tobytes()" }
@@ -100,7 +100,7 @@ impl PyTensor {
     ///     shape: The size of each dimension.
     ///     dtype: A ``DType``, a ``torch.dtype``, a NumPy dtype, or the name of one.
     ///     device: "cpu", or a GPU such as "cuda:0".
-    ///     name: The name of the tensor, which receivers get too.
+    ///     name: The name of the tensor. Receivers get it too.
     ///
     /// Raises:
     ///     TypeError: The dtype is unknown.
@@ -145,9 +145,9 @@ impl PyTensor {
     ///
     /// Args:
     ///     tensor: An object that supports DLPack, a DLPack capsule, or a ``Tensor``.
-    ///     name: The name of the tensor, which receivers get too. None keeps the name of a
+    ///     name: The name of the tensor. Receivers get it too. None keeps the name of a
     ///         ``Tensor``.
-    ///     metadata: Text by key, which receivers get too. None keeps the metadata of a ``Tensor``.
+    ///     metadata: Text by key. Receivers get it too. None keeps the metadata of a ``Tensor``.
     ///
     /// Raises:
     ///     TypeError: The object does not support DLPack.

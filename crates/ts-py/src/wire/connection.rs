@@ -165,7 +165,7 @@ impl PyConnection {
     /// Args:
     ///     tensors: Each tensor, the number of its storage, and whether later tensors share this
     ///         storage. The number is 0 for a storage that is not shared. Tensors that share a
-    ///         storage must be consecutive. Its bytes are sent once.
+    ///         storage must be consecutive. The bytes of the storage are sent once.
     ///     compression: The name of a codec, or None.
     ///     checksums: Whether to send checksums of the payloads.
     ///     apart: Whether to send on a new stream, which ends after the last tensor.
@@ -276,8 +276,8 @@ impl PyConnection {
     ///     progress: Called about ten times a second with the bytes received so far.
     ///
     /// Raises:
-    ///     ConnectionTimeout: The stream did not end within ``timeout``, and the next call
-    ///         continues. Or the peer is silent or makes no progress.
+    ///     ConnectionTimeout: The stream did not end within ``timeout``; call again to continue. Or
+    ///         the peer is silent or makes no progress.
     ///     ConnectionLost: The connection was lost, or the peer cancelled the stream.
     ///     ConfigurationError: A message arrived instead of a tensor, or the connection is closed
     ///         or in use.

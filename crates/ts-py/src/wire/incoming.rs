@@ -142,7 +142,7 @@ impl ConnectionState {
             None => match self.allocate(&info) {
                 Ok(memory) => Arc::new(memory),
                 Err(error) => {
-                    // The peer prints this reason. The text of `error` begins with "cannot".
+                    // The text of `error` begins with "cannot", so the reason is a sentence.
                     self.link.connection().cancel(stream, &format!("the receiver {error}"));
                     return Err(wire_error(py, &error));
                 }
@@ -193,8 +193,8 @@ impl ConnectionState {
     }
 }
 
-/// Returns the memory of a tensor if it can receive a payload of `len` bytes. Otherwise, returns a
-/// description of the tensor for the error.
+/// Returns the memory of a tensor if the tensor can receive a payload of `len` bytes. Otherwise,
+/// returns a description of the tensor for the error.
 fn fitting(tensor: &PyTensor, len: usize) -> Result<Arc<Memory>, String> {
     let memory = &tensor.memory;
     let kind = if memory.is_read_only() {

@@ -51,7 +51,7 @@ impl PyListener {
     ///
     /// Args:
     ///     timeout: Seconds to wait; None to wait without a limit.
-    ///     log: Called with the peer and the reason for each connection whose handshake fails.
+    ///     log: Called for each connection whose handshake fails, with the peer and the reason.
     ///
     /// Raises:
     ///     ConnectionTimeout: No client completed a handshake within ``timeout``.

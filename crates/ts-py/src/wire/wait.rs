@@ -34,8 +34,8 @@ pub(super) fn is_over(deadline: Option<Instant>) -> bool {
 /// Locks a value without blocking.
 ///
 /// # Errors
-/// ConfigurationError if another call has locked the value: on another thread, or on this thread if
-/// the call runs a Python callback.
+/// ConfigurationError if another call has locked the value: a call on another thread, or the call
+/// that runs the current Python callback.
 pub(super) fn try_lock<'a, T>(py: Python<'_>, value: &'a Mutex<T>) -> PyResult<MutexGuard<'a, T>> {
     value.try_lock().ok_or_else(|| {
         configuration_error(

@@ -18,8 +18,8 @@ use crate::{Error, Sink};
 const MAX_CONTROL_FRAMES: usize = 4096;
 /// The length of the buffer into which small frames are read, in bytes.
 const SCRATCH_LEN: usize = 4 << 10;
-/// The length from which a piece of a payload is read into its own memory instead of `scratch`, in
-/// bytes.
+/// Pieces of payloads that have at least this many bytes are read into the memory of their tensor
+/// instead of `scratch`.
 const BULK_LEN: u64 = SCRATCH_LEN as u64;
 
 pub(super) struct Reader {
@@ -132,9 +132,9 @@ impl<S: Sink> Connection<S> {
     /// them is empty. The first one may be the memory of a tensor.
     ///
     /// # Errors
-    /// Returns errors in bytes that were received earlier but processed only by
-    /// [`poll`](Self::poll) or by this call, and errors of a [`Sink`]. If received bytes contained
-    /// an error, later calls return [`Error::Closed`] after the peer's CLOSE, and
+    /// Some received bytes are processed only by [`poll`](Self::poll) or by this call. Returns
+    /// the error in these bytes, if there is one, or an error of a [`Sink`]. After an error in
+    /// received bytes, later calls return [`Error::Closed`] if the peer has sent CLOSE, and
     /// [`Error::Misuse`] otherwise.
     pub fn read_targets(&mut self) -> Result<[&mut [u8]; 2], Error> {
         self.settle()?;

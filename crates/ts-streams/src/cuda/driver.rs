@@ -502,7 +502,7 @@ impl Context {
 impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: `new` retained the context once. Streams, events and memory keep this value
-        // alive, so none of them uses the context any more.
+        // alive, so none of them exists any more.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Hides the device ``ts`` from ``torch.accelerator``.
 
-A process has one accelerator, and PyTorch prefers a device of another package to CUDA. ``ts`` has
-no streams, no allocator and no pinned memory on this computer, so PyTorch must not choose it. The
-functions that PyTorch calls for the accelerator are therefore redirected to the accelerator from
-before the registration of ``ts``.
+A process has one accelerator. If a package registers a device, PyTorch chooses that device instead
+of CUDA. ``ts`` has no streams, no allocator and no pinned memory on this computer, so PyTorch must
+not choose it. The functions that PyTorch calls for the accelerator are therefore redirected to the
+accelerator that the process had before ``ts`` was registered.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-#: The equivalents of the functions ``torch._C._accelerator_*`` in the module of a device.
+#: For each function ``torch._C._accelerator_KEY``, the equivalent function of a device's module.
 _FUNCTIONS = {
     "getDeviceIndex": "current_device",
     "setDeviceIndex": "set_device",

@@ -157,10 +157,10 @@ def _patch_linear_cross_entropy() -> None:
 def _recreate_uninitialized(
     module: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None
 ) -> Iterator[None]:
-    """Replaces uninitialized parameters and buffers of a module, which cannot be moved.
+    """Recreates a module's uninitialized parameters and buffers, because they cannot be moved.
 
-    Removes them at the start of the block. At its end, creates them on ``device`` with ``dtype``.
-    None for ``device`` or ``dtype`` keeps their own device or dtype.
+    Removes them at the start of the ``with`` block. At the end of the block, creates them on
+    ``device`` with ``dtype``. None for ``device`` or ``dtype`` keeps the old device or dtype.
     """
     removed = [
         (tensors, name, value)
@@ -188,7 +188,7 @@ def _names_device(value: Any) -> bool:
     )
 
 
-#: The types of devices that an argument of ``nn.Module.to`` may name.
+#: The types of devices that an argument of ``nn.Module.to`` can name.
 _DEVICES = ("ts", "cpu", "cuda", "mps", "xpu", "meta")
 
 

@@ -14,10 +14,10 @@ from .. import _native
 
 #: The sessions, by the index of their first device.
 SESSIONS: dict[int, Any] = {}
-#: The type of device on which a machine runs operators, "cpu" or "cuda", by device index.
+#: By device index: the type of device on which the machine runs operators, "cpu" or "cuda".
 KINDS: dict[int, str] = {}
-#: The index of the first device of a machine, and the machine's address, by device index. Paused
-#: and stopped machines are absent.
+#: By device index: the index of the first device of the same machine, and the machine's address.
+#: Devices of paused and stopped machines are absent.
 ADDRESSES: dict[int, tuple[int, str]] = {}
 #: The paused machines, by the index of their first device. The value is the last seed of
 #: ``manual_seed_all`` during the pause, or None. The machine gets this seed when it resumes.

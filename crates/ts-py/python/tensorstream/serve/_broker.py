@@ -4,7 +4,8 @@
 Only the broker has the token and the TLS keys. Each session runs in its own process
 (``tensorstream.remote.server._zygote``). Unless the sandbox is disabled or not supported, the
 process cannot connect sockets, and on a CPU it cannot open files. The broker passes the client's
-connections to the process, and the tensors of other sessions and machines that it may read.
+connections to the process. The broker also passes tensors that other sessions and machines offer,
+if the process sends the right tickets.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MAX_OFFERED_TOTAL = 1024
 #: The most connections of one session at a time. A client uses one. The others are lost connections
 #: whose end the session has not noticed yet.
 _MAX_CONNECTIONS = 8
-#: The time that sessions have to end when the server stops, in seconds.
+#: The time limit for sessions to end when the server stops, in seconds.
 _GRACE = 5.0
 #: The environment variables that sessions get. They contain no secrets.
 _ENVIRONMENT = re.compile(
@@ -160,7 +161,7 @@ class _Processes:
         ).start()
 
     def _watch(self, orders: socket.socket) -> None:
-        """Handles the reports of a zygote. Logs processes of sessions that fail.
+        """Handles the reports of a zygote. Logs each failure of a session's process.
 
         When the zygote ends, replaces it if it is the current one.
         """

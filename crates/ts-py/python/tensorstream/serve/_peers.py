@@ -15,14 +15,13 @@ _TIMEOUT = 5.0
 
 
 class Peers:
-    """The machines from which sessions may fetch tensors.
+    """The machines from which sessions are allowed to fetch tensors.
 
     Args:
         allowed: The addresses of the machines. "any" allows all.
         token: The secret that the machines require.
-        tls: The certificates for connections to the machines, by the names of the parameters of
-            ``RemoteMachine``. A machine that uses TLS itself connects to others only with TLS,
-            except through Unix sockets.
+        tls: The parameters ``ca``, ``cert`` and ``key`` of ``RemoteMachine``, for connections to
+            the machines. If any is set, connections use TLS, except through Unix sockets.
     """
 
     def __init__(
@@ -50,8 +49,8 @@ class Peers:
         """
         if address not in self._allowed and "any" not in self._allowed:
             raise RuntimeError(
-                f"the machine may not fetch from {address}; start it with `--peer {address}` to "
-                "allow it"
+                f"the machine is not allowed to fetch from {address}; start the machine with "
+                f"`--peer {address}` to allow it"
             )
         if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
             # Without TLS the token would be sent in the clear.

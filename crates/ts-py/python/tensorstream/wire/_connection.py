@@ -46,8 +46,8 @@ def connect(
         key: The private key of ``cert`` (PEM).
         idle_timeout: The longest silence of the peer, in seconds, while this side waits for it.
             After this time, the wait fails.
-        stall_timeout: The longest time that a transfer may make no progress while this side waits
-            for it, in seconds, even if the peer is alive. After this time, the wait fails.
+        stall_timeout: Seconds without progress after which this side stops waiting for a transfer,
+            even if the peer is alive. The wait then fails.
         shared_memory: Whether to send large tensors through shared memory, if the address is a Unix
             socket.
         pool: The pool of memory blocks to receive tensors into. A block returns to the pool when
@@ -102,7 +102,7 @@ def listen(
         cert: A certificate (PEM) of this side. Connections then use TLS.
         key: The private key of ``cert`` (PEM).
         insecure: Whether to accept clients without a token or certificate on an address that other
-            computers can reach, which is any except loopback addresses and Unix sockets.
+            computers can reach. These are all addresses except loopback and Unix sockets.
         idle_timeout: See ``connect``.
         stall_timeout: See ``connect``.
         shared_memory: See ``connect``.

@@ -12,7 +12,7 @@ use super::torch::Torch;
 use crate::errors::cross_machine_error;
 use crate::remote::values::integer;
 
-/// The operator that may have arguments on several devices of a machine.
+/// The only operator whose tensors can be on several devices of a machine.
 const COPY: &str = "aten::copy_";
 
 /// The arguments of a call. Collects the tensors of the call, and their device.
@@ -22,7 +22,7 @@ pub(super) struct Arguments<'a, 'py> {
     op: &'a str,
     /// Whether tensors on the host, such as indices, are copied to the device.
     takes_host: bool,
-    /// The device of the first tensor or device among the arguments.
+    /// The device of the call. The first argument that is a `ts` tensor or a device determines it.
     pub(super) device: Option<DeviceEntry>,
     tensors: Vec<Bound<'py, PyAny>>,
 }
@@ -32,7 +32,7 @@ impl<'a, 'py> Arguments<'a, 'py> {
         Self { torch, op, takes_host, device: None, tensors: Vec::new() }
     }
 
-    /// Returns the argument at a position among the arguments that are tensors.
+    /// Returns the tensor at a position among the tensor arguments.
     pub(super) fn tensor_at(&self, position: usize) -> PyResult<&Bound<'py, PyAny>> {
         let missing = || {
             PyRuntimeError::new_err(format!(

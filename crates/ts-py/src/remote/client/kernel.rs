@@ -20,11 +20,12 @@ use super::session::Session;
 use super::storage::{new_tensor, reserve_storages};
 use super::torch::torch;
 
-/// The number of storages that are reserved for a list of tensors whose length is unknown.
+/// The number of storages that a call reserves for a result that is a list of unknown length.
 const MAX_LISTED_TENSORS: u64 = 1 << 16;
-/// The maximum number of inferences of a call. If one resizes arguments, another is necessary.
+/// The maximum number of inferences of a call. After an inference that resizes arguments, the call
+/// is inferred again.
 const MAX_INFERENCES: usize = 4;
-/// The maximum size of a new storage whose only element may be prefetched, in bytes.
+/// Elements are prefetched only from new storages of at most this size, in bytes.
 const MAX_SCALAR_BYTES: u64 = 16;
 
 static NEXT_ID: AtomicU32 = AtomicU32::new(0);
@@ -41,13 +42,13 @@ pub(crate) struct Kernel {
     scalars: ScalarKeying,
     /// Whether arguments that are tensors on the host, such as indices, are copied to the device.
     takes_host: bool,
-    /// The name under which the machine chooses the overload by the arguments.
+    /// The name with the overload `*`: the machine chooses the overload by the arguments.
     any_overload: String,
     /// The positions of the arguments that are tensors in the schema. If a call has a number at one
     /// of these positions, the machine chooses the overload.
     tensors: Vec<usize>,
-    /// Whether the plan comes from an earlier reply of the machine, because inference with meta
-    /// tensors gives other results.
+    /// Whether the plan comes from an earlier reply of the machine, because the results on the
+    /// machine have other shapes than on meta tensors.
     from_machine: bool,
     /// Whether the operator may write to arguments.
     writes: bool,
@@ -356,7 +357,8 @@ impl Kernel {
         replies::pack(py, results)
     }
 
-    /// Counts and logs a submitted call, and drops the cached scalars that it may write to.
+    /// Counts and logs a submitted call. Drops the cached scalars of the storages that the call may
+    /// write to.
     fn record(&self, py: Python<'_>, session: &Session, call: &Call) -> PyResult<()> {
         session.operators.fetch_add(1, Ordering::Relaxed);
         if self.writes {

@@ -39,7 +39,7 @@ impl PySession {
     ///     name: The name of the machine, for error messages.
     ///     count: The number of devices to add.
     ///     settings: The settings of the connection.
-    ///     first: The index of its first device, if enough indices are free there.
+    ///     first: The index for the machine's first device, if enough indices are free there.
     ///     retry: How many seconds the session tries to reconnect after its connection is lost.
     ///     returns: Whether the session keeps trying when the address refuses connections.
     ///     ca: A file of certificates (PEM) to trust. The connection then uses TLS.
@@ -160,7 +160,7 @@ impl PySession {
         self.session.close(py)
     }
 
-    /// Connects the session to a machine, which has none of its tensors yet. Blocks.
+    /// Connects the session to a machine, on which the session has no tensors yet. Blocks.
     fn resume(&self, py: Python<'_>, address: &str) -> PyResult<()> {
         self.session.resume(self.connector.connect(py, address)?);
         Ok(())
@@ -190,8 +190,8 @@ impl PySession {
         download(py, &self.session, TensorRef { storage, view }, memory)
     }
 
-    /// Writes the bytes of a capsule to a storage, from `offset` on. Blocks until the memory may
-    /// change.
+    /// Writes the bytes of a capsule to a storage, from `offset` on. Blocks until the caller
+    /// may reuse the memory of the capsule.
     fn write(
         &self,
         py: Python<'_>,
@@ -202,7 +202,7 @@ impl PySession {
         upload(py, &self.session, storage, offset, Memory::from_capsule(capsule)?)
     }
 
-    /// Removes the devices of the machine. Other machines can then have their indices.
+    /// Removes the devices of the machine, and frees their indices for other machines.
     fn forget(&self) {
         remove_devices(self.first, self.count);
     }

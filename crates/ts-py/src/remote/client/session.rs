@@ -240,7 +240,7 @@ impl Session {
         let oldest = if call_sites.len() >= MAX_CALL_SITES { call_sites.pop_front() } else { None };
         call_sites.push_back((request, call_site));
         drop(call_sites);
-        // Dropped after the lock, because dropping code can run the destructors of its constants.
+        // The lock is released first, because dropping a code object can run Python destructors.
         drop(oldest);
         Ok(Some(key))
     }
@@ -248,7 +248,7 @@ impl Session {
     /// Returns the file, line and function that submitted a request, if they are known.
     fn location_of(&self, py: Python<'_>, request: u64) -> Option<String> {
         let call_sites = self.call_sites.lock();
-        // Threads may record call sites in another order than they submit requests.
+        // With several threads, the call sites are not always in the order of the requests.
         let call_site =
             call_sites.iter().rev().find(|(number, _)| *number == request)?.1.clone_ref(py);
         drop(call_sites);

@@ -57,8 +57,8 @@ pub(crate) struct Torch {
     /// `sys._getframe`.
     pub(super) getframe: Py<PyAny>,
     pub(super) hooks: Hooks,
-    /// The code of functions by its address, and whether it is part of the user's program. The
-    /// references to the code keep the addresses valid.
+    /// Code objects of functions, by address, and whether each is part of the user's program. The
+    /// references keep the addresses valid.
     pub(super) known_code: Mutex<HashMap<usize, (Py<PyAny>, bool)>>,
 }
 

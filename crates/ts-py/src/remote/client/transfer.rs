@@ -15,14 +15,14 @@ use super::session::{SIGNAL_INTERVAL, Session};
 use super::torch::{Torch, torch};
 use crate::memory::{Memory, Payload, Target};
 
-/// The maximum size in bytes of an upload that is copied, so that the caller need not wait for the
+/// Uploads of at most this size, in bytes, are copied, so that the caller need not wait for the
 /// machine.
 const MAX_COPIED_UPLOAD: usize = 4 << 20;
 
 /// Writes host memory to a storage, from `offset` bytes on.
 ///
-/// Blocks until `memory` may change. If the bytes are copied, that is when the copy is queued,
-/// otherwise when the machine has received the bytes.
+/// Blocks until the caller may reuse `memory`. If the bytes are copied, that is when the copy is
+/// queued, otherwise when the machine has received the bytes.
 pub(super) fn upload(
     py: Python<'_>,
     session: &Session,
@@ -128,7 +128,7 @@ pub(crate) fn remote_scalar<'py>(
 }
 
 /// Copies a capsule of contiguous host memory to the elements of a tensor, which must be
-/// contiguous. Blocks until the memory may change.
+/// contiguous. Blocks until the caller may reuse the memory of the capsule.
 #[pyfunction]
 pub(crate) fn remote_upload(
     py: Python<'_>,

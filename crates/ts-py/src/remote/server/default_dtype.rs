@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The default dtype of each session, which results have if nothing else determines their dtype.
+//! The default dtype of each session. Results have this dtype if nothing else determines theirs.
 //!
 //! PyTorch has one default dtype for the process. While no session has set a dtype, operators run
 //! in parallel, and use the default dtype of the process. While a session that has set one exists,

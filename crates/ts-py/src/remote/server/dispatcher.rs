@@ -61,8 +61,8 @@ impl Dispatcher {
         &self.address
     }
 
-    /// Returns the next authenticated connection, or None after `seconds`. Calls `log` with the
-    /// peer and the reason for each connection whose handshake fails. Blocks.
+    /// Returns the next authenticated connection, or None after `seconds`. For each connection
+    /// whose handshake fails, calls `log` with the peer and the reason. Blocks.
     fn next(
         &self,
         py: Python<'_>,

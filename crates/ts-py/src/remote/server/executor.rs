@@ -16,7 +16,7 @@ use super::hooks::Backend;
 use super::storages::Storages;
 use crate::memory::Target;
 
-/// The prefix of the operators that are not PyTorch's, but defined by this package.
+/// The prefix of the operators that this package defines.
 const OWN_PREFIX: &str = "tensorstream::";
 /// The operator that sets the default dtype of a session.
 const DEFAULT_DTYPE: &str = "tensorstream::default_dtype";

@@ -20,8 +20,8 @@ pub(super) fn raised(py: Python<'_>, what: &str, error: &PyErr) -> OpFailure {
     OpFailure::new(kind_of(&class_of(py, error), &text_of(py, error)), message(py, what, error))
 }
 
-/// Returns a message that consists of `what`, the class of the exception unless it is RuntimeError,
-/// and the message of the exception.
+/// Returns a message that begins with `what` and ends with the message of the exception. The class
+/// of the exception is in between, unless it is RuntimeError.
 pub(super) fn message(py: Python<'_>, what: &str, error: &PyErr) -> String {
     let (class, text) = (class_of(py, error), text_of(py, error));
     // PyTorch raises RuntimeError for almost every error, so this class adds no information.

@@ -22,7 +22,7 @@ use crate::wire::{Settings, acceptor};
 
 /// How long a session is kept after its connection was lost.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the process of one session waits for its serving threads when it ends.
+/// How long the process of one session waits for its serving threads before it exits.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long the process of one session waits for its first connection.
 const FIRST_CONNECTION_TIMEOUT: Duration = Duration::from_secs(5);
@@ -113,7 +113,7 @@ impl RemoteServer {
     /// that passes the connections has ended. With `once`, also returns when no session is left, or
     /// if no client connects within 5 seconds.
     ///
-    /// Calls `log` with the peer and the reason when a connection fails.
+    /// When a connection fails, calls `log` with the peer and the reason.
     #[pyo3(signature = (log=None, once=false))]
     fn run(&self, py: Python<'_>, log: Option<&Bound<'_, PyAny>>, once: bool) -> PyResult<()> {
         let taken = self.listener.lock().take();
@@ -179,8 +179,8 @@ impl RemoteServer {
             let started = thread::Builder::new().name("tensorstream-serve".into()).spawn(serve);
             started?;
         }
-        // The threads use the interpreter until they see `stop`. The process of one session does
-        // not wait for an operator that does not end.
+        // The threads use the interpreter until they see `stop`. The process of one session waits
+        // for a limited time, because an operator may never end.
         let stopped = Instant::now();
         while self.serving.load(Ordering::Relaxed) > 0
             && !(once && stopped.elapsed() > SHUTDOWN_TIMEOUT)

@@ -21,7 +21,7 @@ struct NewTensor<'py> {
 }
 
 impl Storages {
-    /// Stores the results of a call as its outputs specify. Returns the values for its reply.
+    /// Stores the results of a call as `call.outputs` specifies. Returns the values for the reply.
     pub(super) fn store(
         &mut self,
         backend: &Backend,
@@ -137,8 +137,8 @@ impl Storages {
         Ok(Value::List(vec![Value::Tensor(TensorRef { storage, view }), Value::Int(bytes as i64)]))
     }
 
-    /// Prepares a result for a new entry. Copies the result if an entry already has its storage, or
-    /// if PyTorch only marks its complex elements as conjugated or negated.
+    /// Prepares a result for a new entry. Copies the result if its storage already belongs to an
+    /// entry, or if its complex elements are only marked as conjugated or negated.
     ///
     /// # Errors
     /// Returns a failure if the result is not on a device of the machine.

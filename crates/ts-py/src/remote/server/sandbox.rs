@@ -195,8 +195,8 @@ mod system {
         libc::SYS_kexec_load,
     ];
 
-    /// Returns the numbers of the refused system calls and of `socket` in the x32 ABI. Filters see
-    /// x32 calls as calls of x86-64.
+    /// Returns the x32 numbers of `socket` and of the refused system calls. Filters see x32 calls
+    /// as calls of x86-64.
     #[cfg(target_arch = "x86_64")]
     fn refused_x32() -> impl Iterator<Item = c_long> {
         // __X32_SYSCALL_BIT of asm/unistd.h. These calls have different numbers in x32, from

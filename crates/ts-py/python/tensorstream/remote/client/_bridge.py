@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Gives the native half of the client the Python functions that it calls."""
+"""Passes Python functions to the native half of the client, which calls them."""
 
 from __future__ import annotations
 

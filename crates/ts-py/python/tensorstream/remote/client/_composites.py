@@ -17,7 +17,7 @@ from ._recurrent import RECURRENT
 
 aten = torch.ops.aten
 
-#: The number of ``SDPBackend.FLASH_ATTENTION``, the fused kernel of a CPU.
+#: The value of ``SDPBackend.FLASH_ATTENTION``, the fused kernel of a CPU.
 _FLASH = 1
 
 

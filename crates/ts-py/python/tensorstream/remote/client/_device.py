@@ -52,7 +52,7 @@ def seed_of(index: int, seed: int) -> None:
 
 
 def kind_of(index: int) -> tuple[str, int]:
-    """Requests the type and the number of devices from the machine of a device. Blocks.
+    """Returns the type and number of a machine's devices. ``index`` is any of them. Blocks.
 
     Returns:
         The type, "cpu" or "cuda", and the number.
@@ -114,8 +114,8 @@ class _Module(types.ModuleType):
     def Scheduling(self) -> type:
         """Returns the class that schedules code for inductor.
 
-        Inductor reads this property when it is first used. The property also registers the
-        overrides of the device, because an earlier registration would import inductor.
+        The first use of inductor reads this property. The property also registers the overrides
+        of the device, because an earlier registration would import inductor.
         """
         from torch._inductor.codegen import common
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Infers the results of operator calls with meta tensors, if the cache does not contain them."""
+"""Uses meta tensors to infer the results of operator calls that are not in the cache."""
 
 from __future__ import annotations
 

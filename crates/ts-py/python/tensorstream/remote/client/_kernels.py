@@ -222,8 +222,8 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
     return to
 
 
-#: The earliest time of the next attempt to copy directly, by the addresses of the source and the
-#: target. Set when an attempt fails.
+#: By the addresses of the source and the target machine: the earliest time of the next attempt to
+#: copy directly. Set when an attempt fails.
 _RETRY_DIRECT: dict[tuple[str, str], float] = {}
 #: The time between a failure and the next attempt, in seconds.
 _RETRY_AFTER = 60.0
@@ -371,7 +371,7 @@ _IMPLEMENTED: dict[str, Callable[..., Any]] = {
 _COPY = kernel(aten.copy_.default)
 _CLONE = kernel(aten.clone.default)
 
-# Operators of the server that PyTorch does not have (remote/server/_server.py).
+# Operators that only the server implements, not PyTorch (remote/server/_server.py).
 _SERVER_LIBRARY = torch.library.Library("tensorstream", "DEF")
 _SERVER_LIBRARY.define("manual_seed(Tensor anchor, int seed) -> ()")
 _SERVER_LIBRARY.define("rng_state(Tensor anchor) -> Tensor")
@@ -408,11 +408,11 @@ def kernel_of(op: torch._ops.OpOverload) -> _native.RemoteKernel:
 
 
 def _fallback(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Runs operators of other libraries, and operators that PyTorch lacks for the CPU."""
+    """Runs operators of other libraries, and those that PyTorch does not implement for the CPU."""
     return kernel_of(op)(*args, **kwargs)
 
 
-#: Types of tensors that the device does not support, by dispatch key, and what to use instead.
+#: By dispatch key: tensors that the device does not support, and what to use instead.
 _UNSUPPORTED = {
     "SparsePrivateUse1": (
         "sparse tensors",

@@ -39,7 +39,7 @@ class _StderrReader:
                 print(text, file=sys.stderr, flush=True)
 
     def last_lines(self) -> str:
-        """Returns up to 20 last lines of a process that has ended. Blocks for at most 2 seconds."""
+        """Returns the last lines, at most 20. Waits up to 2 seconds for the child to end."""
         self._thread.join(2.0)
         return "\n".join(self._lines) or "no error message"
 

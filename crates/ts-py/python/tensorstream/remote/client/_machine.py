@@ -319,7 +319,8 @@ class RemoteMachine:
     def device(self, index: int | str = 0, of_kind: int | None = None) -> torch.device:
         """Returns a device of this machine, as ``torch.device("ts", ...)``.
 
-        The index of the result counts the devices of all machines of this process.
+        The devices of all machines of this process are numbered together, so the index of the
+        result can differ from ``index``.
 
         Args:
             index: The index of the device on this machine, or "cpu", "cuda" or "ts", optionally
@@ -388,7 +389,7 @@ class RemoteMachine:
         )
 
     def waits(self) -> list[Wait]:
-        """Returns the waits for each line of the program, sorted by total time, longest first.
+        """Returns the waits at each line of the program, sorted by total time, longest first.
 
         Raises:
             ConfigurationError: The machine was not started, or was stopped.
@@ -452,8 +453,8 @@ class RemoteMachine:
     def resume(self) -> None:
         """Starts a paused machine, or reconnects to it, and restores its tensors. Blocks.
 
-        Also restores the random number generators. Does nothing if the machine is not paused. If it
-        fails, the machine stays paused, and the call can be repeated.
+        Also restores the random number generators. Does nothing if the machine is not paused. If
+        ``resume`` fails, the machine stays paused, and the call can be repeated.
 
         Raises:
             ConnectionLost: The machine cannot be reached or started.
@@ -490,8 +491,8 @@ class RemoteMachine:
     def stop(self) -> None:
         """Ends the session, and stops the server of a "local" or "mock" machine. Blocks.
 
-        The tensors of the machine are lost. Does nothing if the machine is stopped, or in a forked
-        child process, because the machine belongs to the parent.
+        The tensors of the machine are lost. Does nothing if the machine is stopped. Also does
+        nothing in a forked child process, because the machine belongs to the parent.
         """
         if not _registry.is_forked():
             self._stop()

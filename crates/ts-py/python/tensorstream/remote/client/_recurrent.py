@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Decomposes recurrent networks as PyTorch does on a CPU.
 
-The functions call the operators of aten/src/ATen/native/RNN.cpp and mkldnn/RNN.cpp in the same
-order, and write in place where these do. So results and gradients are bit-identical. On other
-devices, PyTorch multiplies the input of each step separately, and uses fused kernels for the cells.
+The functions call the same operators as aten/src/ATen/native/RNN.cpp and mkldnn/RNN.cpp, in the
+same order, and write in place where that code does. So results and gradients are bit-identical. On
+other devices, PyTorch multiplies the input of each step separately, and uses fused kernels for the
+cells.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Event:
 
 @dataclass
 class Trace:
-    """The events of all threads and machines that ``trace`` recorded, in order.
+    """The events that ``trace`` recorded, in order. They come from all threads and machines.
 
     ``str()`` returns the number of operators, and the number of waits at each line.
 

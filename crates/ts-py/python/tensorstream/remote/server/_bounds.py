@@ -33,7 +33,7 @@ def _pool(dims: int, position: int) -> Callable[..., None]:
 
     Args:
         dims: The number of trailing dimensions of the pooling input that the indices address.
-        position: The position of the indices among the arguments after that input.
+        position: The position of the indices, counted from the argument after the pooling input.
     """
 
     def check(grad: Tensor, self: Tensor, *rest: Any, **named: Any) -> None:

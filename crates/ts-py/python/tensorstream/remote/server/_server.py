@@ -32,8 +32,8 @@ REFUSED = frozenset({
     "from_file", "_share_memory", "_new_shared_filename_cpu", "save", "load",
     "_efficientzerotensor",
 })  # fmt: skip
-#: Operators that change the shape or storage of a tensor without the tag ``inplace_view``. Clients
-#: do this locally. The server would not notice the change of the storage.
+#: Operators that change the shape or storage of a tensor, but lack the tag ``inplace_view``.
+#: Clients make these changes locally. The server would not notice a change of the storage.
 RESHAPING = frozenset(
     {"set_", "set", "set_data", "resize", "_resize_output", "_resize_output_", "resize_as_sparse_"}
 )
@@ -59,7 +59,7 @@ class Session:
         self._device_count = devices
         self._checked = checked
         self._generators: dict[torch.device, torch.Generator] = {}
-        #: Generators with the state of a generator of the client.
+        #: Generators whose state the client sends from its own generators.
         self._client_generators: dict[torch.device, torch.Generator] = {}
         self._exchange = exchange or LocalExchange()
         self._tickets: set[str] = set()
@@ -78,9 +78,9 @@ class Session:
         """Looks up an operator.
 
         Args:
-            name: The namespace, name and overload, such as "aten::add.Tensor". The overload
-                "*" lets PyTorch choose the overload by the arguments, which numbers in place of
-                tensors require.
+            name: The namespace, name and overload, such as "aten::add.Tensor". For the
+                overload "*", PyTorch chooses the overload by the arguments. Clients need this to
+                pass numbers in place of tensors.
 
         Returns:
             A function that runs the operator, the positions of the positional arguments that it
@@ -292,7 +292,7 @@ def _view(
 def _copy_with_layout(
     tensor: torch.Tensor, dtype: torch.dtype, sizes: Any, strides: Any, offset: int, nbytes: int
 ) -> torch.Tensor:
-    """Copies a tensor to a new storage of ``nbytes`` bytes. Returns the copy with this layout."""
+    """Returns a copy of a tensor with this layout, in a new storage of ``nbytes`` bytes."""
     copy = _view(_allocate(nbytes, tensor.device), dtype, sizes, strides, offset)
     return copy.copy_(tensor)
 
@@ -383,7 +383,7 @@ def server(
         devices: Its devices.
         token: The secret that clients must send.
         insecure: Whether to accept clients without a token or certificate on an address that other
-            computers can reach, which is any except loopback addresses and Unix sockets.
+            computers can reach. These are all addresses except loopback and Unix sockets.
         cert: A certificate chain (PEM). Clients then use TLS.
         key: The private key of the certificate (PEM).
         ca: Accept only clients with a certificate of these authorities (PEM).

@@ -35,7 +35,7 @@ from ._server import devices_of, session_server
 _INTERVAL = 100
 #: The most open descriptors of a session.
 _MAX_DESCRIPTORS = 256
-#: The time that sessions have to end after the server has ended, in seconds.
+#: The time limit for sessions to end after the server has ended, in seconds.
 _GRACE = 4.0
 
 
