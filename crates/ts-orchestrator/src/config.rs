@@ -4,6 +4,7 @@
 use ts_io::{BackendOptions, Registry};
 
 use crate::plan::Rates;
+use crate::table::Table;
 use crate::unit::UnitId;
 
 /// A callback that can interrupt a blocking call.
@@ -50,6 +51,9 @@ pub struct EngineConfig {
     /// Known sets of units that one operation needs at the same time. The engine adds the sets that
     /// are passed to [`Engine::acquire_all`](crate::Engine::acquire_all).
     pub together: Vec<Vec<UnitId>>,
+    /// The tables for [`Engine::gather`](crate::Engine::gather), indexed by
+    /// [`TableId`](crate::TableId).
+    pub tables: Vec<Table>,
     /// The name of the I/O backend; `None` for the available backend with the highest priority.
     pub backend: Option<String>,
     /// The available I/O backends.
@@ -88,6 +92,7 @@ impl EngineConfig {
             max_passes: 1,
             order: None,
             together: Vec::new(),
+            tables: Vec::new(),
             backend: None,
             registry: Registry::builtin(),
             io: BackendOptions::default(),
@@ -124,6 +129,12 @@ impl EngineConfig {
     #[must_use]
     pub fn with_together(self, together: Vec<Vec<UnitId>>) -> Self {
         Self { together, ..self }
+    }
+
+    /// Sets [`tables`](Self::tables).
+    #[must_use]
+    pub fn with_tables(self, tables: Vec<Table>) -> Self {
+        Self { tables, ..self }
     }
 
     /// Sets [`backend`](Self::backend). Accepts a `String` or an `Option<String>`.
@@ -223,7 +234,7 @@ pub enum Prefetch {
 }
 
 impl Prefetch {
-    /// Returns how many visits ahead of their use units may be read.
+    /// Returns how many visits ahead of its use a unit may be read.
     pub(crate) fn reach(self) -> usize {
         match self {
             Prefetch::None => 0,

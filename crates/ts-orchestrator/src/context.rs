@@ -18,7 +18,7 @@ use crate::unit_load::RequestSizes;
 /// The immutable part of an engine, for the methods of [`EngineState`](crate::state::EngineState).
 #[derive(Debug)]
 pub(crate) struct EngineContext<D: Device> {
-    pub(crate) units: Vec<PreparedUnit>,
+    pub(crate) units: Vec<Arc<PreparedUnit>>,
     pub(crate) sources: Vec<Arc<Source>>,
     pub(crate) slots: SlotPool<D>,
     /// The pool of bounce buffers; `None` if all reads are in place.

@@ -13,12 +13,13 @@ use crate::config::{EngineConfig, Interrupt, never_interrupt};
 use crate::event::Event;
 use crate::expectation::Expectation;
 use crate::inner::EngineInner;
-use crate::lease::Lease;
+use crate::lease::{Lease, TensorBytes};
 use crate::pass::PassId;
 use crate::plan::{Plan, Residency};
 use crate::populate::Populator;
 use crate::sizing::Sizing;
 use crate::stats::{EngineStats, UnitStats};
+use crate::table::TableId;
 use crate::unit::{Unit, UnitId};
 
 /// Streams units of weights under a memory budget.
@@ -313,6 +314,56 @@ impl<D: Device> Engine<D> {
     pub fn expect(&self, units: &[UnitId]) -> Result<Expectation<D>, Error> {
         units.iter().try_for_each(|&unit| self.inner.check_unit(unit))?;
         Ok(Expectation::new(Arc::clone(&self.inner), self.inner.expect(units)))
+    }
+
+    /// Reads rows of a [table](EngineConfig::tables), in this order, and blocks until they are in
+    /// memory.
+    ///
+    /// The reads go out together, and rows with consecutive numbers are read in one piece. The rows
+    /// lie one after the other in host memory, at an address that is a multiple of
+    /// [`PHASE_ALIGN`](crate::PHASE_ALIGN). They take memory of the budget until the result is
+    /// dropped, and units are evicted to free it. On a device with its own memory, they take
+    /// staging memory. Only compressed rows are compared with their checksums.
+    ///
+    /// # Errors
+    /// - [`Error::NoSuchTable`] and [`Error::NoSuchRow`] if they do not exist.
+    /// - [`Error::NeverFits`] if the rows are larger than the engine's memory for units.
+    /// - The errors of [`acquire`](Self::acquire) for reads and for lack of memory.
+    ///
+    /// # Examples
+    /// ```
+    /// # use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+    /// # use ts_io::Source;
+    /// # use ts_orchestrator::{Engine, EngineConfig, Phase, UnitTensor};
+    /// use ts_orchestrator::{Table, TableId, never_interrupt};
+    ///
+    /// # let dir = tempfile::tempdir()?;
+    /// # let path = dir.path().join("embedding");
+    /// # std::fs::write(&path, (0..4000).map(|i| (i / 4) as u8).collect::<Vec<u8>>())?;
+    /// # let parts = vec![ByteRange { file: FileId(0), offset: 0, len: 4000 }];
+    /// # let meta = TensorMeta { dtype: Dtype::U8, shape: vec![1000, 4] };
+    /// # let entry = TensorEntry { meta, parts };
+    /// # let (digest, chunks) = (None, Vec::new());
+    /// # let (name, phase) = ("embedding".into(), Phase::Mapped);
+    /// # let tensor = UnitTensor { name, entry, phase, digest, chunks };
+    /// // `tensor` has 1000 rows of 4 bytes.
+    /// let table = Table::new(tensor).ok_or("not a table")?;
+    /// let config = EngineConfig::with_budget(1 << 20).with_tables(vec![table]);
+    /// # let unit = ts_orchestrator::Unit::new("none", Vec::new());
+    /// # let units = vec![unit];
+    /// let engine = Engine::new(units, vec![Source::open(&path)?], config)?;
+    /// let rows = engine.gather(TableId(0), &[7, 200], never_interrupt())?;
+    /// assert_eq!(rows[..], [7, 7, 7, 7, 200, 200, 200, 200]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn gather(
+        &self,
+        table: TableId,
+        rows: &[u64],
+        interrupt: Interrupt<'_>,
+    ) -> Result<TensorBytes<D>, Error> {
+        self.inner.check_rows(table, rows)?;
+        self.inner.gather(table, rows, interrupt)
     }
 
     /// Evicts a unit whose bytes were modified, so that the next use reads it again.

@@ -75,6 +75,24 @@ pub enum Error {
         /// The error of the device or of its memory pool.
         source: Arc<ts_pool::Error>,
     },
+    /// A table does not exist.
+    #[error("no table {table}: the engine has {count}, with ids from 0")]
+    NoSuchTable {
+        /// The id of the table.
+        table: u32,
+        /// The number of tables.
+        count: usize,
+    },
+    /// A row of a table does not exist.
+    #[error("no row {row} in table `{table}`: it has {count} rows, numbered from 0")]
+    NoSuchRow {
+        /// The name of the table.
+        table: String,
+        /// The number of the row.
+        row: u64,
+        /// The number of rows.
+        count: u64,
+    },
     /// The I/O backend does not exist, is not available, or cannot be started.
     #[error(transparent)]
     Storage(#[from] ts_io::Error),
@@ -96,8 +114,8 @@ pub enum Error {
     },
     /// Other code wrote to a unit through a tensor that outlived its lease.
     #[error(
-        "unit `{unit}` was written to through a tensor that outlived its use; the next use reads \
-         the unit again"
+        "unit `{unit}` was written to through a tensor kept from an earlier use; the next use \
+         reads the unit again"
     )]
     Written {
         /// The name of the unit.
@@ -135,8 +153,8 @@ pub enum Error {
         /// The number of units.
         count: usize,
     },
-    /// The chunks of a tensor do not match its compressed parts: their lengths differ in total, or
-    /// the range of a chunk that is needed exceeds the decoded chunk.
+    /// The chunks of a tensor do not match its compressed parts: the total lengths differ, or the
+    /// tensor needs bytes beyond the end of a decoded chunk.
     #[error(
         "invalid tensor `{tensor}`: its chunks do not match its compressed parts (expected equal \
          total lengths, and ranges inside the decoded chunks)"
@@ -186,9 +204,11 @@ impl Error {
             Error::Corrupt { .. } => ErrorKind::Corrupt,
             Error::Device { .. } => ErrorKind::Device,
             Error::Load { .. } | Error::Storage(_) | Error::System(_) => ErrorKind::Storage,
-            Error::NoSuchUnit { .. } | Error::NoSuchFile { .. } | Error::WrongChunks { .. } => {
-                ErrorKind::Misuse
-            }
+            Error::NoSuchUnit { .. }
+            | Error::NoSuchTable { .. }
+            | Error::NoSuchRow { .. }
+            | Error::NoSuchFile { .. }
+            | Error::WrongChunks { .. } => ErrorKind::Misuse,
             Error::Written { .. } => ErrorKind::Written,
             Error::Interrupted { .. } => ErrorKind::Interrupted,
         }

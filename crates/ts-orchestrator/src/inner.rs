@@ -3,6 +3,7 @@
 
 mod acquire;
 mod build;
+mod gather;
 mod passes;
 
 use std::ops::Range;
@@ -23,7 +24,8 @@ use crate::layout::Placement;
 use crate::plan::{Plan, Rates};
 use crate::prepared::PreparedUnit;
 use crate::state::{EngineState, Presence};
-use crate::stats::{EngineStats, add_bytes};
+use crate::stats::{EngineStats, TableStats, add_bytes};
+use crate::table::{Table, TableId};
 use crate::unit::{Access, UnitId};
 
 /// How often a blocked call calls its [`Interrupt`].
@@ -35,14 +37,15 @@ pub(crate) struct EngineInner<D: Device> {
     state: Mutex<EngineState<D>>,
     /// Notified after every change that a blocked call may be waiting for.
     changed: Condvar,
+    tables: Vec<Table>,
     budget: Budget,
     /// The reservation for the memory of the workers' decoders.
     _decoders: Reservation,
     choice: Choice,
     max_passes: usize,
     slot_budget: usize,
-    /// The size of the decoders and of the fewest bounce buffers that work, in bytes. The smallest
-    /// budget includes it. 0 if units live on a device with its own memory.
+    /// The size of the decoders and of the minimum number of bounce buffers, in bytes. The smallest
+    /// budget includes this size. 0 if units live on a device with its own memory.
     least_buffer_bytes: usize,
     rates: Rates,
     clock: Clock,
@@ -71,6 +74,23 @@ impl<D: Device> EngineInner<D> {
             return Err(Error::NoSuchUnit { unit: unit.0, count });
         }
         Ok(())
+    }
+
+    /// Checks that a table and its rows exist.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoSuchTable`] or [`Error::NoSuchRow`] if they do not.
+    pub(crate) fn check_rows(&self, table: TableId, rows: &[u64]) -> Result<(), Error> {
+        let count = self.tables.len();
+        let found = self.tables.get(table.index());
+        let found = found.ok_or(Error::NoSuchTable { table: table.0, count })?;
+        match rows.iter().find(|&&row| row >= found.rows()) {
+            Some(&row) => {
+                let (table, count) = (found.name().into(), found.rows());
+                Err(Error::NoSuchRow { table, row, count })
+            }
+            None => Ok(()),
+        }
     }
 
     pub(crate) fn host_pool(&self) -> &HostPool {
@@ -103,9 +123,9 @@ impl<D: Device> EngineInner<D> {
         }
         let used_ns = (self.clock)().saturating_sub(acquired_ns);
         let event = Event::Released { unit, user, used_ns };
-        // Work of a stream can run on a thread that holds the lock: allocating memory for the
-        // stream may run it. Taking the lock here would then deadlock, so the loader thread
-        // releases the unit.
+        // A stream can run its work on a thread that holds the lock and allocates memory for the
+        // stream. If that work drops a lease, taking the lock here would deadlock. So the loader
+        // thread releases the unit.
         if ts_streams::check_may_block().is_err() && self.context.events.send(event).is_ok() {
             return;
         }
@@ -116,8 +136,8 @@ impl<D: Device> EngineInner<D> {
         self.changed.notify_all();
     }
 
-    /// Expects visits to those of these units that are routed, in this order. Returns the number of
-    /// the expectation.
+    /// Expects visits to the routed units among `units`, in this order. Returns the number of the
+    /// expectation.
     pub(crate) fn expect(&self, units: &[UnitId]) -> u64 {
         let is_routed = |id: &UnitId| self.unit(*id).unit.access == Access::Routed;
         let routed: Vec<UnitId> = units.iter().copied().filter(is_routed).collect();
@@ -176,6 +196,10 @@ impl<D: Device> EngineInner<D> {
             replans: state.counters.replans,
             plan: state.plan.clone().with_buffers(self.least_buffer_bytes),
             routed: state.routed.stats,
+            tables: TableStats {
+                rows: state.counters.gathered_rows,
+                read_bytes: state.counters.gathered_bytes,
+            },
             units: state.units.iter().map(|unit| unit.stats.clone()).collect(),
         }
     }
@@ -231,8 +255,8 @@ impl<D: Device> EngineInner<D> {
     }
 
     /// Waits for a change of the state, but at most [`INTERRUPT_PERIOD`]. Then calls `interrupt` if
-    /// the last call was at least that long ago. Returns [`Error::Interrupted`], in which `what`
-    /// names the awaited event, if `interrupt` returned `true`.
+    /// the last call was at least that long ago. If `interrupt` returns `true`, returns
+    /// [`Error::Interrupted`], in which `what` names the awaited event.
     fn wait<'a>(
         &'a self,
         mut state: StateGuard<'a, D>,

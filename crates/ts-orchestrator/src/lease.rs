@@ -9,6 +9,7 @@ use ts_streams::{CpuDevice, Device, MemoryRange};
 
 use crate::Error;
 use crate::inner::EngineInner;
+use crate::layout::Placement;
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
 
@@ -165,6 +166,10 @@ impl<D: Device> Clone for TensorBytes<D> {
 }
 
 impl<D: Device> TensorBytes<D> {
+    pub(crate) fn new(memory: UnitMemory<D>, Placement { offset, len }: Placement) -> Self {
+        Self { memory: Arc::new(memory), range: offset..offset + len }
+    }
+
     /// Returns the memory range of the bytes, for work on streams that are declared with
     /// [`Lease::record_stream`].
     pub fn range(&self) -> MemoryRange {

@@ -177,7 +177,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Returns the plan with a smallest budget that also covers buffers of this size, in bytes.
+    /// Adds the size of buffers, in bytes, to the smallest budget of the plan.
     pub(crate) fn with_buffers(mut self, bytes: usize) -> Self {
         self.smallest_budget_bytes = self.smallest_budget_bytes.saturating_add(bytes);
         self
@@ -188,8 +188,8 @@ impl Plan {
         self.resident_bytes + self.ring_bytes
     }
 
-    /// Returns the duration of a pass, slightly increased by the size of the ring. Among equally
-    /// fast plans, the plan with the smallest ring has the least cost.
+    /// Returns the duration of a pass, plus a tiny share of it for each byte of the ring. Among
+    /// equally fast plans, the plan with the smallest ring has the least cost.
     pub(crate) fn cost(&self) -> f64 {
         self.predicted_pass_s * (1.0 + 1e-12 * self.ring_bytes as f64)
     }

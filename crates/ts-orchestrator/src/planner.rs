@@ -202,8 +202,8 @@ impl<'a> Planner<'a> {
         self.request.units[i].slot_bytes
     }
 
-    /// Returns the ring sizes to try, in bytes: 0, the whole budget, and sizes that begin at each
-    /// working set and grow in steps of a quarter.
+    /// Returns the ring sizes to try, in bytes: 0, the whole budget, the sizes of the working sets,
+    /// and larger sizes in steps of a quarter.
     fn ring_candidates(&self) -> Vec<usize> {
         let budget = self.request.budget_bytes;
         let slots = self.sets.all.iter().map(|set| self.sets.set_bytes(set, |_| true));

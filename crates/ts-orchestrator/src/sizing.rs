@@ -13,14 +13,15 @@ use crate::layout::{ReadKind, SlotLayout};
 use crate::plan::{NeverFits, Plan, PlanRequest};
 use crate::planner::plan;
 use crate::prepared::PreparedUnit;
+use crate::table::Table;
 use crate::unit::{Access, PHASE_ALIGN, RangeDigest, Unit, UnitId};
-use crate::unit_load::{RequestSizes, bounce_bytes};
+use crate::unit_load::{RequestSizes, bounce_bytes, gather_bounce_bytes};
 use crate::worker::{DECODER_BYTES, TensorCheck};
 
 /// The minimum number of bounce buffers.
 const LEAST_BOUNCE_COUNT: usize = 2;
-/// Bounce buffers may use up to the budget divided by this number, or more if that is less than the
-/// minimum number of buffers needs.
+/// The share of the budget for bounce buffers is the budget divided by this number. The minimum
+/// number of buffers can exceed this share.
 const BOUNCE_SHARE: usize = 16;
 
 /// The sizes of everything that an engine reserves, and its first plan.
@@ -37,8 +38,8 @@ pub(crate) struct Sizing {
     pub(crate) staging_total: usize,
     /// The part of the budget that is left for slots, in bytes. A multiple of the block size.
     pub(crate) slot_budget: usize,
-    /// The size of the decoders and of the fewest bounce buffers that work, in bytes. The smallest
-    /// budget includes it. 0 if units live on a device with its own memory.
+    /// The size of the decoders and of the minimum number of bounce buffers, in bytes. The smallest
+    /// budget includes this size. 0 if units live on a device with its own memory.
     pub(crate) least_buffer_bytes: usize,
     pub(crate) plan: Plan,
 }
@@ -57,7 +58,8 @@ impl Sizing {
             let ordered = |id: &UnitId| units[id.index()].access == Access::Ordered;
             (0..units.len() as u32).map(UnitId).filter(ordered).collect()
         });
-        check(&units, order.iter().chain(config.together.iter().flatten()), sources.len())?;
+        let ids = order.iter().chain(config.together.iter().flatten());
+        check(&units, &config.tables, ids, sources.len())?;
         let alignment =
             sources.iter().filter_map(|s| s.direct_alignment().ok()).max().unwrap_or(PHASE_ALIGN);
         let alignment = alignment.max(PHASE_ALIGN);
@@ -65,12 +67,14 @@ impl Sizing {
             units.into_iter().map(|unit| prepare(unit, sources, alignment)).collect();
         let requests = RequestSizes {
             request_bytes: config.request_bytes.next_multiple_of(alignment).max(alignment),
-            bounce_bytes: bounce_bytes(units.iter().map(|unit| &unit.layout), alignment),
+            bounce_bytes: bounce_bytes(units.iter().map(|unit| &unit.layout), alignment)
+                .max(gather_bounce_bytes(&config.tables, alignment)),
             alignment,
         };
         let bounce_bytes = requests.bounce_bytes.next_multiple_of(BLOCK_ALIGN);
         let reads = || units.iter().flat_map(|unit| &unit.layout.reads);
-        let decodes = reads().any(|read| matches!(read.kind, ReadKind::Decoded { .. }));
+        let decodes = reads().any(|read| matches!(read.kind, ReadKind::Decoded { .. }))
+            || config.tables.iter().any(|table| !table.tensor().chunks.is_empty());
         let decoder_total = if decodes { config.workers.max(1) * DECODER_BYTES } else { 0 };
         let demands: Vec<_> = units.iter().map(|unit| unit.demand(None)).collect();
         let attempt = |bounce_count: usize| {
@@ -95,8 +99,9 @@ impl Sizing {
             })?;
             Ok::<_, NeverFits>((plan, bounce_total, slot_budget))
         };
-        // Each read in flight and each worker gets a bounce buffer, if these buffers fit their
-        // share of the budget and leave enough memory for a plan.
+        // Provides a bounce buffer for each read in flight and each worker, or as many as fit their
+        // share of the budget. Provides only the minimum if more would leave too little memory for
+        // a plan.
         let share = config.budget_bytes / BOUNCE_SHARE / bounce_bytes.max(1);
         let wanted = config.io.in_flight + config.workers.max(1);
         let many = share.min(wanted).max(LEAST_BOUNCE_COUNT);
@@ -126,13 +131,16 @@ impl Sizing {
 /// compressed parts.
 fn check<'a>(
     units: &[Unit],
+    tables: &[Table],
     mut ids: impl Iterator<Item = &'a UnitId>,
     sources: usize,
 ) -> Result<(), Error> {
     if let Some(&UnitId(unit)) = ids.find(|id| id.index() >= units.len()) {
         return Err(Error::NoSuchUnit { unit, count: units.len() });
     }
-    for tensor in units.iter().flat_map(|unit| &unit.tensors) {
+    let tensors =
+        || units.iter().flat_map(|unit| &unit.tensors).chain(tables.iter().map(Table::tensor));
+    for tensor in tensors() {
         for part in &tensor.entry.parts {
             if part.file.0 as usize >= sources {
                 return Err(Error::NoSuchFile {
@@ -143,7 +151,7 @@ fn check<'a>(
             }
         }
     }
-    for tensor in units.iter().flat_map(|unit| &unit.tensors) {
+    for tensor in tensors() {
         let encoded = tensor.entry.parts.iter().filter(|part| part.is_virtual());
         let decoded = tensor.chunks.iter().map(|part| u64::from(part.len));
         let within = |part: &ChunkPart| {
@@ -157,7 +165,7 @@ fn check<'a>(
     Ok(())
 }
 
-fn prepare(unit: Unit, sources: &[Arc<Source>], alignment: usize) -> PreparedUnit {
+pub(crate) fn prepare(unit: Unit, sources: &[Arc<Source>], alignment: usize) -> PreparedUnit {
     let layout = SlotLayout::new(&unit.tensors, alignment);
     let read_bytes = layout.read_bytes(alignment, |file| sources[file.0 as usize].len());
     let slot_bytes = layout.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);

@@ -23,7 +23,8 @@ pub(crate) struct SlotPool<D: Device> {
     device: Option<DeviceSlots<D>>,
     /// Detects writes to resident units.
     watch: Option<Arc<WriteWatch>>,
-    /// The number of references to host slots that streams drop when they have finished their work.
+    /// The number of references that streams have to host slots. A stream drops its references
+    /// when it has finished its work.
     stream_references: Arc<AtomicUsize>,
 }
 
@@ -185,6 +186,16 @@ impl<D: Device> SlotPool<D> {
             }
             (Slot::Device(_), None) => unreachable!("a pool in host memory has no device slots"),
         }
+    }
+
+    /// Returns memory on the host that was filled for one use.
+    pub(crate) fn gathered(&self, buffer: Buffer, events: Sender<Event<D>>) -> UnitMemory<D> {
+        UnitMemory::host(buffer.freeze(), None, Arc::clone(&self.stream_references), events)
+    }
+
+    /// Returns whether units are read into staging memory first.
+    pub(crate) fn is_staged(&self) -> bool {
+        self.device.is_some()
     }
 
     /// Returns whether writes to resident units are detected.

@@ -56,8 +56,8 @@ pub(crate) struct EngineState<D: Device> {
     pub(crate) waiting_for_memory: HashSet<ThreadId>,
     /// The threads that wait to begin a pass.
     pub(crate) waiting_for_pass: HashSet<ThreadId>,
-    /// The streamed units that are present and that no thread uses or waits for, except routed
-    /// units.
+    /// The streamed units, except routed ones, that are present and that no thread uses or waits
+    /// for.
     idle: BTreeSet<UnitId>,
     /// The use of routed units.
     pub(crate) routed: Routed,
@@ -66,6 +66,8 @@ pub(crate) struct EngineState<D: Device> {
     horizon: usize,
     loads: HashMap<u32, UnitLoad<D>>,
     next_load: u32,
+    /// The gathers whose callers wait, by load. `None` until the load ends.
+    pub(crate) gathers: HashMap<u32, Option<Result<Slot<D>, Error>>>,
     /// The reads that a call waits for or that belong to expected units, most urgent first.
     urgent: VecDeque<QueuedRead>,
     /// All other reads to submit, in order.
@@ -132,6 +134,8 @@ pub(crate) struct EngineCounters {
     pub(crate) passes: u64,
     pub(crate) read_bytes: Vec<(ReadPath, u64)>,
     pub(crate) wasted_loads: u64,
+    pub(crate) gathered_rows: u64,
+    pub(crate) gathered_bytes: u64,
     pub(crate) replans: u64,
     /// The time during which at least one read was in flight.
     pub(crate) busy_ns: u64,
@@ -165,6 +169,7 @@ impl<D: Device> EngineState<D> {
             horizon: 0,
             loads: HashMap::new(),
             next_load: 0,
+            gathers: HashMap::new(),
             urgent: VecDeque::new(),
             queue: VecDeque::new(),
             in_flight: 0,
@@ -246,6 +251,12 @@ impl<D: Device> EngineState<D> {
         true
     }
 
+    /// Returns the result of a gather if it has ended.
+    pub(crate) fn take_gathered(&mut self, load: u32) -> Option<Result<Slot<D>, Error>> {
+        self.gathers.get(&load)?.as_ref()?;
+        self.gathers.remove(&load)?
+    }
+
     /// Returns the number of bytes that the engine has read from storage.
     pub(crate) fn read_bytes(&self) -> u64 {
         self.counters.read_bytes.iter().map(|(_, bytes)| bytes).sum()
@@ -258,7 +269,7 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the sizes and measured times of all units, for the planner.
     pub(crate) fn demands(&self, context: &EngineContext<D>) -> Vec<UnitDemand> {
-        let demand = |(prepared, unit): (&PreparedUnit, &UnitState<D>)| {
+        let demand = |(prepared, unit): (&Arc<PreparedUnit>, &UnitState<D>)| {
             prepared.demand(unit.fastest_use_ns.map(|ns| ns as f64 / 1e9))
         };
         context.units.iter().zip(&self.units).map(demand).collect()
@@ -394,7 +405,8 @@ impl<D: Device> EngineState<D> {
         number
     }
 
-    /// Ends an expectation. Units of it that were not visited may be evicted again.
+    /// Ends an expectation. Its units that were not visited become idle, if they are present and
+    /// nothing else needs them.
     pub(crate) fn end_expectation(&mut self, number: u64) {
         for id in self.routed.end_expectation(number) {
             self.update_idle(id);

@@ -47,6 +47,16 @@ pub struct RoutedStats {
     pub evictions: u64,
 }
 
+/// The rows that [`Engine::gather`](crate::Engine::gather) has read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TableStats {
+    /// The number of rows.
+    pub rows: u64,
+    /// The number of bytes to read for them, which includes the alignment of direct reads.
+    pub read_bytes: u64,
+}
+
 /// The memory use and the statistics of an engine.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -81,6 +91,8 @@ pub struct EngineStats {
     pub plan: Plan,
     /// The use of routed units.
     pub routed: RoutedStats,
+    /// The use of tables.
+    pub tables: TableStats,
     /// The statistics of all units, indexed by [`UnitId`](crate::UnitId).
     pub units: Vec<UnitStats>,
 }

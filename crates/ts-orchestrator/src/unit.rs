@@ -78,7 +78,8 @@ pub struct UnitTensor {
 /// The checksums of a range of a file.
 #[derive(Debug, Clone)]
 pub struct RangeDigest {
-    /// The range. It contains the only part of the tensor, and is read together with it.
+    /// The range. It contains the only part of the tensor. To read this part, the engine reads the
+    /// whole range.
     pub range: ByteRange,
     /// The checksums of the range.
     pub digest: Arc<Digest>,
@@ -115,8 +116,8 @@ impl UnitTensor {
         Self { name: name.into(), entry, phase, digest, chunks }
     }
 
-    /// Returns the range of the file to read for a part, which includes the rest of its chunks if
-    /// they have checksums.
+    /// Returns the range of the file to read for a part: the range with checksums that contains the
+    /// part, or the part itself if there is none.
     pub(crate) fn range_to_read(&self, part: ByteRange) -> ByteRange {
         let contains = |range: &ByteRange| {
             range.file == part.file

@@ -2,6 +2,7 @@
 //! The load of one unit: its slot is split into parts, and at most one read fills each part.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use ts_format::FileId;
 use ts_io::ReadPath;
@@ -10,9 +11,11 @@ use ts_streams::Device;
 
 use crate::event::DamagedChunk;
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
+use crate::prepared::PreparedUnit;
 use crate::slot_pool::LoadBuffers;
 use crate::stats::add_bytes;
-use crate::unit::{Unit, UnitId};
+use crate::table::Table;
+use crate::unit::UnitId;
 use crate::{Error, PHASE_ALIGN};
 
 /// The sizes of requests to the backend, in bytes.
@@ -43,7 +46,9 @@ pub(crate) struct QueuedRead {
 /// A unit that is being loaded.
 #[derive(Debug)]
 pub(crate) struct UnitLoad<D: Device> {
-    pub(crate) unit: UnitId,
+    /// `None` for a gather, whose unit exists only for this load.
+    pub(crate) id: Option<UnitId>,
+    pub(crate) prepared: Arc<PreparedUnit>,
     /// The slot on the device, if the unit is copied to a device after it is read.
     pub(crate) device: Option<DeviceBuffer<D>>,
     /// The parts of the slot or the staging memory, in order. Some are gaps that no read fills.
@@ -78,15 +83,16 @@ pub(crate) fn split_token(token: u64) -> (u32, usize) {
 impl<D: Device> UnitLoad<D> {
     /// Splits the memory for a unit into parts, and returns the reads that fill them.
     pub(crate) fn new(
-        id: u32,
-        unit: UnitId,
-        layout: &SlotLayout,
+        load_id: u32,
+        id: Option<UnitId>,
+        prepared: &Arc<PreparedUnit>,
         LoadBuffers { host, device }: LoadBuffers<D>,
         sizes: RequestSizes,
         now_ns: u64,
     ) -> (Self, Vec<QueuedRead>) {
         let mut load = Self {
-            unit,
+            id,
+            prepared: Arc::clone(prepared),
             device,
             parts: Vec::new(),
             pending: 0,
@@ -95,12 +101,12 @@ impl<D: Device> UnitLoad<D> {
             read_bytes: Vec::new(),
         };
         let (mut rest, mut queue, mut at) = (host, Vec::new(), 0);
-        for read in layout.reads.iter().flat_map(|read| requests(read, sizes)) {
+        for read in prepared.layout.reads.iter().flat_map(|read| requests(read, sizes)) {
             load.push_gap(take_front(&mut rest, read.slot_offset - at), at);
             let target = take_front(&mut rest, read.len);
             at = read.slot_offset + read.len;
             queue.push(QueuedRead {
-                token: token(id, load.parts.len()),
+                token: token(load_id, load.parts.len()),
                 file: read.file,
                 offset: read.file_offset,
                 required: read.required,
@@ -138,6 +144,11 @@ impl<D: Device> UnitLoad<D> {
         self.pending == 0
     }
 
+    /// Returns the name of the unit.
+    pub(crate) fn name(&self) -> String {
+        self.prepared.unit.name.clone()
+    }
+
     /// Returns the file that a part is read from.
     pub(crate) fn file(&self, part: usize) -> FileId {
         self.parts[part].file
@@ -149,42 +160,29 @@ impl<D: Device> UnitLoad<D> {
     }
 
     /// Records that a part could not be read.
-    pub(crate) fn fail(
-        &mut self,
-        part: usize,
-        unit: &Unit,
-        layout: &SlotLayout,
-        source: ts_io::Error,
-    ) {
+    pub(crate) fn fail(&mut self, part: usize, source: ts_io::Error) {
         let file_offset = self.parts[part].file_offset;
         let failed_at = match &source {
             ts_io::Error::ShortRead { offset, actual, .. } => offset + *actual as u64,
             ts_io::Error::Read { offset, .. } => *offset,
             _ => file_offset,
         };
-        let tensor =
-            self.tensor_at(part, failed_at.saturating_sub(file_offset), unit, layout).into();
-        let error = Error::Load { unit: unit.name.clone(), tensor, source };
+        let tensor = self.tensor_at(part, failed_at.saturating_sub(file_offset)).into();
+        let error = Error::Load { unit: self.name(), tensor, source };
         self.error.get_or_insert(error);
     }
 
     /// Records that the chunk of a part is damaged.
-    pub(crate) fn fail_damaged(
-        &mut self,
-        part: usize,
-        unit: &Unit,
-        layout: &SlotLayout,
-        path: PathBuf,
-        damage: DamagedChunk,
-    ) {
-        let tensor = self.tensor_at(part, 0, unit, layout).into();
+    pub(crate) fn fail_damaged(&mut self, part: usize, path: PathBuf, damage: DamagedChunk) {
+        let tensor = self.tensor_at(part, 0).into();
         let DamagedChunk { chunk, what } = damage;
-        let (unit, offset, len) = (unit.name.clone(), chunk.offset, u64::from(chunk.len));
+        let (unit, offset, len) = (self.name(), chunk.offset, u64::from(chunk.len));
         self.error.get_or_insert(Error::Corrupt { unit, tensor, path, offset, len, what });
     }
 
     /// Returns the name of the tensor at byte `at` of a part, or of the next tensor in the slot.
-    fn tensor_at<'a>(&self, part: usize, at: u64, unit: &'a Unit, layout: &SlotLayout) -> &'a str {
+    fn tensor_at(&self, part: usize, at: u64) -> &str {
+        let PreparedUnit { unit, layout, .. } = &*self.prepared;
         let Part { slot_offset, len, .. } = self.parts[part];
         let at = slot_offset as u64 + at.min(len.saturating_sub(1) as u64);
         let hit = layout.tensors.iter().enumerate().filter(|(_, p)| (p.offset + p.len) as u64 > at);
@@ -195,8 +193,8 @@ impl<D: Device> UnitLoad<D> {
         add_bytes(&mut self.read_bytes, path, bytes as u64);
     }
 
-    /// Joins the parts, and returns the memory. Returns `None` if the buffer of a part is lost. If
-    /// the system may still write to that part, the memory is freed together with it.
+    /// Joins the parts, and returns the memory. Returns `None` if the buffer of a part is lost.
+    /// The memory is then freed when the system can no longer write to that part.
     pub(crate) fn join(&mut self) -> Option<Buffer> {
         let parts: Option<Vec<Buffer>> = self.parts.drain(..).map(|part| part.buffer).collect();
         let mut parts = parts?.into_iter();
@@ -242,19 +240,33 @@ fn requests(read: &SlotRead, sizes: RequestSizes) -> impl Iterator<Item = SlotRe
     })
 }
 
+/// The longest read that is copied from a bounce buffer, in bytes. Longer ranges are split.
+const LARGEST_COPY: usize = 1 << 20;
+
+/// Returns the size of a bounce buffer that gathers at least one row or chunk of each table.
+pub(crate) fn gather_bounce_bytes(tables: &[Table], alignment: usize) -> usize {
+    let needs = tables.iter().map(|table| {
+        let row = with_alignment(table.row_bytes() as usize, alignment).min(LARGEST_COPY);
+        let chunks = table.tensor().chunks.iter();
+        chunks.map(|part| with_alignment(part.chunk.len as usize, alignment)).fold(row, usize::max)
+    });
+    needs.max().unwrap_or(0)
+}
+
+fn with_alignment(len: usize, alignment: usize) -> usize {
+    (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment)
+}
+
 /// Returns the size of a bounce buffer for these layouts, in bytes; 0 if all reads are in place.
 pub(crate) fn bounce_bytes<'a>(
     layouts: impl Iterator<Item = &'a SlotLayout>,
     alignment: usize,
 ) -> usize {
-    const LARGEST: usize = 1 << 20;
-    let with_alignment = |len: usize| {
-        (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment)
-    };
+    let with_alignment = |len| with_alignment(len, alignment);
     let needs = layouts.flat_map(|layout| &layout.reads).map(|read| match read.kind {
         ReadKind::InPlace => 0,
         // Longer reads are split.
-        ReadKind::Copied => with_alignment(read.len).min(LARGEST),
+        ReadKind::Copied => with_alignment(read.len).min(LARGEST_COPY),
         ReadKind::Decoded { .. } => with_alignment(read.required),
     });
     needs.max().unwrap_or(0)

@@ -146,7 +146,7 @@ impl<D: Device> Drop for UnitMemory<D> {
                 let _ = stream.launch_host_fn(HostFn::new(move || drop(reference)));
             }
         }
-        // Fails only if the engine is gone. It then needs no memory.
+        // Fails only if the engine is gone. Then no unit waits for the memory.
         let _ = self.events.send(Event::Freed);
     }
 }

@@ -72,8 +72,8 @@ impl<D: Device> Uploader<D> {
 impl<D: Device> Drop for Uploader<D> {
     fn drop(&mut self) {
         self.queue = None;
-        // A host function of a stream must not wait for the thread, whose copy may be queued after
-        // that function. The thread ends on its own.
+        // In a host function of a stream, waiting for the thread could deadlock, because the copy
+        // of the thread may be queued after that function. The thread then ends on its own.
         if let Some(thread) = self.thread.take().filter(|_| check_may_block().is_ok()) {
             let _ = thread.join();
         }

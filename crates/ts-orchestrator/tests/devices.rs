@@ -42,7 +42,7 @@ impl<D: Device> TensorCopy<D> {
     }
 }
 
-/// Submits work to a stream that copies all tensors of a unit after a delay.
+/// Makes a stream copy all tensors of a unit after a delay.
 fn compute<D: Device>(
     device: &D,
     stream: &D::Stream,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Units that data select: which of them stay in memory, and what is read.
+//! Tests of routed units: which of them stay in memory, and what is read.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod testing;
@@ -57,7 +57,7 @@ fn only_expected_units_are_read() {
     let stats = engine.stats();
     assert_eq!(routed_loads(&engine), 3);
     assert_eq!((stats.routed.touched, stats.routed.hits, stats.routed.evictions), (6, 3, 0));
-    // Direct reads are aligned, so at most two alignments more than the bytes of each unit.
+    // Direct reads are aligned, so each read can be up to two alignments longer than its unit.
     assert!(stats.total_read_bytes() <= 3 * (SLICE as u64 + 2 * 4096));
 }
 
@@ -186,7 +186,8 @@ fn random_programs_get_correct_bytes_within_budget() {
                             let ids: Vec<UnitId> =
                                 (0..count).map(|_| UnitId(4 + random.below(40) as u32)).collect();
                             let _expected = engine.expect(&ids).unwrap();
-                            // Some expected units are not used, others are used without notice.
+                            // Some expected units are not used, and some units are used although
+                            // they are not expected.
                             for &id in ids.iter().skip(usize::from(random.below(3) == 0)) {
                                 let lease = engine.acquire(Some(pass), id).unwrap();
                                 model.check(id.0 as usize, &lease.tensor(0));

@@ -17,7 +17,7 @@ use crate::unit_memory::UnitMemory;
 use super::{EngineInner, InterruptTimer, StateGuard};
 
 /// How many times a call tries again before it reports a lack of memory as an error.
-const SHORTAGE_TRIES: u32 = 3;
+pub(super) const SHORTAGE_TRIES: u32 = 3;
 
 /// The memory of each acquired unit.
 type Memory<D> = Vec<Arc<UnitMemory<D>>>;

@@ -78,7 +78,7 @@ impl<D: Device> EngineInner<D> {
         let workers = workers.transpose()?;
         let timeout = config.io.timeout;
         let context = EngineContext {
-            units,
+            units: units.into_iter().map(Arc::new).collect(),
             sources,
             slots,
             bounces,
@@ -92,6 +92,7 @@ impl<D: Device> EngineInner<D> {
         let inner = Self {
             context,
             state: Mutex::new(state),
+            tables: config.tables,
             changed: Condvar::new(),
             budget,
             _decoders: decoders,

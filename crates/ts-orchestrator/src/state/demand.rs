@@ -4,9 +4,11 @@
 use std::sync::Arc;
 use std::thread::ThreadId;
 
+use ts_pool::Buffer;
 use ts_streams::Device;
 
 use crate::context::EngineContext;
+use crate::prepared::PreparedUnit;
 use crate::slot_pool::{AllocationError, LoadBuffers};
 use crate::unit::UnitId;
 
@@ -60,7 +62,9 @@ impl<D: Device> EngineState<D> {
                 }
                 Err(AllocationError::Device(error)) => return Err(Shortage::Device(error)),
             }
-            if let Some(victim) = self.victim(context, set) {
+            let needed =
+                self.absent(set).first().map_or(0, |id| context.units[id.index()].slot_bytes);
+            if let Some(victim) = self.victim(needed) {
                 self.evict(victim);
                 continue;
             }
@@ -77,9 +81,7 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the unit to evict for a set: an idle routed unit, then the idle ordered unit that is
     /// needed last, then the expected unit that is needed last.
-    fn victim(&self, context: &EngineContext<D>, set: &[UnitId]) -> Option<UnitId> {
-        let slot_bytes = |id: &UnitId| context.units[id.index()].slot_bytes;
-        let needed = self.absent(set).first().map_or(0, slot_bytes);
+    fn victim(&self, needed: usize) -> Option<UnitId> {
         let ordered = || self.idle.iter().copied().max_by_key(|&unit| self.passes.next_use(unit));
         let is_unused = |id: &UnitId| {
             let unit = &self.units[id.index()];
@@ -90,6 +92,35 @@ impl<D: Device> EngineState<D> {
         };
         let expected = || self.routed.expected().rev().find(is_unused);
         self.routed.victim(needed).or_else(ordered).or_else(expected)
+    }
+
+    /// Allocates host memory for a unit that exists only for one load. Evicts other units if
+    /// necessary.
+    pub(crate) fn allocate_on_host(
+        &mut self,
+        context: &EngineContext<D>,
+        prepared: &PreparedUnit,
+    ) -> Result<Buffer, Shortage> {
+        loop {
+            if let Ok(buffer) = context.slots.host.allocate(prepared.layout.len) {
+                return Ok(buffer);
+            }
+            if context.slots.is_staged() {
+                return Err(match self.is_loading() {
+                    true => Shortage::Temporary,
+                    false => Shortage::StagingFull,
+                });
+            }
+            if let Some(victim) = self.victim(prepared.slot_bytes) {
+                self.evict(victim);
+                continue;
+            }
+            match self.shortage(context, &[]) {
+                Shortage::Temporary => return Err(Shortage::Temporary),
+                _ if self.evict_resident(context, &[]) => {}
+                shortage => return Err(shortage),
+            }
+        }
     }
 
     /// Allocates memory to load all of these absent units. If this fails for one unit, allocates
@@ -148,8 +179,8 @@ impl<D: Device> EngineState<D> {
         true
     }
 
-    /// Evicts the present units of a set that only this call waits for, so that the whole set can
-    /// be loaded into one piece of memory. Returns whether it evicted any unit.
+    /// Evicts those present units of a set that only this call needs, so that the whole set can be
+    /// loaded into one piece of memory. Returns whether it evicted any unit.
     fn evict_set(&mut self, set: &[UnitId]) -> bool {
         let mut any = false;
         for &id in set {

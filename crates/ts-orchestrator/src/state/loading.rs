@@ -13,6 +13,7 @@ use crate::context::EngineContext;
 use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, UploadResult};
 use crate::layout::ReadKind;
 use crate::plan::Residency;
+use crate::prepared::PreparedUnit;
 use crate::slot_pool::{LoadBuffers, Slot};
 use crate::stats::add_bytes;
 use crate::unit::UnitId;
@@ -30,17 +31,63 @@ impl<D: Device> EngineState<D> {
         buffers: LoadBuffers<D>,
         now_ns: u64,
     ) -> Vec<QueuedRead> {
+        let load_id = self.next_load();
+        let prepared = &context.units[id.index()];
+        let (load, reads) =
+            UnitLoad::new(load_id, Some(id), prepared, buffers, context.sizes, now_ns);
+        self.units[id.index()].presence = Presence::Loading;
+        self.begin_load(context, load_id, load, now_ns);
+        reads
+    }
+
+    /// Starts to read a unit that exists only for this load. The reads come before all others.
+    /// Returns the number of the load, for [`take_gathered`](Self::take_gathered).
+    pub(crate) fn start_gather(
+        &mut self,
+        context: &EngineContext<D>,
+        prepared: &Arc<PreparedUnit>,
+        host: Buffer,
+        now_ns: u64,
+    ) -> u32 {
+        let load_id = self.next_load();
+        let buffers = LoadBuffers { host, device: None };
+        let (load, reads) = UnitLoad::new(load_id, None, prepared, buffers, context.sizes, now_ns);
+        self.gathers.insert(load_id, None);
+        self.begin_load(context, load_id, load, now_ns);
+        reads.into_iter().rev().for_each(|read| self.urgent.push_front(read));
+        self.submit_reads(context, now_ns);
+        load_id
+    }
+
+    fn next_load(&mut self) -> u32 {
         let load_id = self.next_load;
         self.next_load = self.next_load.wrapping_add(1);
-        let layout = &context.units[id.index()].layout;
-        let (load, reads) = UnitLoad::new(load_id, id, layout, buffers, context.sizes, now_ns);
-        self.units[id.index()].presence = Presence::Loading;
+        load_id
+    }
+
+    fn begin_load(
+        &mut self,
+        context: &EngineContext<D>,
+        load_id: u32,
+        load: UnitLoad<D>,
+        now_ns: u64,
+    ) {
         let complete = load.is_complete();
         self.loads.insert(load_id, load);
         if complete {
             self.on_all_read(context, load_id, now_ns);
         }
-        reads
+    }
+
+    /// Returns whether a call waits for a load, and whether its bytes must be verified.
+    fn urgency(&self, context: &EngineContext<D>, id: Option<UnitId>) -> (bool, bool) {
+        match id {
+            Some(id) => {
+                let unit = &self.units[id.index()];
+                (unit.waiters > 0, unit.needs_verification(context.verify))
+            }
+            None => (true, context.verify != Verify::Never),
+        }
     }
 
     /// Submits queued reads to the backend, as many as keep it busy.
@@ -129,11 +176,11 @@ impl<D: Device> EngineState<D> {
                 true
             }
             Err(error) => {
-                let prepared = &context.units[load.unit.index()];
-                load.fail(part, &prepared.unit, &prepared.layout, error);
+                load.fail(part, error);
                 false
             }
         };
+        let id = load.id;
         match self.targets.remove(&token) {
             None => self.return_part(context, load_id, part, buffer, now_ns),
             Some((target, stored, kind)) if delivered => {
@@ -141,12 +188,9 @@ impl<D: Device> EngineState<D> {
                     self.workers.as_ref().expect("an engine with bounce buffers has workers");
                 let bounce = buffer.expect("a completed read returns its buffer");
                 self.filling += 1;
-                let unit = &self.units[load.unit.index()];
-                let verify = unit.needs_verification(context.verify);
-                workers.submit(
-                    Job::FillPart { token, bounce, stored, kind, verify, target },
-                    unit.waiters > 0,
-                );
+                let (urgent, verify) = self.urgency(context, id);
+                let job = Job::FillPart { token, bounce, stored, kind, verify, target };
+                workers.submit(job, urgent);
             }
             Some((target, ..)) => {
                 // Frees the bounce buffer for the next read. If the system may still write to the
@@ -172,10 +216,9 @@ impl<D: Device> EngineState<D> {
         let (load_id, part) = split_token(token);
         if let Some(damage) = damage {
             let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
-            let prepared = &context.units[load.unit.index()];
             let file = load.file(part);
             let path = context.sources[file.0 as usize].path().to_path_buf();
-            load.fail_damaged(part, &prepared.unit, &prepared.layout, path, damage);
+            load.fail_damaged(part, path, damage);
         }
         self.return_part(context, load_id, part, Some(target), now_ns);
     }
@@ -192,7 +235,7 @@ impl<D: Device> EngineState<D> {
             PanickedJob::Check(load) => load,
         };
         let load = self.loads.get_mut(&load_id).expect("a load exists until its jobs have ended");
-        let unit = &context.units[load.unit.index()].unit.name;
+        let unit = load.name();
         load.error.get_or_insert(Error::System(format!(
             "cannot load unit `{unit}`: a worker thread panicked (a bug in TensorStream)"
         )));
@@ -223,13 +266,13 @@ impl<D: Device> EngineState<D> {
     fn on_all_read(&mut self, context: &EngineContext<D>, load_id: u32, now_ns: u64) {
         let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
         let slot = load.join();
-        let checks = &context.units[load.unit.index()].checks;
-        let unit = &self.units[load.unit.index()];
-        let verify = !checks.is_empty() && unit.needs_verification(context.verify);
+        let (checks, failed, id) =
+            (Arc::clone(&load.prepared.checks), load.error.is_some(), load.id);
+        let (urgent, verify) = self.urgency(context, id);
+        let verify = verify && !checks.is_empty() && !failed;
         match (&self.workers, slot) {
-            (Some(workers), Some(slot)) if verify && load.error.is_none() => {
-                let job = Job::Check { load: load_id, slot, checks: Arc::clone(checks) };
-                workers.submit(job, unit.waiters > 0);
+            (Some(workers), Some(slot)) if verify => {
+                workers.submit(Job::Check { load: load_id, slot, checks }, urgent);
             }
             (_, slot) => self.upload_or_finish(context, load_id, slot, now_ns),
         }
@@ -246,7 +289,7 @@ impl<D: Device> EngineState<D> {
     ) {
         let load = self.loads.get_mut(&load_id).expect("a load exists until its check has ended");
         if let Some(ChecksumMismatch { tensor, range }) = mismatch {
-            let unit = &context.units[load.unit.index()].unit;
+            let unit = &load.prepared.unit;
             let part = unit.tensors[tensor].range_to_read(unit.tensors[tensor].entry.parts[0]);
             load.error = Some(Error::Corrupt {
                 unit: unit.name.clone(),
@@ -289,7 +332,7 @@ impl<D: Device> EngineState<D> {
         let UploadResult { load: load_id, slot, result } = upload;
         let load = self.loads.get_mut(&load_id).expect("a load exists until its upload has ended");
         if let Err(error) = result {
-            load.error = Some(Error::device(&context.units[load.unit.index()].unit.name, error));
+            load.error = Some(Error::device(&load.name(), error));
         }
         self.finish(context, load_id, Some(Slot::Device(slot)), now_ns);
     }
@@ -304,12 +347,20 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
     ) {
         let mut load = self.loads.remove(&load_id).expect("a load exists until it is finished");
-        let id = load.unit;
-        let unit = &mut self.units[id.index()];
         for &(path, bytes) in &load.read_bytes {
             add_bytes(&mut self.counters.read_bytes, path, bytes);
-            unit.stats.read_bytes += bytes;
         }
+        let Some(id) = load.id else {
+            let gathered = || slot.expect("a load without an error still has its slot");
+            let result = load.error.take().map_or_else(|| Ok(gathered()), Err);
+            // The caller may have given up.
+            if let Some(waiting) = self.gathers.get_mut(&load_id) {
+                *waiting = Some(result);
+            }
+            return;
+        };
+        let unit = &mut self.units[id.index()];
+        unit.stats.read_bytes += load.read_bytes.iter().map(|&(_, bytes)| bytes).sum::<u64>();
         unit.stats.load_ns += now_ns - load.started_ns;
         unit.stats.loads += 1;
         if let Some(error) = load.error.take() {

@@ -10,8 +10,8 @@ use crate::unit::UnitId;
 
 use super::{EngineState, Presence};
 
-/// How many visits ahead an ordered unit may be read into the memory of a routed one. A routed unit
-/// may be used again in each pass, and reading further ahead saves nothing.
+/// An ordered unit that is expected within this number of visits may evict a routed unit. Earlier
+/// prefetching would save nothing, and the next pass could need the routed unit again.
 const ROUTED_DISTANCE: usize = 2;
 
 impl<D: Device> EngineState<D> {
@@ -70,8 +70,8 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Allocates memory for a unit that is expected in `distance` visits. Evicts only units that
-    /// are expected later, and routed units for the next [`ROUTED_DISTANCE`] visits.
+    /// Allocates memory for a unit that is expected in `distance` visits. Evicts only ordered units
+    /// that are expected later and, if `distance` is below [`ROUTED_DISTANCE`], routed units.
     fn allocate_ahead(
         &mut self,
         context: &EngineContext<D>,

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Decides which routed units stay in memory: those that were expected most often of late.
+//! Decides which routed units stay in memory: those that recent passes expected most often.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use crate::prepared::PreparedUnit;
 use crate::stats::RoutedStats;
 use crate::unit::{Access, UnitId};
 
-/// After this many passes, an earlier visit counts half.
+/// The number of passes after which a visit counts half as much.
 const HALF_LIFE: f64 = 128.0;
 /// If the weight of a visit exceeds this number, all weights are scaled down.
 const LARGEST_WEIGHT: f64 = 1e100;
@@ -22,8 +23,8 @@ const LARGEST_WEIGHT: f64 = 1e100;
 pub(crate) struct Routed {
     /// `None` for units that are not routed.
     units: Vec<Option<RoutedUnit>>,
-    /// The present units that nobody uses, waits for or expects, by slot size. The first one of a
-    /// size is the first to evict.
+    /// The idle units, by slot size: they are present, not expected, and no thread uses them or
+    /// waits for them. The first one of a size is the first to evict.
     idle: BTreeMap<usize, BTreeSet<(Rank, UnitId)>>,
     /// The units that are expected, in order, each with the number of its expectation.
     expected: Vec<(u64, UnitId)>,
@@ -61,8 +62,8 @@ impl RoutedUnit {
 }
 
 impl Routed {
-    pub(crate) fn new(units: &[PreparedUnit]) -> Self {
-        let routed = |prepared: &PreparedUnit| {
+    pub(crate) fn new(units: &[Arc<PreparedUnit>]) -> Self {
+        let routed = |prepared: &Arc<PreparedUnit>| {
             (prepared.unit.access == Access::Routed).then_some(RoutedUnit {
                 slot_bytes: prepared.slot_bytes,
                 read_bytes: prepared.read_bytes,
@@ -143,7 +144,7 @@ impl Routed {
         self.last_expectation
     }
 
-    /// Ends an expectation. Returns the units of it that were not visited.
+    /// Ends an expectation. Returns its units that were not visited.
     pub(crate) fn end_expectation(&mut self, number: u64) -> Vec<UnitId> {
         let rest = self.expected.extract_if(.., |(of, _)| *of == number);
         rest.map(|(_, id)| id).collect()
@@ -161,7 +162,8 @@ impl Routed {
         self.expected.iter().map(|&(_, id)| id)
     }
 
-    /// Adds a unit that nobody uses or waits for to the idle units, unless it is expected.
+    /// Adds a unit to the idle units, unless it is expected. The unit must be in memory, and no
+    /// thread may use it or wait for it.
     pub(crate) fn insert_idle(&mut self, id: UnitId) {
         if self.expected().any(|expected| expected == id) {
             return;
