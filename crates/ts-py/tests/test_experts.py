@@ -315,6 +315,6 @@ def test_operations_on_all_experts(tmp_path: Path) -> None:
         own.zero_()
     small = ts.from_pretrained(tmp_path, budget=smallest(tmp_path, dtype=torch.float32))
     weight = small.model.layers[0].mlp.experts.gate_up_proj
-    with pytest.raises(ts.BudgetError, match="needs all of `model"):
+    with pytest.raises(ts.BudgetError, match=r"needs \d+ bytes of `model"):
         weight.sum()
     assert torch.equal(weight.clone(), other)

@@ -60,6 +60,7 @@ def test_stats_have_the_documented_keys(tmp_path: Path) -> None:
     assert stats.keys() == ts.Stats.__annotations__.keys()
     assert stats["plan"].keys() == ts.PlanStats.__annotations__.keys()
     assert stats["routed"].keys() == ts.RoutedStats.__annotations__.keys()
+    assert stats["tables"].keys() == ts.TableStats.__annotations__.keys()
     assert stats["units"][0].keys() == ts.UnitStats.__annotations__.keys()
     with ts.listen("127.0.0.1:0") as listener, ThreadPoolExecutor(1) as threads:
         far = threads.submit(listener.accept)

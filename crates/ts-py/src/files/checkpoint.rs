@@ -78,6 +78,15 @@ impl Checkpoint {
         Ok((tensor.dtype().name(), tensor.shape().to_vec(), parts))
     }
 
+    /// Returns whether pieces of these parts can be read on their own: the parts are neither
+    /// compressed nor have checksums.
+    fn can_gather(&self, parts: Vec<Part>) -> bool {
+        let catalog = self.inner.catalog();
+        ranges(&parts)
+            .into_iter()
+            .all(|range| !range.is_virtual() && catalog.digest_around(range).is_none())
+    }
+
     /// Reads parts into memory. There, each part directly follows the part before it. Blocks.
     ///
     /// Args:

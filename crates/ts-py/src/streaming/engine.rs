@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tensorstream::io::{BackendOptions, Tuner};
 use tensorstream::orchestrator::{
-    Access, Engine, EngineConfig, Phase, Prefetch, Unit, UnitId, UnitTensor, Verify,
+    Access, Engine, EngineConfig, Phase, Prefetch, Table, Unit, UnitId, UnitTensor, Verify,
 };
 
 use crate::errors::to_python;
@@ -16,7 +16,10 @@ use crate::signals::interruptible;
 /// stands for the address that a mapping of the file would have.
 pub(super) type TensorSpec = (String, String, Vec<u64>, Vec<Part>, Option<u8>);
 
-/// A unit: its name, its tensors, and whether data select it ([`Access::Routed`]).
+/// A table: its tensor, and its `torch.dtype`.
+pub(super) type TableSpec = (TensorSpec, Py<PyAny>);
+
+/// A unit: its name, its tensors, and whether the data of a pass select it ([`Access::Routed`]).
 pub(super) type UnitSpec = (String, Vec<TensorSpec>, bool);
 
 /// A function that creates an engine. A forked child process calls it again.
@@ -31,11 +34,13 @@ pub(super) fn engine_factory(
     py: Python<'_>,
     checkpoint: &Checkpoint,
     units: Vec<UnitSpec>,
+    tables: Vec<TensorSpec>,
     budget: usize,
     together: Vec<Vec<u32>>,
     settings: Option<Settings>,
-) -> PyResult<(Vec<Unit>, EngineFactory)> {
+) -> PyResult<(Vec<Unit>, Vec<Table>, EngineFactory)> {
     let units = model_units(py, checkpoint, units)?;
+    let tables = model_tables(py, checkpoint, tables)?;
     let tuner = match &settings {
         Some(Settings { in_flight: None, .. }) => Tuner::default(),
         _ => Tuner::disabled(),
@@ -45,14 +50,16 @@ pub(super) fn engine_factory(
     let (request_bytes, io) = (tuned.request_bytes, tuned.io);
     let together = unit_sets(together);
     let (checkpoint, engine_units) = (checkpoint.inner.clone(), units.clone());
+    let engine_tables = tables.clone();
     let factory = move |py: Python<'_>| {
         let config = config(budget, settings.as_ref())?
             .with_request_bytes(request_bytes)
             .with_io(io.clone())
-            .with_together(together.clone());
+            .with_together(together.clone())
+            .with_tables(engine_tables.clone());
         py.detach(|| checkpoint.engine(engine_units.clone(), config)).map_err(|e| to_python(py, &e))
     };
-    Ok((units, Box::new(factory)))
+    Ok((units, tables, Box::new(factory)))
 }
 
 /// The settings of an engine except for its budget: a dictionary that has all of these keys.
@@ -113,17 +120,40 @@ pub(super) fn model_units(
     checkpoint: &Checkpoint,
     units: Vec<UnitSpec>,
 ) -> PyResult<Vec<Unit>> {
-    let tensor = |(name, dtype, shape, parts, phase): TensorSpec| -> PyResult<UnitTensor> {
-        let entry = checkpoint.assemble(py, &name, &dtype, shape, &parts)?;
-        let phase = phase.map_or(Phase::Mapped, Phase::At);
-        Ok(UnitTensor::new(checkpoint.inner.catalog(), name, entry, phase))
-    };
     let unit = |(name, specs, routed): UnitSpec| {
-        let tensors = specs.into_iter().map(tensor).collect::<PyResult<_>>()?;
+        let tensors = specs.into_iter().map(|spec| unit_tensor(py, checkpoint, spec));
+        let tensors = tensors.collect::<PyResult<_>>()?;
         let access = if routed { Access::Routed } else { Access::Ordered };
         Ok(Unit::new(name, tensors).with_access(access))
     };
     units.into_iter().map(unit).collect()
+}
+
+/// Returns tables of these tensors.
+///
+/// # Errors
+/// The same as [`Checkpoint::assemble`], and ValueError if a tensor has no rows.
+pub(super) fn model_tables(
+    py: Python<'_>,
+    checkpoint: &Checkpoint,
+    tables: Vec<TensorSpec>,
+) -> PyResult<Vec<Table>> {
+    let table = |spec: TensorSpec| {
+        let name = spec.0.clone();
+        Table::new(unit_tensor(py, checkpoint, spec)?)
+            .ok_or_else(|| PyValueError::new_err(format!("tensor `{name}` has no rows to gather")))
+    };
+    tables.into_iter().map(table).collect()
+}
+
+fn unit_tensor(
+    py: Python<'_>,
+    checkpoint: &Checkpoint,
+    (name, dtype, shape, parts, phase): TensorSpec,
+) -> PyResult<UnitTensor> {
+    let entry = checkpoint.assemble(py, &name, &dtype, shape, &parts)?;
+    let phase = phase.map_or(Phase::Mapped, Phase::At);
+    Ok(UnitTensor::new(checkpoint.inner.catalog(), name, entry, phase))
 }
 
 /// Converts sets of unit numbers to sets of unit ids.

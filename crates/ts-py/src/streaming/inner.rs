@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
-use tensorstream::orchestrator::{Engine, Lease, PassId, UnitId};
+use tensorstream::format::TensorMeta;
+use tensorstream::orchestrator::{Engine, Lease, PassId, Table, TableId, UnitId};
 
 use super::engine::EngineFactory;
 use super::torch::Torch;
@@ -20,9 +21,9 @@ use crate::signals::interruptible;
 ///
 /// Args:
 ///     checkpoint: The checkpoint that contains the weights.
-///     units: The name and the tensors of each unit, and whether data select the unit. A tensor has
-///         a name, a safetensors dtype name, a shape, parts, and an address modulo 64. None stands
-///         for the address that a mapping of the file would have.
+///     units: The name and the tensors of each unit, and whether the data of a pass select the
+///         unit. A tensor has a name, a safetensors dtype name, a shape, parts, and an address
+///         modulo 64. None stands for the address that a mapping of the file would have.
 ///     weights: The parameters. Each has the number of its unit, its index in the unit, its shape
 ///         and strides (None for those of the bytes), whether it requires gradients, its name and
 ///         its dtype. The index of a parameter in this list is its key.
@@ -30,6 +31,7 @@ use crate::signals::interruptible;
 ///     together: Sets of units that one operation needs at the same time.
 ///     weight_class: The class of the parameters that forwards receive.
 ///     settings: The settings of the engine; None for the defaults.
+///     tables: The tensors whose rows ``gather`` reads, each with its dtype.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Streamer {
     pub(super) inner: Arc<StreamerInner>,
@@ -43,6 +45,8 @@ pub(super) struct StreamerInner {
     engine: Mutex<Arc<Engine>>,
     new_engine: EngineFactory,
     pub(super) weights: Vec<Weight>,
+    /// The tables, each with its `torch.dtype`.
+    tables: Vec<(Table, Py<PyAny>)>,
     entries: Vec<Mutex<UnitEntry>>,
     pub(super) torch: Torch,
 }
@@ -55,8 +59,8 @@ pub(super) struct RunningPass {
 }
 
 thread_local! {
-    /// The most recent pass of this thread in each [`StreamerInner`], by the address of the latter,
-    /// and whether the pass has ended.
+    /// The most recent pass of this thread in each [`StreamerInner`], and whether the pass has
+    /// ended. The key is the address of the [`StreamerInner`].
     static PASSES: RefCell<HashMap<usize, (PassId, Arc<AtomicBool>)>> = RefCell::default();
 }
 
@@ -65,12 +69,13 @@ impl StreamerInner {
         py: Python<'_>,
         new_engine: EngineFactory,
         weights: Vec<Weight>,
+        tables: Vec<(Table, Py<PyAny>)>,
         unit_count: usize,
         torch: Torch,
     ) -> PyResult<Self> {
         let engine = Mutex::new(Arc::new(new_engine(py)?));
         let entries = (0..unit_count).map(|_| Mutex::default()).collect();
-        Ok(Self { engine, new_engine, weights, entries, torch })
+        Ok(Self { engine, new_engine, weights, tables, entries, torch })
     }
 
     /// Returns the engine. A forked child process creates its own.
@@ -170,6 +175,26 @@ impl StreamerInner {
         }
     }
 
+    /// Reads rows of a table. Blocks.
+    pub(super) fn gather(&self, py: Python<'_>, id: u32, rows: &[u64]) -> PyResult<Py<PyAny>> {
+        let engine = self.engine(py)?;
+        let gather = || interruptible(py, |interrupt| engine.gather(TableId(id), rows, interrupt));
+        let bytes = match gather() {
+            // Cached tensors and garbage occupy memory, but can be freed.
+            Err(error) if is_referenced(py, &error)? => {
+                self.drop_cached();
+                py.import("gc")?.call_method0("collect")?;
+                gather()
+            }
+            other => other,
+        }?;
+        let (table, dtype) = &self.tables[id as usize];
+        let mut shape = table.meta().shape.clone();
+        shape[0] = rows.len() as u64;
+        let meta = TensorMeta { dtype: table.meta().dtype, shape };
+        self.torch.row_major(py, bytes, &meta, dtype)
+    }
+
     pub(super) fn entry(&self, unit: usize) -> &Mutex<UnitEntry> {
         &self.entries[unit]
     }
@@ -193,8 +218,8 @@ impl StreamerInner {
         !cached.is_empty()
     }
 
-    /// Returns the tensors of a leased unit, which all uses of the unit share. Stores `lease` in
-    /// them, or returns it if they already have a lease.
+    /// Returns the tensors of a leased unit, which all uses of the unit share. Also returns `lease`
+    /// if the tensors already have a lease. Otherwise, stores `lease` in the tensors.
     pub(super) fn share(&self, unit: usize, lease: Lease) -> (Arc<UnitTensors>, Option<Lease>) {
         let address = if lease.tensor_count() == 0 { 0 } else { lease.tensor(0).as_ptr().addr() };
         let mut entry = self.entry(unit).lock();
@@ -218,8 +243,8 @@ impl StreamerInner {
         (tensors, None)
     }
 
-    /// Ends one use of a unit. The last use caches the tensors if the unit is resident and nothing
-    /// else references its memory, and drops them otherwise.
+    /// Ends one use of a unit. When the last use ends, caches the tensors if the unit is resident
+    /// and nothing else references the memory of the unit. Otherwise, drops the tensors.
     ///
     /// Returns the unit and its lease if other objects still reference its memory. If a weight was
     /// `written` to, discards the unit and returns None.
@@ -260,7 +285,8 @@ impl StreamerInner {
         key: usize,
         grad: bool,
     ) -> PyResult<Option<Py<PyAny>>> {
-        // Weights that are divided into several units have larger keys. They are never lent.
+        // Keys beyond this list belong to weights that are divided into several units. Such weights
+        // are never lent.
         let Some(weight) = self.weights.get(key) else { return Ok(None) };
         let this_thread = std::thread::current().id();
         match self.tensors_in_use(weight.unit) {

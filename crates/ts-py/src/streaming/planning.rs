@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorstream::orchestrator::{self as orchestrator, UnitDemand};
 
-use super::engine::{Settings, UnitSpec, config, model_units, unit_sets};
+use super::engine::{Settings, TableSpec, UnitSpec, config, model_tables, model_units, unit_sets};
 use super::stats::{plan_dict, units_list};
 use crate::errors::to_python;
 use crate::files::checkpoint::Checkpoint;
@@ -48,17 +48,22 @@ pub(crate) fn plan<'py>(
 ///     units: The units, as for ``Streamer``.
 ///     together: Sets of units that one operation needs at the same time.
 ///     settings: The settings of the engine.
+///     tables: The tables, as for ``Streamer``.
 #[pyfunction]
-#[pyo3(signature = (checkpoint, units, *, together, settings))]
+#[pyo3(signature = (checkpoint, units, *, together, settings, tables=Vec::new()))]
 pub(crate) fn requirement(
     py: Python<'_>,
     checkpoint: &Checkpoint,
     units: Vec<UnitSpec>,
     together: Vec<Vec<u32>>,
     settings: Settings,
+    tables: Vec<TableSpec>,
 ) -> PyResult<(usize, usize)> {
     let units = model_units(py, checkpoint, units)?;
-    let config = config(0, Some(&settings))?.with_together(unit_sets(together));
+    let tables = tables.into_iter().map(|(spec, _)| spec).collect();
+    let config = config(0, Some(&settings))?
+        .with_together(unit_sets(together))
+        .with_tables(model_tables(py, checkpoint, tables)?);
     checkpoint.inner.requirement(units, config).map_err(|e| to_python(py, &e))
 }
 

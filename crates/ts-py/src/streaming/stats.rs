@@ -35,6 +35,10 @@ pub(super) fn stats_dict<'py>(
     routed.set_item("hits", stats.routed.hits)?;
     routed.set_item("evictions", stats.routed.evictions)?;
     dict.set_item("routed", routed)?;
+    let tables = PyDict::new(py);
+    tables.set_item("rows", stats.tables.rows)?;
+    tables.set_item("read_bytes", stats.tables.read_bytes)?;
+    dict.set_item("tables", tables)?;
     dict.set_item("plan", plan_dict(py, &stats.plan)?)?;
     dict.set_item("units", units_list(py, &stats.units)?)?;
     Ok(dict)

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorstream::orchestrator::UnitId;
 
-use super::engine::{Settings, UnitSpec, engine_factory};
+use super::engine::{Settings, TableSpec, UnitSpec, engine_factory};
 use super::expected::Expected;
 use super::inner::{Streamer, StreamerInner};
 use super::lease::Use;
@@ -26,7 +26,7 @@ use crate::signals::interruptible;
 impl Streamer {
     #[new]
     #[pyo3(signature = (checkpoint, units, weights, *, budget, together, weight_class,
-        settings=None))]
+        settings=None, tables=Vec::new()))]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
         py: Python<'_>,
@@ -37,9 +37,12 @@ impl Streamer {
         together: Vec<Vec<u32>>,
         weight_class: Py<PyAny>,
         settings: Option<Settings>,
+        tables: Vec<TableSpec>,
     ) -> PyResult<Self> {
-        let (units, new_engine) =
-            engine_factory(py, checkpoint, units, budget, together, settings)?;
+        let (specs, dtypes): (Vec<_>, Vec<_>) = tables.into_iter().unzip();
+        let (units, tables, new_engine) =
+            engine_factory(py, checkpoint, units, specs, budget, together, settings)?;
+        let tables = tables.into_iter().zip(dtypes).collect();
         let weight = |spec: WeightSpec| {
             let (unit, index, name) = (spec.0, spec.1, spec.4.clone());
             Weight::new(spec, &units).ok_or_else(|| {
@@ -51,7 +54,7 @@ impl Streamer {
         };
         let weights = weights.into_iter().map(weight).collect::<PyResult<_>>()?;
         let torch = Torch::new(py, weight_class)?;
-        let inner = StreamerInner::new(py, new_engine, weights, units.len(), torch)?;
+        let inner = StreamerInner::new(py, new_engine, weights, tables, units.len(), torch)?;
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -61,14 +64,14 @@ impl Streamer {
         Pass::begin(py, &self.inner)
     }
 
-    /// Clears autocast's cache of weights if autocast is enabled and no gradients are recorded. No
-    /// operation may be running.
+    /// Clears autocast's cache of weights if autocast is enabled and no gradients are recorded.
+    /// Call this only while no operation is running on this thread.
     fn forget_casts(&self, py: Python<'_>) -> PyResult<()> {
         self.inner.torch.clear_autocast_cache(py)
     }
 
-    /// Switches to a better plan, if there is one. Keeps the plan while a pass is running or the
-    /// memory of a unit is referenced. Blocks.
+    /// Switches to a better plan, if there is one. Keeps the plan if a pass is running or the
+    /// memory of a unit is referenced. Unless a pass is running, blocks until reads have ended.
     ///
     /// Returns:
     ///     Whether the plan has changed.
@@ -114,6 +117,18 @@ impl Streamer {
     /// Leases units for one operation on their weights. Blocks until they are in memory.
     fn hold(&self, py: Python<'_>, units: Vec<u32>) -> PyResult<Use> {
         Use::for_operation(py, &self.inner, &units)
+    }
+
+    /// Reads rows of a table. Blocks.
+    ///
+    /// Args:
+    ///     table: The number of the table.
+    ///     rows: The numbers of the rows.
+    ///
+    /// Returns:
+    ///     A tensor with these rows, in this order. It occupies memory of the budget.
+    fn gather(&self, py: Python<'_>, table: u32, rows: Vec<u64>) -> PyResult<Py<PyAny>> {
+        self.inner.gather(py, table, &rows)
     }
 
     /// Returns a weight's parameter while the forward of its module runs on this thread, else None.

@@ -3,6 +3,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::TensorBytes;
 
 use super::weight::Weight;
@@ -67,6 +68,25 @@ impl Torch {
         bytes: TensorBytes,
         weight: &Weight,
     ) -> PyResult<Py<PyAny>> {
+        let tensor = self.row_major(py, bytes, &weight.meta, &weight.dtype)?;
+        match &weight.strided {
+            None => Ok(tensor),
+            Some((shape, strides)) => {
+                let (shape, strides) = (shape.clone(), strides.clone());
+                let tensor = tensor.bind(py);
+                Ok(tensor.call_method1(intern!(py, "as_strided"), (shape, strides))?.unbind())
+            }
+        }
+    }
+
+    /// Creates a row-major tensor over bytes, without a copy.
+    pub(super) fn row_major(
+        &self,
+        py: Python<'_>,
+        bytes: TensorBytes,
+        meta: &TensorMeta,
+        dtype: &Py<PyAny>,
+    ) -> PyResult<Py<PyAny>> {
         // Backward cannot use an inference tensor, so none is created even if the caller is in
         // inference mode.
         let guard = match is_true(py, &self.is_inference_mode_enabled)? {
@@ -76,29 +96,26 @@ impl Torch {
         if let Some(guard) = &guard {
             guard.call_method0(intern!(py, "__enter__"))?;
         }
-        let tensor = self.tensor_in_mode(py, bytes, weight);
+        let tensor = self.row_major_in_mode(py, bytes, meta, dtype);
         if let Some(guard) = &guard {
             guard.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()))?;
         }
         tensor
     }
 
-    fn tensor_in_mode(
+    fn row_major_in_mode(
         &self,
         py: Python<'_>,
         bytes: TensorBytes,
-        weight: &Weight,
+        meta: &TensorMeta,
+        dtype: &Py<PyAny>,
     ) -> PyResult<Py<PyAny>> {
-        let capsule = tensor_capsule(py, bytes, &weight.meta)?;
+        let capsule = tensor_capsule(py, bytes, meta)?;
         let mut tensor = self.from_dlpack.bind(py).call1((capsule,))?;
-        if !has_unversioned_code(weight.meta.dtype) {
-            let shape: Vec<i64> = weight.meta.shape.iter().map(|&n| n as i64).collect();
-            tensor = tensor.call_method1(intern!(py, "view"), (weight.dtype.bind(py),))?;
+        if !has_unversioned_code(meta.dtype) {
+            let shape: Vec<i64> = meta.shape.iter().map(|&n| n as i64).collect();
+            tensor = tensor.call_method1(intern!(py, "view"), (dtype.bind(py),))?;
             tensor = tensor.call_method1(intern!(py, "view"), (shape,))?;
-        }
-        if let Some((shape, strides)) = &weight.strided {
-            tensor =
-                tensor.call_method1(intern!(py, "as_strided"), (shape.clone(), strides.clone()))?;
         }
         Ok(tensor.unbind())
     }

@@ -37,7 +37,7 @@ pub(super) struct UnitTensorsState {
     pub(super) address: usize,
     /// The tensor and the parameters of each weight, by index in the unit.
     views: Vec<WeightViews>,
-    /// The threads that run the forward of the module that owns the unit, once for each call.
+    /// The threads that run the forward of the unit's module, with one entry for each running call.
     pub(super) forward_threads: Vec<ThreadId>,
     /// The name of a weight that was written to.
     written: Option<String>,
@@ -88,8 +88,8 @@ impl UnitTensors {
         grad: bool,
     ) -> PyResult<Py<PyAny>> {
         let requires_grad = weight.requires_grad.load(Ordering::Relaxed) && !grad;
-        // Creating a tensor can run the garbage collector, which can end other uses. That takes the
-        // lock, so the lock is released first.
+        // Creating a tensor can run the garbage collector, which can end other uses. Ending a use
+        // takes the lock, so the lock is released first.
         let (tensor, bytes) = {
             let state = self.lock();
             let views = &state.views[weight.index];

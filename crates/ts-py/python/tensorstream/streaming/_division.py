@@ -3,12 +3,17 @@
 
 The experts of a mixture are parameters whose first dimension is the expert. A token needs few of
 them, so each expert is read, kept and evicted on its own.
+
+Embeddings and large linear layers are divided into blocks of rows if the budget is smaller than the
+model. A lookup reads only its rows. A product reads one block after the other.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +30,123 @@ _DIVIDES = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
 
 #: A range of a file: the index of the file, the offset, and the length in bytes.
 Part = tuple[int, int, int]
+
+
+#: Embeddings and linear layers below this size are not divided.
+_LEAST_DIVIDED_BYTES = 4 << 20
+#: The size that a block of rows has at least, if the parameter is large enough.
+_BLOCK_BYTES = 1 << 20
+#: With at least this many rows in each block, in multiples of ``_ROW_MULTIPLE``, matrix products
+#: round as with the whole matrix. `products_are_exact` checks this.
+_LEAST_BLOCK_ROWS = 256
+_ROW_MULTIPLE = 16
+
+
+class Rows(enum.IntEnum):
+    """Which parameters are divided into blocks of rows."""
+
+    NONE = 0
+    #: Those that are only embeddings.
+    EMBEDDINGS = 1
+    #: Also those of linear layers.
+    ALL = 2
+
+
+def block_rows(parameter: torch.Tensor) -> int:
+    """Returns the number of rows of a block, except of the last one, which may have more."""
+    row_bytes = max(slice_bytes(parameter), 1)
+    rows = max(_LEAST_BLOCK_ROWS, -(-_BLOCK_BYTES // row_bytes))
+    return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
+
+
+def block_counts(rows: int, step: int) -> list[int]:
+    """Returns the number of rows of each block. A short last block is joined to its neighbor."""
+    counts = [step] * (rows // step)
+    rest = rows % step
+    if rest >= _ROW_MULTIPLE or not counts:
+        counts.append(rest)
+    else:
+        counts[-1] += rest
+    return counts
+
+
+def row_divided(model: nn.Module, wanted: Rows) -> set[int]:
+    """Returns the parameters that are divided into blocks of rows, by ``id``.
+
+    These are weights that only embeddings and linear layers use, if products with blocks of the
+    weight round like products with all of it.
+    """
+    users: dict[int, list[nn.Module]] = {}
+    parameters: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(module)
+                parameters[id(parameter)] = parameter
+
+    def divides(key: int) -> bool:
+        parameter, modules = parameters[key], users[key]
+        embeds = [_embeds(module, parameter) for module in modules]
+        multiplies = [_multiplies(module, parameter) for module in modules]
+        return (
+            parameter.ndim == 2
+            and parameter.nbytes >= _LEAST_DIVIDED_BYTES
+            and parameter.shape[0] >= 2 * block_rows(parameter)
+            and all(a or b for a, b in zip(embeds, multiplies, strict=True))
+            and (all(embeds) or wanted is Rows.ALL)
+            and (all(embeds) or products_are_exact(parameter.dtype, parameter.shape[1]))
+        )
+
+    return set() if wanted is Rows.NONE else {key for key in users if divides(key)}
+
+
+def _embeds(module: nn.Module, parameter: torch.Tensor) -> bool:
+    # With `max_norm`, the forward writes to the weight.
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    return isinstance(module, embeddings) and module.max_norm is None and parameter is module.weight
+
+
+def _multiplies(module: nn.Module, parameter: torch.Tensor) -> bool:
+    return isinstance(module, nn.Linear) and parameter is module.weight
+
+
+@functools.cache
+def products_are_exact(dtype: torch.dtype, columns: int) -> bool:
+    """Returns whether products with blocks of a matrix equal those with the whole matrix.
+
+    Multiplies random matrices on this processor, with the current number of threads.
+    """
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        return False
+    generator = torch.Generator().manual_seed(columns)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    with torch.inference_mode():
+        for rows in (2 * _LEAST_BLOCK_ROWS, 3 * _LEAST_BLOCK_ROWS + _ROW_MULTIPLE + 5):
+            weight, bias = random(rows, columns), random(rows)
+            counts = block_counts(rows, _LEAST_BLOCK_ROWS)
+            for batch in (1, 2, 3, 4, 7, 16, 64, 130):
+                inputs = random(batch, columns)
+                for bias_ in (None, bias):
+                    whole = nn.functional.linear(inputs, weight, bias_)
+                    pieces = [
+                        nn.functional.linear(
+                            inputs, weight[begin:end], None if bias_ is None else bias_[begin:end]
+                        )
+                        for begin, end in _bounds(counts)
+                    ]
+                    if not torch.equal(torch.cat(pieces, 1), whole):
+                        return False
+    return True
+
+
+def _bounds(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for count in counts:
+        yield begin, begin + count
+        begin += count
 
 
 def route_argument(module: nn.Module) -> tuple[str, int] | None:
@@ -56,17 +178,17 @@ def slice_bytes(parameter: torch.Tensor) -> int:
 
 
 def slices(
-    parts: Sequence[Part], phase: int | None, count: int
+    parts: Sequence[Part], phase: int | None, counts: Sequence[int]
 ) -> list[tuple[list[Part], int | None]]:
-    """Divides the bytes of a tensor into ``count`` slices of the same size.
+    """Divides the bytes of a tensor into slices with these numbers of rows.
 
     Returns:
         The parts and the phase of each slice, as in a ``TensorSpec``.
     """
-    length = sum(part[2] for part in parts) // count
+    row = sum(part[2] for part in parts) // sum(counts)
     rest, divided = list(parts), []
-    for index in range(count):
-        wanted, own = length, []
+    for begin, end in _bounds(counts):
+        wanted, own = (end - begin) * row, []
         while wanted:
             file, offset, available = rest.pop(0)
             taken = min(available, wanted)
@@ -74,7 +196,7 @@ def slices(
             wanted -= taken
             if taken < available:
                 rest.insert(0, (file, offset + taken, available - taken))
-        divided.append((own, None if phase is None else (phase + index * length) % 64))
+        divided.append((own, None if phase is None else (phase + begin * row) % 64))
     return divided
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from ..config import Config, expanded
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 from ._builder import Builder
-from ._division import is_divided, slices
+from ._division import Rows, block_counts, block_rows, is_divided, row_divided, slices
 from ._forward import (
     Forward,
     Parameters,
@@ -167,12 +167,18 @@ def attach(
         id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), tensor.source.phase)
         for name, tensor in derived.items()
     }
-    units = _UnitBuilder(model, checkpoint, converted, orders or {})
-    together, settings = units.leased_together(), config.settings()
-    smallest, whole = _native.requirement(
-        checkpoint, units.specs, together=together, settings=settings
-    )
-    budget = config.fitted_bytes(smallest, whole, freed_bytes)
+    settings = config.settings()
+
+    def build(rows: Rows) -> tuple[_UnitBuilder, int, int]:
+        units = _UnitBuilder(model, checkpoint, converted, orders or {}, rows)
+        together, tables = units.leased_together(), units.tables
+        sizes = _native.requirement(
+            checkpoint, units.specs, together=together, settings=settings, tables=tables
+        )
+        return units, *sizes
+
+    units, budget = _divided(build, config, freed_bytes)
+    together = units.leased_together()
     streamer = _native.Streamer(
         checkpoint,
         units.specs,
@@ -181,6 +187,7 @@ def attach(
         together=together,
         weight_class=StreamedWeight,
         settings=settings,
+        tables=units.tables,
     )
     weights = Weights(streamer, units.weights, units.divided, budget)
     buffers = units.read_buffers()
@@ -207,6 +214,28 @@ def attach(
         guard(model)
         model.__dict__["_tensorstream"] = streaming
     return model
+
+
+def _divided(
+    build: Callable[[Rows], tuple[_UnitBuilder, int, int]], config: Config, freed_bytes: int
+) -> tuple[_UnitBuilder, int]:
+    """Divides parameters as far as the budget needs it. Returns the units and the budget.
+
+    Args:
+        build: Returns the units, the smallest budget that works for them, and the budget that keeps
+            all of them in memory.
+        config: The settings.
+        freed_bytes: Memory that offloading frees, which the budget can use.
+    """
+    units, smallest, whole = build(Rows.NONE)
+    all_rows, least, _ = build(Rows.ALL)
+    if not any(each.blocks for each in all_rows.divided):
+        return units, config.fitted_bytes(smallest, whole, freed_bytes)
+    budget = config.fitted_bytes(min(smallest, least), whole, freed_bytes)
+    if budget >= whole:
+        return units, budget
+    with_embeddings, smallest, _ = build(Rows.EMBEDDINGS)
+    return (with_embeddings if budget >= smallest else all_rows), budget
 
 
 def stats(model: nn.Module) -> Stats:
@@ -341,9 +370,14 @@ class _UnitBuilder:
         checkpoint: _native.Checkpoint,
         converted: dict[int, Source],
         orders: DimensionOrders,
+        rows: Rows,
     ) -> None:
         self._checkpoint = checkpoint
         self._model = model
+        #: The parameters that are divided into blocks of rows, by ``id``.
+        self._row_divided = row_divided(model, rows)
+        #: The tensors whose rows can be read one by one, with their dtypes.
+        self.tables: list[tuple[TensorSpec, torch.dtype]] = []
         #: The stored orders of dimensions, by name, of parameters that are not contiguous.
         self._orders = orders
         #: The sources of parameters that had to be computed, by ``id``.
@@ -363,6 +397,14 @@ class _UnitBuilder:
         #: until all weights are known: -1 for the first one.
         self._keys: dict[int, int] = {}
         self._names = _qualified_names(model)
+        self._embedded, self._multiplied = (
+            {
+                id(module.weight)
+                for module in model.modules()
+                if isinstance(module, kind) and isinstance(module.weight, torch.Tensor)
+            }
+            for kind in ((nn.Embedding, nn.EmbeddingBag), nn.Linear)
+        )
         self._buffers = [
             (module, f"{prefix}.{name}".lstrip("."), name, buffer)
             for prefix, module in model.named_modules()
@@ -392,7 +434,8 @@ class _UnitBuilder:
             if key is None:
                 source = self._source(parameter)
                 order = self._orders.get(source.name)
-                is_whole = order is not None or not is_divided(module, parameter)
+                divides = is_divided(module, parameter) or id(parameter) in self._row_divided
+                is_whole = order is not None or not divides
                 shape = [parameter.shape[dim] for dim in order] if order else list(parameter.shape)
                 dtype = SAFETENSORS_DTYPES[parameter.dtype]
                 spec = (source.name, dtype, shape, list(source.parts), source.phase)
@@ -418,6 +461,9 @@ class _UnitBuilder:
         _, dtype, shape, parts, phase = spec
         # The source of merged experts has the name of the first one.
         name = self._names[id(parameter)][0]
+        blocks = None
+        if id(parameter) in self._row_divided:
+            blocks = tuple(block_counts(shape[0], block_rows(parameter)))
         self.divided.append(
             Divided(
                 name,
@@ -427,23 +473,43 @@ class _UnitBuilder:
                 tuple(parameter.stride()),
                 len(self.weights),
                 len(self.specs),
+                phase if phase is not None else (parts[0][1] % 64 if parts else 0),
+                blocks,
+                self._table(parameter, name, spec) if blocks else None,
             )
         )
-        for index, (own, own_phase) in enumerate(slices(parts, phase, shape[0])):
-            of_slice = (f"{name}[{index}]", dtype, shape[1:], own, own_phase)
+        counts = blocks or (1,) * shape[0]
+        first = 0
+        for count, (own, own_phase) in zip(counts, slices(parts, phase, counts), strict=True):
+            of_rows = f"{name}[{first}:{first + count}]" if blocks else f"{name}[{first}]"
+            own_shape = [count, *shape[1:]] if blocks else shape[1:]
+            strides = tuple(parameter.stride())
             self.weights.append(
                 Weight(
-                    of_slice[0],
+                    of_rows,
                     parameter.dtype,
-                    tuple(shape[1:]),
+                    tuple(own_shape),
                     len(self.specs),
                     0,
                     parameter.requires_grad,
-                    tuple(parameter.stride()[1:]),
-                    shape[1:],
+                    strides if blocks else strides[1:],
+                    own_shape,
                 )
             )
-            self.specs.append((of_slice[0], [of_slice], True))
+            # Passes use the blocks of a linear layer in order. Data select all other slices.
+            routed = not (blocks and id(parameter) in self._multiplied)
+            self.specs.append((of_rows, [(of_rows, dtype, own_shape, own, own_phase)], routed))
+            first += count
+
+    def _table(self, parameter: torch.Tensor, name: str, spec: TensorSpec) -> int | None:
+        """Adds a table of the rows of an embedding. Returns its number, or ``None``.
+
+        Rows that have checksums are read with their blocks, which are compared with the checksums.
+        """
+        if not self._checkpoint.can_gather(spec[3]) or id(parameter) not in self._embedded:
+            return None
+        self.tables.append(((name, *spec[1:4], 0), parameter.dtype))
+        return len(self.tables) - 1
 
     def _weight(self, parameter: torch.Tensor, spec: TensorSpec, index: int) -> Weight:
         """Returns the weight of a parameter, in the current unit."""
@@ -475,9 +541,14 @@ class _UnitBuilder:
                 yield module, units.pop()
 
     def routed(self) -> Iterator[tuple[nn.Module, list[int]]]:
-        """Yields the modules with divided weights, and the keys of these weights."""
+        """Yields the modules that choose slices of weights, and the keys of these weights."""
+        count = len(self.weights)
         for module, keys in self.modules:
-            divided = [key for key in keys.values() if key >= len(self.weights)]
+            divided = [
+                key
+                for key in keys.values()
+                if key >= count and self.divided[key - count].blocks is None
+            ]
             if divided:
                 yield module, divided
 

@@ -7,12 +7,15 @@ weight. It computes the same bits as the operation on the whole weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from ._division import slice_bytes
 from ._streamed_tensor import StreamedTensor, rules, with_slice
+from ._weights import Divided
 
 aten = torch.ops.aten
 
@@ -36,31 +39,182 @@ def _index(weight: Any, indices: Any) -> Any:
     return _select(weight, indices[0])
 
 
+@_rule("index_select")
 def _index_select(weight: Any, dim: int, index: Any) -> Any:
     return _select(weight, index) if dim == 0 else NotImplemented
 
 
-rules[aten.index_select.default] = _index_select
+@_rule("embedding")
+def _embedding(
+    weight: Any, indices: Any, padding_idx: int = -1, scale: bool = False, sparse: bool = False
+) -> Any:
+    # The other arguments only affect the gradient of the weight, which is frozen.
+    return _select(weight, indices, negative=False)
 
 
-def _select(weight: Any, index: Any) -> Any:
+def _embedding_bag(operation: Any, weight: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs the operation on the rows that it needs, in memory outside the budget."""
+    if type(indices) is not torch.Tensor or indices.dtype not in _INTEGERS:
+        return NotImplemented
+    rows, numbers = torch.unique(indices, return_inverse=True)
+    if (
+        type(weight) is not StreamedTensor
+        or rows.numel() * slice_bytes(weight) > weight.weights.budget_bytes
+    ):
+        return NotImplemented  # the copy of the whole weight is refused
+    selected = _select(weight, rows, negative=False)
+    if selected is NotImplemented:
+        return NotImplemented
+    bound = dict(zip(_BAG_ARGUMENTS, args, strict=False)) | kwargs
+    padding = bound.get("padding_idx")
+    if padding is not None and padding >= 0:
+        at = (rows == padding).nonzero()
+        bound["padding_idx"] = int(at[0]) if at.numel() else -1
+    return operation(selected, numbers.to(indices.dtype), **bound)
+
+
+for _operation in (
+    aten._embedding_bag.default,
+    aten._embedding_bag_forward_only.default,
+    # In inference mode, operations arrive before they are decomposed.
+    aten.embedding_bag.default,
+    aten.embedding_bag.padding_idx,
+):
+    rules[_operation] = functools.partial(_embedding_bag, _operation)
+
+_BAG_ARGUMENTS = (
+    "offsets",
+    "scale_grad_by_freq",
+    "mode",
+    "sparse",
+    "per_sample_weights",
+    "include_last_offset",
+    "padding_idx",
+)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def _select(weight: Any, index: Any, *, negative: bool = True) -> Any:
+    """Returns ``weight[index]``. ``negative`` says whether indices may count from the end."""
     count = weight.shape[0]
     usable = (
         type(index) is torch.Tensor
-        and index.dtype in (torch.int32, torch.int64)
+        and index.dtype in _INTEGERS
         and type(weight) is StreamedTensor
         and _is_whole(weight)
     )
-    if not usable or (index.numel() and not (-count <= index.min() and index.max() < count)):
-        return NotImplemented  # the operation itself raises the error
+    least = -count if negative else 0
+    if not usable:
+        return NotImplemented
+    if index.numel() and not (least <= index.min() and index.max() < count):
+        raise IndexError(
+            f"index out of range in `{weight.name}`: it has {count} rows, got indices from "
+            f"{int(index.min())} to {int(index.max())}"
+        )
     flat = torch.where(index < 0, index + count, index).reshape(-1)
     result = torch.empty((flat.numel(), *weight.shape[1:]), dtype=weight.dtype)
-    for chosen in torch.unique(flat).tolist():
-        first, *others = (flat == chosen).nonzero().flatten().tolist()
-        with_slice(weight, chosen, result[first].copy_)
-        for position in others:
-            result[position].copy_(result[first])
+    rows, numbers = torch.unique(flat, return_inverse=True)
+    divided = weight.weights.divided(weight.key)
+    assert divided is not None, "`_is_whole` checks it"
+    # Sorted by row, so that each slice is leased once.
+    order = torch.argsort(numbers, stable=True)
+    ends = torch.cumsum(torch.bincount(numbers, minlength=rows.numel()), 0)
+    for begin, end, read in _pieces(weight, divided, rows):
+        first = int(ends[begin - 1]) if begin else 0
+        positions = order[first : int(ends[end - 1])]
+        own = numbers[positions] - begin
+
+        def store(found: torch.Tensor, positions: Any = positions, own: Any = own) -> None:
+            result[positions] = found.detach()[own]
+
+        read(store)
     return result.view(*index.shape, *weight.shape[1:])
+
+
+def _pieces(weight: StreamedTensor, divided: Divided, rows: torch.Tensor) -> Iterator[Any]:
+    """Divides sorted rows into pieces that are read together.
+
+    Yields:
+        The first row of the piece, the end of the piece, and a function that calls another one with
+        the rows of the piece.
+    """
+    wanted: list[int] = rows.tolist()
+    if divided.table is not None:
+        # A block of the weight is a unit, so as many rows fit into memory.
+        step = divided.blocks[0] if divided.blocks else 1
+        streamer, table = weight.weights.streamer, divided.table
+        for begin in range(0, len(wanted), step):
+            some = wanted[begin : begin + step]
+
+            def gather(store: Callable[[torch.Tensor], None], some: list[int] = some) -> None:
+                store(streamer.gather(table, some))
+
+            yield begin, begin + len(some), gather
+        return
+    begin = 0
+    while begin < len(wanted):
+        index = divided.slice_of(wanted[begin])
+        end = begin
+        while end < len(wanted) and divided.slice_of(wanted[end]) == index:
+            end += 1
+        own = rows[begin:end] - divided.first_row(index)
+
+        def lease(
+            store: Callable[[torch.Tensor], None], index: int = index, own: torch.Tensor = own
+        ) -> None:
+            if divided.blocks is None:
+                with_slice(weight, index, lambda found: store(found.unsqueeze(0)))
+            else:
+                with_slice(weight, index, lambda found: store(found.detach()[own]))
+
+        yield begin, end, lease
+        begin = end
+
+
+@_rule("linear")
+def _linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
+    if type(weight) is not StreamedTensor or not _has_blocks(weight, transposed=False):
+        return NotImplemented
+    return _by_block(weight, bias, lambda own, bias: aten.linear.default(inputs, own, bias))
+
+
+@_rule("mm")
+def _mm(inputs: Any, weight: Any) -> Any:
+    if type(weight) is not StreamedTensor or not _has_blocks(weight, transposed=True):
+        return NotImplemented
+    return _by_block(weight, None, lambda own, _: aten.mm.default(inputs, own.t()))
+
+
+@_rule("addmm")
+def _addmm(bias: Any, inputs: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    usable = type(weight) is StreamedTensor and _has_blocks(weight, transposed=True)
+    if not usable or bias.ndim != 1:
+        return NotImplemented
+
+    def multiply(own: torch.Tensor, bias: Any) -> torch.Tensor:
+        result: torch.Tensor = aten.addmm.default(bias, inputs, own.t(), beta=beta, alpha=alpha)
+        return result
+
+    return _by_block(weight, bias, multiply)
+
+
+def _by_block(
+    weight: StreamedTensor, bias: Any, multiply: Callable[[torch.Tensor, Any], torch.Tensor]
+) -> torch.Tensor:
+    """Joins the products with all blocks of rows."""
+    divided = weight.weights.divided(weight.key)
+    assert divided is not None and divided.blocks is not None, "`_has_blocks` checks it"
+    bias = bias.clone() if type(bias) is StreamedTensor else bias
+    results: list[torch.Tensor] = []
+    for index, count in enumerate(divided.blocks):
+        begin = divided.first_row(index)
+        part = None if bias is None else bias[begin : begin + count]
+
+        def store(own: torch.Tensor, part: Any = part) -> None:
+            results.append(multiply(own, part))
+
+        with_slice(weight, index, store)
+    return torch.cat(results, -1)
 
 
 @_rule("_grouped_mm")
@@ -147,8 +301,20 @@ def _has_slices(weight: StreamedTensor) -> bool:
     divided = weight.weights.divided(weight.key)
     return (
         divided is not None
+        and divided.blocks is None
         and weight.shape[0] == divided.shape[0]
         and weight.stride(0) == divided.strides[0]
         and int(weight.storage_offset()) < divided.strides[0]
         and weight.dtype == divided.dtype
     )
+
+
+def _has_blocks(weight: StreamedTensor, *, transposed: bool) -> bool:
+    """Returns whether a stand-in is a matrix that is divided into blocks, or its transpose."""
+    divided = weight.weights.divided(weight.key)
+    if divided is None or divided.blocks is None or weight.ndim != 2:
+        return False
+    shape, strides = tuple(weight.shape), weight.stride()
+    if transposed:
+        shape, strides = shape[::-1], strides[::-1]
+    return shape == divided.shape and strides == divided.strides and weight.dtype == divided.dtype

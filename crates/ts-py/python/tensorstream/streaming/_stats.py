@@ -81,6 +81,23 @@ class RoutedStats(TypedDict):
     evictions: int
 
 
+class TableStats(TypedDict):
+    """Statistics of embeddings whose rows are read one by one.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> config = ts.Config(storage_path="weights", budget="64KiB")
+        >>> model = ts.offload(torch.nn.Linear(4, 4), config)
+        >>> ts.stats(model)["tables"]["rows"]  # the model has no embedding
+        0
+    """
+
+    #: The number of rows that were read.
+    rows: int
+    #: The bytes read for them. Direct reads are aligned, so this is more than the rows.
+    read_bytes: int
+
+
 class Stats(TypedDict):
     """Statistics of a model since it was offloaded. Sizes are bytes, and times are seconds.
 
@@ -119,5 +136,6 @@ class Stats(TypedDict):
     #: The number of times that the plan was changed.
     replans: int
     routed: RoutedStats
+    tables: TableStats
     plan: PlanStats
     units: list[UnitStats]

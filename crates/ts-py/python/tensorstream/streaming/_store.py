@@ -28,7 +28,7 @@ from ..errors import (
 )
 from ..files._capsules import NewTensor, as_capsule, dtype_name, write_all
 from ._builder import Builder
-from ._division import is_divided, slice_bytes
+from ._division import Rows, block_counts, block_rows, is_divided, row_divided, slice_bytes
 from ._symbolic_tensor import Derived, Source, SymbolicTensor
 
 #: Modules that pass the weights of all modules below them to one operation.
@@ -169,11 +169,15 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _check_budget(model: nn.Module, config: Config) -> None:
     """Refuses a budget that is too small, before the weights are written."""
     sizes: dict[str, list[int]] = {}
+    in_rows = row_divided(model, Rows.ALL)
     # `named_parameters` yields a shared parameter only once, for the first module that has it.
     for name, parameter in model.named_parameters():
         prefix = name.rpartition(".")[0]
         if is_divided(model.get_submodule(prefix), parameter):
             sizes[name] = [slice_bytes(parameter)]
+        elif id(parameter) in in_rows:
+            counts = block_counts(parameter.shape[0], block_rows(parameter))
+            sizes[name] = [max(counts) * slice_bytes(parameter)]
         else:
             sizes.setdefault(prefix or type(model).__name__, []).append(parameter.nbytes)
     names = list(sizes)

@@ -375,11 +375,12 @@ def _view_stand_in(
     weights, key = base.weights, base.key
     divided = weights.divided(key)
     if divided is not None and 0 not in shape:
-        elements = weights.elements(key, dtype) // divided.shape[0]
+        row = weights.elements(key, dtype) // divided.shape[0]
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        if offset // elements == last // elements:
-            key = divided.first_key + offset // elements
-            offset %= elements
+        index = divided.slice_of(offset // row)
+        if index == divided.slice_of(last // row):
+            key = divided.first_key + index
+            offset -= divided.first_row(index) * row
     return stand_in(weights, key, dtype, shape, strides, offset)
 
 
@@ -430,17 +431,19 @@ def with_slice(
 
     Args:
         tensor: A stand-in for the weight, or for a view of it whose first dimension is that of the
-            slices.
+            slices. Views of weights that are divided into blocks are ignored.
         index: The number of the slice.
-        function: It gets the slice without the first dimension. It must not keep it.
+        function: It gets a block, or the slice without the first dimension. It must not keep it.
     """
     weights, divided = tensor.weights, tensor.weights.divided(tensor.key)
     assert divided is not None, f"{tensor.name} is not divided"
     use = weights.streamer.hold([divided.first_unit + index])
     try:
         weight = use.weight(weights.streamer, divided.first_key + index, torch.is_grad_enabled())
-        shape, strides, offset = tensor.shape[1:], tensor.stride()[1:], tensor.storage_offset()
-        function(weight.as_strided(shape, strides, offset))
+        if divided.blocks is None:
+            shape, strides, offset = tensor.shape[1:], tensor.stride()[1:], tensor.storage_offset()
+            weight = weight.as_strided(shape, strides, offset)
+        function(weight)
         del weight
     except BaseException:
         use.close()
@@ -452,7 +455,8 @@ def with_slice(
 def assembled(tensor: StreamedTensor, func: Any) -> torch.Tensor:
     """Returns a copy of a divided weight or of a view of it, at the same address modulo 64.
 
-    The copy is not part of the budget.
+    Copies the slices from the first to the last one that the view needs. The copy is not part of
+    the budget.
 
     Raises:
         BudgetError: The copy is larger than the budget, and ``func`` does not copy.
@@ -460,24 +464,37 @@ def assembled(tensor: StreamedTensor, func: Any) -> torch.Tensor:
     divided = tensor.weights.divided(tensor.key)
     if divided is None:
         return tensor.clone(memory_format=torch.preserve_format)
-    count = tensor.weights.elements(tensor.key, tensor.dtype)
-    size = count * tensor.element_size()
+    if tensor.numel() == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    element = tensor.element_size()
+    row = tensor.weights.elements(tensor.key, tensor.dtype) // divided.shape[0]
+    offset = int(tensor.storage_offset())
+    first = divided.slice_of(offset // row)
+    last = divided.slice_of((offset + _extent_bytes(tensor) // element - 1) // row)
+    begin = divided.first_row(first) * row
+    keys = range(divided.first_key + first, divided.first_key + last + 1)
+    lengths = [tensor.weights.elements(key, tensor.dtype) for key in keys]
+    size = sum(lengths) * element
     if size > tensor.weights.budget_bytes and func not in _COPIES:
         raise BudgetError(
-            f"{func} needs all of `{tensor.name}` at once: {size} bytes, with a budget of "
+            f"{func} needs {size} bytes of `{tensor.name}` at once, with a budget of "
             f"{tensor.weights.budget_bytes} bytes; raise the budget to {size} bytes or more, or "
             "use a copy in memory, such as weight.clone()"
         )
-    memory = torch.empty(count + 64 // tensor.element_size(), dtype=tensor.dtype)
-    skip = -memory.data_ptr() % 64 // tensor.element_size()
-    elements = count // divided.shape[0]
-    for index in range(divided.shape[0]):
-        part = stand_in(tensor.weights, divided.first_key + index, tensor.dtype, [elements], [1], 0)
-        memory[skip + index * elements :][:elements].copy_(part)
-    return memory.as_strided(tensor.shape, tensor.stride(), skip + int(tensor.storage_offset()))
+    memory = torch.empty(sum(lengths) + 64 // element, dtype=tensor.dtype)
+    at = skip = (divided.phase + begin * element - memory.data_ptr()) % 64 // element
+    for key, length in zip(keys, lengths, strict=True):
+        part = stand_in(tensor.weights, key, tensor.dtype, [length], [1], 0)
+        memory[at : at + length].copy_(part)
+        at += length
+    return memory.as_strided(tensor.shape, tensor.stride(), skip + offset - begin)
 
 
-_COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+_COPIES = {
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.to.dtype,
+}
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

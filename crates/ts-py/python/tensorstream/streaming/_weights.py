@@ -36,7 +36,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class Divided:
-    """A distinct parameter of a model whose slices along the first dimension are weights."""
+    """A distinct parameter of a model whose slices along the first dimension are weights.
+
+    A slice is one index, without the first dimension, or a block of rows.
+    """
 
     name: str
     dtype: torch.dtype
@@ -47,6 +50,26 @@ class Divided:
     first_key: int
     #: The unit of the first slice. The other slices have the following units.
     first_unit: int
+    #: The address of the parameter in memory, modulo 64.
+    phase: int
+    #: The number of rows of each block, or ``None`` if each index is a slice.
+    blocks: tuple[int, ...] | None = None
+    #: The number of the table that contains the rows, if they can be gathered.
+    table: int | None = None
+
+    def slice_count(self) -> int:
+        """Returns the number of slices."""
+        return self.shape[0] if self.blocks is None else len(self.blocks)
+
+    def slice_of(self, row: int) -> int:
+        """Returns the number of the slice that contains a row."""
+        if self.blocks is None:
+            return row
+        return min(row // self.blocks[0], len(self.blocks) - 1)
+
+    def first_row(self, index: int) -> int:
+        """Returns the first row of a slice."""
+        return index if self.blocks is None else index * self.blocks[0]
 
 
 class Weights:
@@ -81,7 +104,7 @@ class Weights:
             if divided is None:
                 self.streamer.freeze(key)
             else:
-                for index in range(divided.shape[0]):
+                for index in range(divided.slice_count()):
                     self.freeze(divided.first_key + index)
 
     def divided(self, key: int) -> Divided | None:
