@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Encodes sentences with all-MiniLM-L6-v2 (91 MB of f32), in memory and with a budget of 60 MiB.
+"""Encodes sentences with all-MiniLM-L6-v2 (91 MB of f32), in memory and with a budget of 16 MiB.
 
 For each sentence, prints the most similar other sentence. Checks that all embeddings are
 bit-identical, and reports memory and reads.
@@ -21,7 +21,7 @@ import torch
 from transformers import AutoTokenizer, BertModel
 from transformers.utils import logging
 
-BUDGET = "60MiB"
+BUDGET = "16MiB"
 SENTENCES = """\
 A glacier is a river of ice that moves slowly downhill.
 The compiler rejected the program because two threads could write to the same value.

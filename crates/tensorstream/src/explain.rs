@@ -27,7 +27,19 @@ impl Checkpoint {
     /// Returns [`Error::Engine`] if the budget is too small. The error contains the smallest budget
     /// that works.
     pub fn explain(&self, config: &EngineConfig) -> Result<Explanation, Error> {
-        let (plan, units) = Engine::preview(self.units_by_module(), self.sources(), config)?;
+        self.explain_units(self.units_by_module(), config)
+    }
+
+    /// Like [`explain`](Self::explain), with these units.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Engine::preview`].
+    pub fn explain_units(
+        &self,
+        units: Vec<Unit>,
+        config: &EngineConfig,
+    ) -> Result<Explanation, Error> {
+        let (plan, units) = Engine::preview(units, self.sources(), config)?;
         Ok(Explanation { budget_bytes: config.budget_bytes, plan, units })
     }
 
@@ -75,6 +87,16 @@ impl fmt::Display for Explanation {
             mib(plan.ring_bytes as u64)
         )?;
         writeln!(f, "streamed per pass  {}", mib(plan.streamed_bytes_per_pass))?;
+        let routed: Vec<u64> =
+            self.units.iter().filter(|unit| unit.routed).map(|u| u.slot_bytes as u64).collect();
+        if !routed.is_empty() {
+            writeln!(
+                f,
+                "read if needed     {}   {} units, such as experts; not predicted",
+                mib(routed.iter().sum()),
+                routed.len()
+            )?;
+        }
         writeln!(f, "largest unit       {}   {largest}", mib(largest_bytes))?;
         let (seconds, limit) = (plan.predicted_pass_s, plan.bottleneck);
         write!(f, "predicted          {seconds:10.3} s a pass at 1 GB/s, limited by {limit}")

@@ -269,9 +269,10 @@ impl<D: Device> Engine<D> {
     /// Announces that a pass is about to acquire these [routed](crate::Access::Routed) units, each
     /// once and in this order. Does not block.
     ///
-    /// Starts to read those that are not in memory, all at once as far as memory allows. The units
-    /// that are announced in most passes stay in memory, and recent passes count more. Ordered
-    /// units are ignored.
+    /// The number after a unit is how often the pass uses it, such as the number of tokens of a
+    /// batch that need an expert. Starts to read the units that are not in memory, all at once as
+    /// far as memory allows. The units with most uses stay in memory, and recent passes count more.
+    /// Ordered units are ignored.
     ///
     /// # Errors
     /// Returns [`Error::NoSuchUnit`] if the engine has no such unit.
@@ -302,7 +303,7 @@ impl<D: Device> Engine<D> {
     ///
     /// let pass = engine.begin_pass();
     /// let routed = [UnitId(3), UnitId(11)]; // the router's choice
-    /// let expectation = engine.expect(&routed)?;
+    /// let expectation = engine.expect(&routed.map(|unit| (unit, 1)))?;
     /// for unit in routed {
     ///     assert_eq!(engine.acquire(Some(pass), unit)?.tensor(0)[0], 7); // compute with it here
     /// }
@@ -311,8 +312,8 @@ impl<D: Device> Engine<D> {
     /// assert_eq!(engine.stats().routed.touched, 2);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn expect(&self, units: &[UnitId]) -> Result<Expectation<D>, Error> {
-        units.iter().try_for_each(|&unit| self.inner.check_unit(unit))?;
+    pub fn expect(&self, units: &[(UnitId, u32)]) -> Result<Expectation<D>, Error> {
+        units.iter().try_for_each(|&(unit, _)| self.inner.check_unit(unit))?;
         Ok(Expectation::new(Arc::clone(&self.inner), self.inner.expect(units)))
     }
 

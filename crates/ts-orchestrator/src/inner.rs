@@ -138,9 +138,9 @@ impl<D: Device> EngineInner<D> {
 
     /// Expects visits to the routed units among `units`, in this order. Returns the number of the
     /// expectation.
-    pub(crate) fn expect(&self, units: &[UnitId]) -> u64 {
-        let is_routed = |id: &UnitId| self.unit(*id).unit.access == Access::Routed;
-        let routed: Vec<UnitId> = units.iter().copied().filter(is_routed).collect();
+    pub(crate) fn expect(&self, units: &[(UnitId, u32)]) -> u64 {
+        let is_routed = |(id, _): &(UnitId, u32)| self.unit(*id).unit.access == Access::Routed;
+        let routed: Vec<_> = units.iter().copied().filter(is_routed).collect();
         self.lock().expect(&self.context, &routed, (self.clock)())
     }
 

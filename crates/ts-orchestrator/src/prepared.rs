@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::layout::SlotLayout;
 use crate::plan::UnitDemand;
 use crate::stats::UnitStats;
-use crate::unit::Unit;
+use crate::unit::{Access, Unit};
 use crate::worker::TensorCheck;
 
 /// A unit with its layout.
@@ -28,6 +28,7 @@ impl PreparedUnit {
         UnitStats {
             name: self.unit.name.clone(),
             slot_bytes: self.slot_bytes,
+            routed: self.unit.access == Access::Routed,
             ..UnitStats::default()
         }
     }

@@ -394,13 +394,13 @@ impl<D: Device> EngineState<D> {
     pub(crate) fn expect(
         &mut self,
         context: &EngineContext<D>,
-        ids: &[UnitId],
+        uses: &[(UnitId, u32)],
         now_ns: u64,
     ) -> u64 {
-        ids.iter().for_each(|&id| self.restore_evicted(id));
+        uses.iter().for_each(|&(id, _)| self.restore_evicted(id));
         let units = &self.units;
         let is_present = |id: UnitId| !matches!(units[id.index()].presence, Presence::Absent);
-        let number = self.routed.expect(ids, is_present);
+        let number = self.routed.expect(uses, is_present);
         self.advance(context, now_ns);
         number
     }

@@ -13,6 +13,8 @@ pub struct UnitStats {
     pub name: String,
     /// Whether the unit is resident.
     pub resident: bool,
+    /// Whether data select the unit ([`Access::Routed`](crate::Access::Routed)).
+    pub routed: bool,
     /// The size of the unit's slot, in bytes.
     pub slot_bytes: usize,
     /// The number of times that the unit was read from storage.

@@ -36,12 +36,17 @@ fn model(ordered: usize, routed: usize) -> Model {
 fn pass(engine: &Engine, model: &Model, routed: &[u32]) {
     let pass = engine.begin_pass();
     let ids: Vec<UnitId> = routed.iter().copied().map(UnitId).collect();
-    let expectation = engine.expect(&ids).unwrap();
+    let expectation = engine.expect(&once(&ids)).unwrap();
     for &id in &ids {
         model.check(id.0 as usize, &engine.acquire(Some(pass), id).unwrap().tensor(0));
     }
     drop(expectation);
     engine.end_pass(pass);
+}
+
+/// Returns the units, each used by one token.
+fn once(ids: &[UnitId]) -> Vec<(UnitId, u32)> {
+    ids.iter().map(|&id| (id, 1)).collect()
 }
 
 fn routed_loads(engine: &Engine) -> u64 {
@@ -75,6 +80,27 @@ fn frequent_units_stay_in_memory() {
     for unit in frequent {
         assert_eq!(engine.stats().units[unit as usize].loads, 1, "unit {unit}");
     }
+}
+
+#[test]
+fn units_of_many_tokens_stay_in_memory() {
+    let model = model(0, 32);
+    let engine = model.engine(config(9 * SLICE)).unwrap();
+    let first = engine.begin_pass();
+    let all: Vec<_> = (0..32).map(|id| (UnitId(id), if id % 8 == 3 { 20 } else { 1 })).collect();
+    let expectation = engine.expect(&all).unwrap();
+    for &(id, _) in &all {
+        model.check(id.0 as usize, &engine.acquire(Some(first), id).unwrap().tensor(0));
+    }
+    drop(expectation);
+    engine.end_pass(first);
+    pass(&engine, &model, &[3, 11, 19, 27]);
+    for round in 0..8 {
+        pass(&engine, &model, &[4 + round % 4, 12 + round % 4]);
+    }
+    let before = routed_loads(&engine);
+    pass(&engine, &model, &[3, 11, 19, 27]);
+    assert_eq!(routed_loads(&engine), before);
 }
 
 #[test]
@@ -122,7 +148,7 @@ fn routed_units_do_not_displace_ordered_ones() {
                 &engine.acquire(Some(pass), UnitId(layer)).unwrap().tensor(0),
             );
             let routed = [8 + random.below(16) as u32, 24 + random.below(16) as u32].map(UnitId);
-            let _expected = engine.expect(&routed).unwrap();
+            let _expected = engine.expect(&once(&routed)).unwrap();
             for id in routed {
                 model.check(id.0 as usize, &engine.acquire(Some(pass), id).unwrap().tensor(0));
             }
@@ -143,11 +169,11 @@ fn an_expectation_that_is_dropped_frees_its_units() {
     let engine = model.engine(config(6 * SLICE)).unwrap();
     for round in 0..50u32 {
         let ids = [round % 16, (round + 5) % 16].map(UnitId);
-        drop(engine.expect(&ids).unwrap());
+        drop(engine.expect(&once(&ids)).unwrap());
         let other = UnitId((round + 9) % 16);
         model.check(other.0 as usize, &engine.acquire(None, other).unwrap().tensor(0));
     }
-    assert!(matches!(engine.expect(&[UnitId(16)]), Err(Error::NoSuchUnit { unit: 16, .. })));
+    assert!(matches!(engine.expect(&[(UnitId(16), 1)]), Err(Error::NoSuchUnit { unit: 16, .. })));
 }
 
 #[test]
@@ -185,7 +211,7 @@ fn random_programs_get_correct_bytes_within_budget() {
                             let count = random.below(6);
                             let ids: Vec<UnitId> =
                                 (0..count).map(|_| UnitId(4 + random.below(40) as u32)).collect();
-                            let _expected = engine.expect(&ids).unwrap();
+                            let _expected = engine.expect(&once(&ids)).unwrap();
                             // Some expected units are not used, and some units are used although
                             // they are not expected.
                             for &id in ids.iter().skip(usize::from(random.below(3) == 0)) {

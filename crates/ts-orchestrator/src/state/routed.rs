@@ -16,7 +16,7 @@ const LARGEST_WEIGHT: f64 = 1e100;
 
 /// How often routed units were expected, and which of them are idle.
 ///
-/// A unit that is expected several times in one pass counts once. The visits of the current pass
+/// If a unit is expected several times in one pass, the largest number of uses counts. The visits of the current pass
 /// count only when the next pass begins. Therefore a pass that needs all units does not evict the
 /// units that it needs next in favor of those that it has already used.
 #[derive(Debug)]
@@ -46,8 +46,8 @@ struct RoutedUnit {
     score: f64,
     /// The number of the last visit.
     last_visit: u64,
-    /// Whether the unit was expected in the current pass.
-    counted: bool,
+    /// How many tokens of the current pass use the unit.
+    uses: u32,
     idle: bool,
 }
 
@@ -69,7 +69,7 @@ impl Routed {
                 read_bytes: prepared.read_bytes,
                 score: 0.0,
                 last_visit: 0,
-                counted: false,
+                uses: 0,
                 idle: false,
             })
         };
@@ -94,8 +94,8 @@ impl Routed {
         for id in std::mem::take(&mut self.counted) {
             let was_idle = self.remove_idle(id);
             let unit = self.unit(id);
-            unit.counted = false;
-            let weight = self.weight;
+            let uses = std::mem::take(&mut unit.uses);
+            let weight = self.weight * f64::from(uses);
             self.unit(id).score += weight;
             if was_idle {
                 self.insert_idle(id);
@@ -117,22 +117,27 @@ impl Routed {
         idle.iter().for_each(|&id| self.insert_idle(id));
     }
 
-    /// Expects visits to routed units, in this order. Returns the number of the expectation.
+    /// Expects visits to routed units, in this order, each for a number of uses. Returns the number
+    /// of the expectation.
     /// `is_present` returns whether a unit is in memory or being loaded.
-    pub(crate) fn expect(&mut self, ids: &[UnitId], is_present: impl Fn(UnitId) -> bool) -> u64 {
-        if ids.first().is_some_and(|&id| self.unit(id).counted) {
+    pub(crate) fn expect(
+        &mut self,
+        uses: &[(UnitId, u32)],
+        is_present: impl Fn(UnitId) -> bool,
+    ) -> u64 {
+        if uses.first().is_some_and(|&(id, _)| self.unit(id).uses > 0) {
             // Without passes, a second visit to a unit begins a new period.
             self.begin_pass();
         }
         self.last_expectation += 1;
-        for &id in ids {
+        for &(id, count) in uses {
             self.remove_idle(id);
             self.visits += 1;
             let visits = self.visits;
             let unit = self.unit(id);
             unit.last_visit = visits;
-            let (is_new, read_bytes) =
-                (!std::mem::replace(&mut unit.counted, true), unit.read_bytes);
+            let (is_new, read_bytes) = (unit.uses == 0, unit.read_bytes);
+            unit.uses = unit.uses.max(count.max(1));
             if is_new {
                 self.counted.push(id);
             }

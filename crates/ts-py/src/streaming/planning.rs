@@ -10,13 +10,15 @@ use super::stats::{plan_dict, units_list};
 use crate::errors::to_python;
 use crate::files::checkpoint::Checkpoint;
 
-/// Plans how to stream a checkpoint. The names of its tensors determine the units. Reads no
-/// weights.
+/// Plans how to stream a checkpoint. Reads no weights.
 ///
 /// Args:
 ///     checkpoint: The checkpoint.
 ///     budget: The memory for weights, in bytes.
 ///     settings: The settings of the engine; None for the defaults.
+///     units: The units, as for ``Streamer``. None for those that the names of tensors suggest.
+///     together: Sets of units that one operation needs at the same time.
+///     tables: The tables, as for ``Streamer``.
 ///
 /// Returns:
 ///     The plan, the units, and a description, with the keys "plan", "units" and "text".
@@ -24,15 +26,29 @@ use crate::files::checkpoint::Checkpoint;
 /// Raises:
 ///     BudgetError: The budget is too small.
 #[pyfunction]
-#[pyo3(signature = (checkpoint, *, budget, settings=None))]
+#[pyo3(signature = (checkpoint, *, budget, settings=None, units=None, together=Vec::new(),
+    tables=Vec::new()))]
 pub(crate) fn plan<'py>(
     py: Python<'py>,
     checkpoint: &Checkpoint,
     budget: usize,
     settings: Option<Settings>,
+    units: Option<Vec<UnitSpec>>,
+    together: Vec<Vec<u32>>,
+    tables: Vec<TableSpec>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let config = config(budget, settings.as_ref())?;
-    let explanation = checkpoint.inner.explain(&config).map_err(|e| to_python(py, &e))?;
+    let tables = tables.into_iter().map(|(spec, _)| spec).collect();
+    let config = config(budget, settings.as_ref())?
+        .with_together(unit_sets(together))
+        .with_tables(model_tables(py, checkpoint, tables)?);
+    let explanation = match units {
+        None => checkpoint.inner.explain(&config),
+        Some(units) => {
+            let units = model_units(py, checkpoint, units)?;
+            checkpoint.inner.explain_units(units, &config)
+        }
+    };
+    let explanation = explanation.map_err(|e| to_python(py, &e))?;
     let dict = PyDict::new(py);
     dict.set_item("plan", plan_dict(py, &explanation.plan)?)?;
     dict.set_item("units", units_list(py, &explanation.units)?)?;

@@ -54,6 +54,7 @@ pub(super) fn units_list<'py>(
         let item = PyDict::new(py);
         item.set_item("name", &unit.name)?;
         item.set_item("resident", unit.resident)?;
+        item.set_item("routed", unit.routed)?;
         item.set_item("slot_bytes", unit.slot_bytes)?;
         item.set_item("loads", unit.loads)?;
         item.set_item("read_bytes", unit.read_bytes)?;

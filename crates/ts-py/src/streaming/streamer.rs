@@ -104,10 +104,13 @@ impl Streamer {
     /// Announces that routed units are about to be leased, in this order. Starts to read those that
     /// are not in memory. Does not block.
     ///
+    /// Args:
+    ///     units: The numbers of the units, each with the number of its uses.
+    ///
     /// Returns:
     ///     An object that ends the announcement when it is closed or dropped.
-    fn expect(&self, py: Python<'_>, units: Vec<u32>) -> PyResult<Expected> {
-        let ids: Vec<UnitId> = units.into_iter().map(UnitId).collect();
+    fn expect(&self, py: Python<'_>, units: Vec<(u32, u32)>) -> PyResult<Expected> {
+        let ids: Vec<_> = units.into_iter().map(|(unit, uses)| (UnitId(unit), uses)).collect();
         let engine = self.inner.engine(py)?;
         let expectation =
             py.detach(|| engine.expect(&ids)).map_err(|e| to_python(py, &e.into()))?;

@@ -200,11 +200,16 @@ def slices(
     return divided
 
 
-def selected(route: tuple[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Returns the slices that a call selects, in ascending order, or an empty list."""
+def selected(
+    route: tuple[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[int, int]]:
+    """Returns the slices that a call selects, in ascending order, or an empty list.
+
+    The second number is how often the call selects the slice.
+    """
     name, position = route
     index = kwargs.get(name, args[position] if position < len(args) else None)
     if type(index) is not torch.Tensor or index.device.type != "cpu" or index.is_floating_point():
         return []
-    chosen: list[int] = torch.unique(index.detach()).tolist()
-    return chosen
+    chosen, counts = torch.unique(index.detach(), return_counts=True)
+    return list(zip(chosen.tolist(), counts.tolist(), strict=True))

@@ -257,10 +257,14 @@ class Routed(ReplacedMethod):
         assert self._route is not None, "only modules with such an argument get this forward"
         chosen = selected(self._route, args, kwargs)
         if self._by_weight:
-            pairs = [(each, index) for each in self._divided for index in chosen]
+            pairs = [(each, *own) for each in self._divided for own in chosen]
         else:
-            pairs = [(each, index) for index in chosen for each in self._divided]
-        units = [each.first_unit + index for each, index in pairs if 0 <= index < each.shape[0]]
+            pairs = [(each, *own) for own in chosen for each in self._divided]
+        units = [
+            (each.first_unit + index, uses)
+            for each, index, uses in pairs
+            if 0 <= index < each.shape[0]
+        ]
         with contextlib.closing(self._weights.streamer.expect(units)):
             return self.original()(*args, **kwargs)
 

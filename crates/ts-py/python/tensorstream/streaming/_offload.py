@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .. import _native
 from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
-from ..config import Config, expanded
+from ..config import Config, Settings, expanded
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 from ._builder import Builder
 from ._division import Rows, block_counts, block_rows, is_divided, row_divided, slices
@@ -169,15 +169,10 @@ def attach(
     }
     settings = config.settings()
 
-    def build(rows: Rows) -> tuple[_UnitBuilder, int, int]:
-        units = _UnitBuilder(model, checkpoint, converted, orders or {}, rows)
-        together, tables = units.leased_together(), units.tables
-        sizes = _native.requirement(
-            checkpoint, units.specs, together=together, settings=settings, tables=tables
-        )
-        return units, *sizes
+    def fitted(smallest: int, whole: int) -> int:
+        return config.fitted_bytes(smallest, whole, freed_bytes)
 
-    units, budget = _divided(build, config, freed_bytes)
+    units, budget = _divided(model, checkpoint, converted, orders or {}, settings, fitted)
     together = units.leased_together()
     streamer = _native.Streamer(
         checkpoint,
@@ -216,22 +211,62 @@ def attach(
     return model
 
 
+def plan_model(
+    model: nn.Module, config: Config, checkpoint: _native.Checkpoint
+) -> tuple[int, dict[str, Any]] | None:
+    """Plans the streaming of a model that is not offloaded. Does not change it.
+
+    Returns:
+        The budget in bytes, and the plan of the native module. ``None`` if tensors would have to be
+        converted first.
+    """
+    if derived_of(model):
+        return None
+    settings, budget = config.settings(), config.working_bytes()
+    units, _ = _divided(model, checkpoint, {}, {}, settings, lambda *_: budget)
+    return budget, _native.plan(
+        checkpoint,
+        budget=budget,
+        settings=settings,
+        units=units.specs,
+        together=units.leased_together(),
+        tables=units.tables,
+    )
+
+
 def _divided(
-    build: Callable[[Rows], tuple[_UnitBuilder, int, int]], config: Config, freed_bytes: int
+    model: nn.Module,
+    checkpoint: _native.Checkpoint,
+    converted: dict[int, Source],
+    orders: DimensionOrders,
+    settings: Settings,
+    fitted: Callable[[int, int], int],
 ) -> tuple[_UnitBuilder, int]:
     """Divides parameters as far as the budget needs it. Returns the units and the budget.
 
     Args:
-        build: Returns the units, the smallest budget that works for them, and the budget that keeps
-            all of them in memory.
-        config: The settings.
-        freed_bytes: Memory that offloading frees, which the budget can use.
+        model: The model.
+        checkpoint: The checkpoint with the weights.
+        converted: The sources of parameters that had to be computed, by ``id``.
+        orders: The stored orders of dimensions, by name, of parameters that are not contiguous.
+        settings: The settings of the engine.
+        fitted: Returns the budget. Gets the smallest budget that works, and the budget that keeps
+            all units in memory.
     """
+
+    def build(rows: Rows) -> tuple[_UnitBuilder, int, int]:
+        units = _UnitBuilder(model, checkpoint, converted, orders, rows)
+        together, tables = units.leased_together(), units.tables
+        sizes = _native.requirement(
+            checkpoint, units.specs, together=together, settings=settings, tables=tables
+        )
+        return units, *sizes
+
     units, smallest, whole = build(Rows.NONE)
     all_rows, least, _ = build(Rows.ALL)
     if not any(each.blocks for each in all_rows.divided):
-        return units, config.fitted_bytes(smallest, whole, freed_bytes)
-    budget = config.fitted_bytes(min(smallest, least), whole, freed_bytes)
+        return units, fitted(smallest, whole)
+    budget = fitted(min(smallest, least), whole)
     if budget >= whole:
         return units, budget
     with_embeddings, smallest, _ = build(Rows.EMBEDDINGS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from .. import _native
 from ..config import Config
+from ._transformers import plan_checkpoint
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,12 @@ def plan(
 ) -> Plan:
     """Plans the streaming of a checkpoint. Reads headers only, and needs no model.
 
-    Units are inferred from tensor names: tensors whose names differ only in the last component are
-    one unit. The prediction assumes that storage reads 1 GB/s. Streaming measures the real speed.
+    If the checkpoint is a directory of transformers and the library is installed, the plan is that
+    of the model: it knows experts, and embeddings that can be read by rows. Otherwise, units are
+    inferred from tensor names: tensors whose names differ only in the last component are one unit.
+
+    The prediction assumes that storage reads 1 GB/s, and that data select no experts. Streaming
+    measures the real speed.
 
     Args:
         checkpoint: A file, a shard index, a directory with one of them, or a URL.
@@ -81,9 +86,12 @@ def plan(
         [('a', True), ('b', True)]
     """
     config = Config(budget=budget, max_passes=max_passes)
-    budget_bytes = config.working_bytes()
-    planned = _native.plan(
-        _native.Checkpoint(checkpoint), budget=budget_bytes, settings=config.settings()
-    )
+    files = _native.Checkpoint(checkpoint)
+    found = plan_checkpoint(checkpoint, files, config)
+    if found is None:
+        budget_bytes = config.working_bytes()
+        planned = _native.plan(files, budget=budget_bytes, settings=config.settings())
+    else:
+        budget_bytes, planned = found
     units = tuple((unit["name"], unit["slot_bytes"], unit["resident"]) for unit in planned["units"])
     return Plan(budget_bytes=budget_bytes, units=units, text=planned["text"], **planned["plan"])

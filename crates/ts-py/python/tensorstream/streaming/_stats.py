@@ -47,6 +47,8 @@ class UnitStats(TypedDict):
     name: str
     #: Whether the plan keeps the unit in memory.
     resident: bool
+    #: Whether data select the unit, such as an expert or a part of an embedding.
+    routed: bool
     #: Memory for the unit.
     slot_bytes: int
     #: The number of times that the unit was read, the bytes read, and the time.

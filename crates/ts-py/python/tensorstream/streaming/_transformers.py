@@ -14,9 +14,15 @@ from typing import Any
 
 from .. import _native
 from ..config import HEADROOM, Config, expanded
-from ..errors import BudgetError, CheckpointError, ConfigurationError, MissingTensorError
+from ..errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigurationError,
+    MissingTensorError,
+    TensorStreamError,
+)
 from ._builder import Builder
-from ._offload import Path, attach, checked
+from ._offload import Path, attach, checked, plan_model
 
 #: The least memory that importing transformers and building a model take, in bytes.
 TRANSFORMERS_BYTES = 96 << 20
@@ -72,8 +78,52 @@ def from_pretrained(
         raise ConfigurationError(
             "from_pretrained needs transformers 5: pip install 'tensorstream[transformers]'"
         ) from error
-    builder = Builder(checkpoint)
     path = os.fspath(path)
+    model = _build(transformers, path, checkpoint, model_class, kwargs)
+    if model.can_generate():
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+        except OSError:  # no file: transformers falls back to the defaults of the class
+            model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
+    model.name_or_path = model.config._name_or_path = path
+    return attach(model, settings, checkpoint)
+
+
+def plan_checkpoint(
+    path: Path, checkpoint: _native.Checkpoint, config: Config
+) -> tuple[int, dict[str, Any]] | None:
+    """Plans the streaming of a checkpoint of transformers.
+
+    Returns:
+        The budget in bytes, and the plan of the native module. ``None`` if ``path`` is no directory
+        of a model that transformers can build from its weights without conversion.
+
+    Raises:
+        BudgetError: The budget is too small.
+    """
+    if not os.path.isfile(os.path.join(os.fspath(path), "config.json")):
+        return None
+    try:
+        import transformers
+
+        model = _build(transformers, os.fspath(path), checkpoint, None, {})
+        return plan_model(model, config, checkpoint)
+    except BudgetError:
+        raise
+    # The checkpoint has other names than the model, or the model needs code that is not installed.
+    except (ImportError, TensorStreamError, OSError, ValueError, KeyError):
+        return None
+
+
+def _build(
+    transformers: Any,
+    path: str,
+    checkpoint: _native.Checkpoint,
+    model_class: type[Any] | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Builds a model whose parameters are symbolic tensors of a checkpoint."""
+    builder = Builder(checkpoint)
     model_config = kwargs.pop("model_config", None) or transformers.AutoConfig.from_pretrained(path)
     loaded_class: Any = model_class or _named_class(transformers, model_config, path)
     model, info = loaded_class.from_pretrained(
@@ -85,13 +135,7 @@ def from_pretrained(
         **kwargs,
     )
     _check(checkpoint, info)
-    if model.can_generate():
-        try:
-            model.generation_config = transformers.GenerationConfig.from_pretrained(path)
-        except OSError:  # no file: transformers falls back to the defaults of the class
-            model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
-    model.name_or_path = model.config._name_or_path = path
-    return attach(model, settings, checkpoint)
+    return model
 
 
 def _check_largest_tensor(checkpoint: _native.Checkpoint) -> None:
