@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Measures seconds per token of a mixture of experts under a memory limit of 1500 MB.
 
-`cargo xtask bench moe` runs three interleaved rounds. The model has the shape of Qwen3-MoE, with 16
+`cargo xtask bench moe` first finds the best `max_memory` of accelerate, and then runs three
+interleaved rounds. The model has the shape of Qwen3-MoE, with 16
 layers of 64 experts, of which each token uses 4: 4.9 GB of bf16.
 
 A random model repeats one token, and so needs the same experts again and again. Therefore the
 routing is forced: a seed chooses the experts, either uniformly or with Zipf's law. The logits of
 all contenders are compared.
 
-The contenders are TensorStream and accelerate with four `max_memory` settings. Each run is a
-process that starts with an empty page cache. Figures are medians.
+Each run is a process that starts with an empty page cache. Figures are medians.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import statistics
 import sys
@@ -31,6 +32,8 @@ BUDGET = "900MiB"
 ACCELERATE_MB = (300, 450, 600, 750)
 #: The number of tokens after the prompt. The first ones are not counted, because caches are cold.
 TOKENS, WARM = 40, 8
+#: The same for accelerate, which takes seconds for each token.
+PEER_TOKENS, PEER_WARM = 14, 4
 ROUNDS = 3
 LAYERS, EXPERTS, CHOSEN, HIDDEN, INTERMEDIATE = 16, 64, 4, 1024, 768
 #: The size of one expert in bytes.
@@ -115,11 +118,13 @@ def contender(name: str, setting: str, routing: str, path: Path) -> None:
     """
     import torch
 
+    tokens, warm = TOKENS, WARM
     if name == "tensorstream":
         import tensorstream as ts
 
         model = ts.from_pretrained(path, budget=setting)
     else:
+        tokens, warm = PEER_TOKENS, PEER_WARM
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(
@@ -133,7 +138,7 @@ def contender(name: str, setting: str, routing: str, path: Path) -> None:
     ids, past, seconds, sums = torch.arange(1, 17).unsqueeze(0), None, [], []
     marks = []
     with torch.inference_mode():
-        for token in range(TOKENS + 1):
+        for token in range(tokens + 1):
             if name == "tensorstream":
                 stats = ts.stats(model)
                 marks.append((stats["read_bytes"], dict(stats["routed"])))
@@ -144,8 +149,10 @@ def contender(name: str, setting: str, routing: str, path: Path) -> None:
             sums.append(float(result.logits.float().sum()))
     figures = {
         "sums": sums,
-        "seconds": statistics.median(seconds[1 + WARM :]),
+        "seconds": statistics.median(seconds[1 + warm :]),
         "prompt": seconds[0],
+        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "major faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
     }
     if name == "tensorstream":
         stats = ts.stats(model)
@@ -181,59 +188,72 @@ def main(rounds: int) -> int:
         print("cannot measure the roofline without fio: apt-get install fio", file=sys.stderr)
     path = checkpoint()
     shard = path / "model-00001-of-00006.safetensors"
-    entries = [("tensorstream", BUDGET), *[("accelerate", f"{mb}MB") for mb in ACCELERATE_MB]]
     kinds = ("uniform", "zipf")
-    seconds: dict[tuple[str, str, str], list[float]] = {}
-    ours: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
-    sums: dict[str, set[tuple[float, ...]]] = {kind: set() for kind in kinds}
+    results: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     disk = []
     with memory_cap(CAP) as prefix, huge_pages() as huge:
-        for round_ in range(rounds):
+
+        def run(kind: str, name: str, setting: str) -> None:
+            drop_caches()
+            result = child(prefix, name, setting, kind, str(path))
+            shown = {key: value for key, value in result.items() if key != "sums"}
+            print(kind, name, setting, shown, flush=True)
+            if "error" not in result:
+                results.setdefault((kind, name, setting), []).append(result)
+
+        best: dict[str, str] = {}
+        for kind in kinds:
+            for mb in ACCELERATE_MB:
+                run(kind, "accelerate", f"{mb}MB")
+            runs = [key for key in results if key[:2] == (kind, "accelerate")]
+            best[kind] = min(runs, key=lambda key: results[key][0]["seconds"])[2]
+        for _ in range(rounds):
             if shutil.which("fio"):
                 disk.append(fio(shard, 3, huge=huge))
             for kind in kinds:
-                for name, setting in entries:
-                    drop_caches()
-                    result = child(prefix, name, setting, kind, str(path))
-                    shown = {key: value for key, value in result.items() if key != "sums"}
-                    print(round_, kind, name, setting, shown, flush=True)
-                    if "error" in result:
-                        continue
-                    seconds.setdefault((kind, name, setting), []).append(result["seconds"])
-                    sums[kind].add(tuple(result["sums"]))
-                    if name == "tensorstream":
-                        ours[kind].append(result)
+                run(kind, "tensorstream", BUDGET)
+                run(kind, "accelerate", best[kind])
     print("\n| routing | contender | setting | ms/token, median (range) |\n|---|---|---|---|")
-    for (kind, name, setting), values in seconds.items():
-        print(f"| {kind} | {name} | {setting} | {spread([1000 * each for each in values])} |")
+    for (kind, name, setting), runs in results.items():
+        seconds = [1000 * run["seconds"] for run in runs]
+        print(f"| {kind} | {name} | {setting} | {spread(seconds)} |")
+    equal = True
     for kind in kinds:
-        own = statistics.median(seconds[kind, "tensorstream", BUDGET])
-        others = [
-            statistics.median(values)
-            for (of, name, _), values in seconds.items()
-            if of == kind and name == "accelerate"
-        ]
+        ours, peers = results[kind, "tensorstream", BUDGET], results[kind, "accelerate", best[kind]]
+        equal &= _report(kind, ours, peers, disk)
+    return 0 if equal else 1
 
-        def median(key: str, kind: str = kind) -> float:
-            return float(statistics.median(each[key] for each in ours[kind]))
 
+def _report(
+    kind: str, ours: list[dict[str, Any]], peers: list[dict[str, Any]], disk: list[float]
+) -> bool:
+    """Prints the figures of a routing. Returns whether all logits were equal."""
+
+    def median(key: str, runs: list[dict[str, Any]] = ours) -> float:
+        return float(statistics.median(run[key] for run in runs))
+
+    sums = {tuple(run["sums"][:PEER_TOKENS]) for run in [*ours, *peers]}
+    own = median("seconds")
+    print(
+        f"\n{kind}: TensorStream is {median('seconds', peers) / own:.1f} times as fast as "
+        f"accelerate at its best; the same logits: {len(sums) == 1}"
+    )
+    print(
+        f"hit rate {median('hit rate'):.3f}, {median('hit rate') / median('best static'):.3f} "
+        f"of the best fixed choice; read {median('read') / 1e6:.0f} MB per token, "
+        f"{median('read') / median('absent'):.3f} of what was needed and absent"
+    )
+    if disk:
+        roofline = median("absent") / statistics.median(disk)
         print(
-            f"\n{kind}: TensorStream is {min(others) / own:.1f} times as fast as accelerate at its "
-            f"best; the same logits: {len(sums[kind]) == 1}"
+            f"fio {spread([each / 1e9 for each in disk])} GB/s: roofline {roofline:.3f} s per "
+            f"token, of which {roofline / own:.2f} is reached"
         )
-        print(
-            f"hit rate {median('hit rate'):.3f}, {median('hit rate') / median('best static'):.3f} "
-            f"of the best fixed choice; read {median('read') / 1e6:.0f} MB per token, "
-            f"{median('read') / median('absent'):.3f} of what was needed and absent"
-        )
-        if disk:
-            roofline = median("absent") / statistics.median(disk)
-            print(
-                f"fio {spread([each / 1e9 for each in disk])} GB/s: roofline {roofline:.3f} s per "
-                f"token, of which {roofline / own:.2f} is reached"
-            )
-    print(f"the budget in force was {ours['zipf'][0]['budget'] // MIB} MiB of {BUDGET}")
-    return 0 if all(len(each) == 1 for each in sums.values()) else 1
+    print(
+        f"peak {median('peak') / CAP:.3f} of the limit, {median('major faults'):.0f} major faults; "
+        f"a budget of {median('budget') / MIB:.0f} MiB was in force"
+    )
+    return len(sums) == 1
 
 
 if __name__ == "__main__":

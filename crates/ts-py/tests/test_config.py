@@ -229,6 +229,9 @@ def test_a_plan_has_sizes_and_a_table(minilm: Path) -> None:
     plan = ts.plan(minilm, budget="60MiB")
     assert plan.peak_bytes <= plan.budget_bytes == 60 << 20
     assert plan.smallest_budget_bytes < plan.budget_bytes
-    assert "embeddings.word_embeddings" in str(plan)
+    assert "encoder.layer.5.intermediate.dense" in str(plan)
+    # The plan is that of the model, whose embedding is divided into blocks of rows.
+    assert "units, such as experts; not predicted" in str(plan)
+    assert plan.smallest_budget_bytes < 4 << 20
     with pytest.raises(ts.BudgetError):
         ts.plan(minilm, budget="1MiB")

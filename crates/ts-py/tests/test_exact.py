@@ -38,10 +38,10 @@ def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 
 @pytest.mark.critical
-def test_minilm_under_60_mib_is_bit_identical_for_every_batch(minilm: Path) -> None:
+def test_minilm_under_16_mib_is_bit_identical_for_every_batch(minilm: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(minilm)
     reference = BertModel.from_pretrained(minilm)
-    streamed = ts.from_pretrained(minilm, budget="60MiB")
+    streamed = ts.from_pretrained(minilm, budget="16MiB")
     assert type(streamed) is BertModel
     for sentences in (SENTENCES, SENTENCES[:1], SENTENCES[1:]):
         batch = tokenizer(sentences, padding=True, return_tensors="pt")
@@ -50,11 +50,10 @@ def test_minilm_under_60_mib_is_bit_identical_for_every_batch(minilm: Path) -> N
         assert torch.equal(actual.last_hidden_state, expected.last_hidden_state)
         assert torch.equal(actual.pooler_output, expected.pooler_output)
     stats = ts.stats(streamed)
-    assert stats["reserved_high_water_bytes"] <= stats["budget_bytes"] == 60 << 20
+    assert stats["reserved_high_water_bytes"] <= stats["budget_bytes"] == 16 << 20
     assert stats["passes"] == 3
-    assert sum(unit["loads"] for unit in stats["units"]) > len(stats["units"]), (
-        "units were streamed"
-    )
+    assert any(unit["loads"] > 1 for unit in stats["units"]), "units were streamed"
+    assert not any(unit["loads"] for unit in stats["units"] if "word_embed" in unit["name"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -32,6 +32,8 @@ _DIVIDES = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
 Part = tuple[int, int, int]
 
 
+#: Modules that pass the weights of all modules below them to one operation.
+FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: Embeddings and linear layers below this size are not divided.
 _LEAST_DIVIDED_BYTES = 4 << 20
 #: The size that a block of rows has at least, if the parameter is large enough.
@@ -73,8 +75,8 @@ def block_counts(rows: int, step: int) -> list[int]:
 def row_divided(model: nn.Module, wanted: Rows) -> set[int]:
     """Returns the parameters that are divided into blocks of rows, by ``id``.
 
-    These are weights that only embeddings and linear layers use, if products with blocks of the
-    weight round like products with all of it.
+    These are weights that only embeddings and linear layers use, each in an operation of its own.
+    Products with blocks of the weight must round like products with all of it.
     """
     users: dict[int, list[nn.Module]] = {}
     parameters: dict[int, torch.Tensor] = {}
@@ -84,12 +86,20 @@ def row_divided(model: nn.Module, wanted: Rows) -> set[int]:
                 users.setdefault(id(parameter), []).append(module)
                 parameters[id(parameter)] = parameter
 
+    fused = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, FUSED)
+        for parameter in module.parameters()
+    }
+
     def divides(key: int) -> bool:
         parameter, modules = parameters[key], users[key]
         embeds = [_embeds(module, parameter) for module in modules]
         multiplies = [_multiplies(module, parameter) for module in modules]
         return (
             parameter.ndim == 2
+            and key not in fused
             and parameter.nbytes >= _LEAST_DIVIDED_BYTES
             and parameter.shape[0] >= 2 * block_rows(parameter)
             and all(a or b for a, b in zip(embeds, multiplies, strict=True))

@@ -16,7 +16,7 @@ from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from ..config import Config, Settings, expanded
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 from ._builder import Builder
-from ._division import Rows, block_counts, block_rows, is_divided, row_divided, slices
+from ._division import FUSED, Rows, block_counts, block_rows, is_divided, row_divided, slices
 from ._forward import (
     Forward,
     Parameters,
@@ -32,7 +32,7 @@ from ._guards import guard
 from ._interrupts import deferred
 from ._rules import register_transformers
 from ._stats import Stats
-from ._store import FUSED, DimensionOrders, derived_of, store_derived, store_live
+from ._store import DimensionOrders, derived_of, store_derived, store_live
 from ._streamed_tensor import StreamedTensor, StreamedWeight, stand_ins
 from ._symbolic_tensor import Source, SymbolicTensor
 from ._weights import Divided, Weight, Weights

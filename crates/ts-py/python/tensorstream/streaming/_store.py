@@ -28,11 +28,17 @@ from ..errors import (
 )
 from ..files._capsules import NewTensor, as_capsule, dtype_name, write_all
 from ._builder import Builder
-from ._division import Rows, block_counts, block_rows, is_divided, row_divided, slice_bytes
+from ._division import (
+    FUSED,
+    Rows,
+    block_counts,
+    block_rows,
+    is_divided,
+    row_divided,
+    slice_bytes,
+)
 from ._symbolic_tensor import Derived, Source, SymbolicTensor
 
-#: Modules that pass the weights of all modules below them to one operation.
-FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: The granularity of memory slots, in bytes.
 BLOCK = 4096
 #: The dimensions of each parameter, from the largest stride to the smallest, by name.

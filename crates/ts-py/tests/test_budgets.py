@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Random budgets from the smallest one on: none is refused, and none is exceeded."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstream as ts
+import torch
+import transformers as hf
+from test_experts import MODELS, SHAPE, saved
+
+PROGRAMS = 200
+ROWS = 20_000
+
+
+def llama(tied: bool) -> Any:
+    """Returns a configuration whose embedding and head are divided into blocks of rows."""
+    config = {**SHAPE, "vocab_size": ROWS, "tie_word_embeddings": tied}
+    return hf.LlamaConfig(**config)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """The directory of each model, and the model in memory."""
+    found = {}
+    for name in ("qwen3", "mixtral", "gpt_oss", "jamba"):
+        path = saved(name, tmp_path_factory.mktemp(name), torch.float32)
+        found[name] = path, MODELS[name][0].from_pretrained(path).eval()
+    for tied in (True, False):
+        path = tmp_path_factory.mktemp("llama")
+        torch.manual_seed(0)
+        hf.LlamaForCausalLM(llama(tied)).save_pretrained(path)
+        found[f"llama {tied}"] = path, hf.LlamaForCausalLM.from_pretrained(path).eval()
+    return found
+
+
+def smallest(path: Path, max_passes: int) -> int:
+    """Returns the smallest budget, which the error for a smaller one reports."""
+    with pytest.raises(ts.BudgetError) as error:
+        ts.from_pretrained(path, config=ts.Config(budget=1, max_passes=max_passes))
+    text = str(error.value)
+    return int(text.split("the smallest budget that works is ")[1].split(maxsplit=1)[0])
+
+
+def test_random_budgets(checkpoints: dict[str, tuple[Path, Any]]) -> None:
+    choose = random.Random(7)
+    least = {
+        (name, passes): smallest(path, passes)
+        for name, (path, _) in checkpoints.items()
+        for passes in (1, 2)
+    }
+    streamed = 0
+    for program in range(PROGRAMS):
+        name = choose.choice(list(checkpoints))
+        path, reference = checkpoints[name]
+        passes = choose.choice([1, 1, 2])
+        size = sum(parameter.nbytes for parameter in reference.parameters())
+        # A third of the programs have the smallest budget, or nearly.
+        low = least[name, passes]
+        budget = choose.choice([low, low + choose.randrange(1 << 16), choose.randrange(low, size)])
+        config = ts.Config(
+            budget=budget,
+            max_passes=passes,
+            prefetch_strategy=choose.choice(list(ts.PrefetchStrategy)),
+        )
+        what = (program, name, budget, low, config.prefetch_strategy)
+        model = ts.from_pretrained(path, config=config)
+        tokens = choose.choice([1, 5, 30])
+        ids = torch.randint(2, 90, (choose.choice([1, 3]), tokens))
+        with torch.inference_mode():
+            expected = reference(ids).logits
+            for _ in range(2):
+                assert torch.equal(model(ids).logits, expected), what
+        stats = ts.stats(model)
+        assert stats["reserved_high_water_bytes"] <= budget, what
+        assert stats["in_use_high_water_bytes"] <= budget, what
+        streamed += stats["plan"]["streamed_bytes_per_pass"] > 0
+    assert streamed > PROGRAMS / 2
+
+
+def test_plans_state_the_smallest_budget(checkpoints: dict[str, tuple[Path, Any]]) -> None:
+    for name, (path, _) in checkpoints.items():
+        low = smallest(path, 1)
+        assert ts.plan(path, budget=low).smallest_budget_bytes <= low, name
+        with pytest.raises(ts.BudgetError, match=f"the smallest budget that works is {low} bytes"):
+            ts.plan(path, budget=low - 1)
