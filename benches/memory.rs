@@ -66,8 +66,8 @@ fn allocate_and_free(c: &mut Criterion) {
                     pool.allocate_for_stream(SIZES[i % 7], &streams[i % streams.len()]).unwrap();
             });
         });
-        // A long table of handles does not fit into the caches. This benchmark prefetches the
-        // handles. The benchmark above takes longer by the time that it waits for the table.
+        // A long table of handles does not fit into the caches. The benchmark above waits for the
+        // handles that it replaces. This one prefetches the handles, and so does not wait.
         let mut next: VecDeque<_> = [random.below(live), random.below(live)].into();
         group.bench_function(
             BenchmarkId::new("ts-pool, handles prefetched two ahead", &name),
@@ -112,7 +112,7 @@ fn random_allocations(c: &mut Criterion) {
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     for count in [1000usize, 10_000] {
         let pool = pool(&device);
-        // Counts frees too, because each block is freed, at the latest at the end.
+        // Frees count too. Each iteration frees all of its blocks, the last ones at its end.
         group.throughput(Throughput::Elements(2 * count as u64)).sample_size(50);
         group.bench_function(BenchmarkId::new("ts-pool", count), |b| {
             b.iter(|| {

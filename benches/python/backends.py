@@ -129,8 +129,8 @@ def states(shard: Path) -> None:
     backends = ["adaptive", "uring", "direct", "buffered", "mmap"]
     for number in range(ROUNDS):
         for case, options in cases.items():
-            # Each backend runs in its own process, and the backends take turns to run first. Which
-            # memory the page cache gets depends on the processes before. Some virtual machines copy
+            # Each backend runs in its own process, and the backends take turns to run first.
+            # Earlier processes affect which memory the page cache gets. Some virtual machines copy
             # a part of their memory at a third of the speed of the rest.
             names = [*backends, "memcpy", "views"] if case == "warm" else backends
             first = number % len(names)

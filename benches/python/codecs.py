@@ -99,7 +99,7 @@ def main() -> int:
 def _weights(scratch: Path) -> dict[str, tuple[Path, Path, str]]:
     """Writes at least 64 MiB of floats of each model as a checkpoint and as plain bytes.
 
-    Takes whole tensors, and all tensors of a smaller model.
+    Takes whole tensors. If a model is smaller than 64 MiB, takes all of its tensors.
 
     Returns a dictionary from the name of the weights to both paths and the dtype.
     """

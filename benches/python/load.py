@@ -9,7 +9,7 @@ The script reports the first load of a process and later loads separately:
 
 - The first load must wait for memory, because a virtual machine returns memory to its host if the
   memory was free for some seconds. The contender "memory alone" measures only this wait.
-- A later load starts when the memory of the previous load is freed.
+- Before a later load starts, the memory of the previous load is freed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from models import SCRATCH, child, drop_caches, fio, huge_pages, llama_1b, sprea
 ROUNDS = 9
 #: The number of loads in a process after the first load. Their median counts.
 FOLLOWING = 3
-#: The minimum number of bytes of weights for ZipNN, which needs all of them in memory twice.
+#: The minimum size of the weights for ZipNN, in bytes. The whole model would be too large, because
+#: ZipNN needs all weights in memory twice.
 ZIPPED_BYTES = 512 << 20
 
 

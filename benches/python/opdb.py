@@ -45,7 +45,7 @@ PASS, SKIP = "pass", "none"
 LIMIT = 120
 #: The dtypes that --every compares.
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64")
-#: The largest number of inputs in a set of inputs that require gradients, with --every.
+#: The largest number of inputs that require gradients in a call, with --every.
 MOST_GRADS = 4
 
 

@@ -40,7 +40,7 @@ from torch import nn
 
 
 def _rates(peers: dict[str, Any], rounds: int, count: int) -> None:
-    """Prints the cost of an operator for each peer, alone and relative to the bare server."""
+    """Prints each peer's cost of an operator, and its ratio to the cost of the bare server."""
     seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in peers}
     for turn in range(-1, rounds):
         for name, peer in peers.items():

@@ -166,10 +166,10 @@ class Tensors:
 
 
 class Mycelya:
-    """The mock machine of mycelya-torch, which runs in its client's process without a transport.
+    """A child process with the mock machine of mycelya-torch and its client.
 
-    This class runs it in a separate process, because PyTorch supports only one additional device
-    in a process.
+    The mock machine has no transport: it runs in the process of its client. PyTorch supports only
+    one additional device in a process, so the process of the benchmark cannot be the client.
     """
 
     def __init__(self) -> None:

@@ -117,7 +117,8 @@ fn licences(packages: &[Value]) -> Vec<String> {
     packages.iter().filter(refused).map(said).collect()
 }
 
-/// Returns whether each operand of AND has an alternative that is in [`LICENCES`].
+/// Returns whether a licence expression is allowed: [`LICENCES`] must contain an alternative of
+/// each operand of AND.
 fn allowed(expression: &str) -> bool {
     let plain = expression.replace(['(', ')'], "").replace('/', " OR ");
     plain.split(" AND ").all(|part| part.split(" OR ").any(|one| LICENCES.contains(&one.trim())))

@@ -70,8 +70,8 @@ pub(crate) fn cargo_test(args: &[&str]) -> Result<Counts> {
 /// Runs the models of concurrent code. For small models, loom tries all interleavings with up to
 /// three preemptions. For large models, shuttle tries many random interleavings.
 ///
-/// Both builds use the directory target/models. Their `--cfg` flags apply to all crates, so in
-/// target/ they would force other builds to start again.
+/// Both builds use the directory target/models. Their `--cfg` flags apply to all crates. In
+/// target/, such builds would force other builds to start again.
 pub(crate) fn models() -> Result<Counts> {
     let common = ["--release", "--target-dir", "target/models"];
     let small = ["--package", "ts-pool", "--package", "ts-streams", "--lib", "models"];

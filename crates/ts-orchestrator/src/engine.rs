@@ -328,7 +328,8 @@ impl<D: Device> Engine<D> {
     ///
     /// # Errors
     /// - [`Error::NoSuchTable`] and [`Error::NoSuchRow`] if they do not exist.
-    /// - [`Error::NeverFits`] if the rows are larger than the engine's memory for units.
+    /// - [`Error::NeverFits`] if the rows are larger than the engine's memory for units, or
+    ///   [`Error::StagingFull`] if they are larger than the staging memory.
     /// - The errors of [`acquire`](Self::acquire) for reads and for lack of memory.
     ///
     /// # Examples

@@ -138,8 +138,9 @@ pub enum Error {
     },
     /// The staging memory is full and cannot become free.
     #[error(
-        "no staging memory for unit `{unit}`: other units of this call, or reads that timed out, \
-         fill it; acquire fewer units at once, or raise `staging_units`"
+        "no staging memory for `{unit}`: other units of this call, gathered rows, or reads that \
+         timed out fill it; acquire or gather less at once, drop gathered rows, or raise \
+         `staging_units`"
     )]
     StagingFull {
         /// The name of the unit. Several names are joined by `` ` + ` ``.

@@ -65,6 +65,9 @@ impl<D: Device> EngineInner<D> {
         let (capacity_bytes, needed_bytes) =
             (self.context.slots.host.stats().capacity_bytes, prepared.slot_bytes);
         if needed_bytes > capacity_bytes {
+            if self.context.slots.is_staged() {
+                return Err(Error::StagingFull { unit: prepared.unit.name.clone() });
+            }
             let budget_bytes = self.budget.limit_bytes();
             return Err(Error::NeverFits(NeverFits {
                 budget_bytes,

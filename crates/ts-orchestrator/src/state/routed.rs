@@ -16,9 +16,9 @@ const LARGEST_WEIGHT: f64 = 1e100;
 
 /// How often routed units were expected, and which of them are idle.
 ///
-/// If a unit is expected several times in one pass, the largest number of uses counts. The visits of the current pass
-/// count only when the next pass begins. Therefore a pass that needs all units does not evict the
-/// units that it needs next in favor of those that it has already used.
+/// If a unit is expected several times in one pass, the largest number of uses counts. The visits
+/// of the current pass count only when the next pass begins. Therefore a pass that needs all units
+/// does not evict the units that it needs next in favor of those that it has already used.
 #[derive(Debug)]
 pub(crate) struct Routed {
     /// `None` for units that are not routed.

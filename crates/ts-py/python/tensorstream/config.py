@@ -102,8 +102,8 @@ PREFETCH = {
     MemoryMode.CONSERVATIVE: PrefetchStrategy.NEXT_LAYER,
 }
 VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
-#: Memory that the budget leaves for activations, page tables and code, in bytes. If the smallest
-#: budget does not fit otherwise, it leaves less, but at least half of this.
+#: Memory that the budget leaves for activations, page tables and code, in bytes. The smallest
+#: budget that works for a model may leave less, but at least half of this.
 HEADROOM = 64 << 20
 #: For each backend that is not built yet: the backend that is used instead (None for the best
 #: available one), and the reason.
@@ -123,12 +123,12 @@ class Config:
             logger "tensorstream" at level INFO.
         storage_path: A directory. Its purpose depends on the call:
 
-            - ``offload`` of a model with weights writes the weights to it, unless ``checkpoint`` is
-              given, and creates it if necessary.
-            - ``offload`` of a model on the meta device reads the checkpoint from it, unless
-              ``checkpoint`` is given.
-            - ``from_pretrained`` writes converted tensors to it. By default, they are written to
-              the user's cache directory.
+            - ``offload`` of a model with weights, without a ``checkpoint``, writes the weights to
+              the directory. Creates the directory if necessary.
+            - ``offload`` of a model on the meta device, without a ``checkpoint``, reads the
+              checkpoint from the directory.
+            - ``from_pretrained`` writes converted tensors to the directory. By default, they are
+              written to the user's cache directory.
         max_passes: The most forward passes that run at once. Others wait. Each pass needs its own
             memory.
         backend: The I/O backend: a ``BackendType``, its name, or a name that
@@ -271,9 +271,11 @@ class Config:
     def fitted_bytes(self, smallest: int, whole: int, freed_bytes: int = 0) -> int:
         """Returns the configured or default budget in bytes, reduced to the available memory.
 
-        Does not reduce a configured budget that is less than ``smallest``, which the engine
-        refuses. Does not reduce a larger budget than ``whole`` if the whole model fits, or any
-        configured budget if the available memory cannot be detected.
+        A configured budget is not reduced in these cases:
+
+        - It is less than ``smallest``. The engine refuses such a budget.
+        - The whole model fits into the available memory.
+        - The available memory cannot be detected.
 
         Args:
             smallest: The smallest budget that works for the model.

@@ -15,7 +15,8 @@ from ..errors import ConfigurationError
 
 T = TypeVar("T")
 
-#: A tensor to write: its name, dtype, shape, and address modulo 64, or None for any address.
+#: A tensor to write: its name, dtype, shape, and the offset of its data in the file, modulo 64. If
+#: the offset is ``None``, the writer chooses it.
 NewTensor = tuple[str, str, list[int], int | None]
 
 

@@ -23,8 +23,8 @@ def convert(
 ) -> None:
     """Converts a checkpoint to another format or compression. Blocks; shows a progress bar.
 
-    Tensors and metadata are preserved bit for bit. If a file of the safetensors library is
-    converted to ``.ts``, with any codec, and back, the result is identical byte for byte.
+    Tensors and metadata are preserved bit for bit. If the safetensors library wrote a file, then
+    converting the file to ``.ts``, with any codec, and back restores it byte for byte.
 
     An interrupted conversion to a ``.ts`` file resumes when ``convert`` is called again with the
     same arguments. After a crash, it repeats at most the last 1 GiB.

@@ -33,10 +33,10 @@ def load_file(
 ) -> dict[str, torch.Tensor]:
     """Reads all tensors of a checkpoint into memory. Blocks; shows a progress bar on a terminal.
 
-    Reads into huge pages if possible. Reads local files from the page cache if it contains the
-    data, with direct I/O otherwise.
-    Compressed tensors are decoded on all cores. Adjacent tensors of up to 16 MiB together share an
-    allocation, which is freed when the last of these tensors is deleted.
+    Reads into huge pages if possible. Reads local files from the page cache if the cache contains
+    the data, and with direct I/O otherwise. Compressed tensors are decoded on all cores. Adjacent
+    tensors of up to 16 MiB together share an allocation, which is freed when the last of these
+    tensors is deleted.
 
     Args:
         path: A ``.safetensors`` or ``.ts`` file, a shard index, a directory with one of them, or a
@@ -275,10 +275,10 @@ def append_file(
         CheckpointError: The file is damaged.
         CheckpointPermissionError: The process may not write the file.
         MissingTensorError: A tensor to remove does not exist.
-        ConfigurationError: The file is not a ``.ts`` file, or a tensor, name or key cannot be
-            written.
-        StorageError: Writing failed. The file is unchanged. If only the last flush failed, it has
-            the new content.
+        ConfigurationError: The file is not a ``.ts`` file, or an argument, tensor, name or key is
+            invalid.
+        StorageError: Writing failed. The file is unchanged, or has the new content if only the last
+            flush failed.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -312,7 +312,8 @@ def save(
         compression_level: The level of the codec; see ``convert``.
 
     Raises:
-        ConfigurationError: The format is unknown, or a tensor, name or key cannot be written.
+        ConfigurationError: The format is unknown, or another argument, a tensor, a name or a key is
+            invalid.
 
     Examples:
         >>> import tensorstream as ts, torch

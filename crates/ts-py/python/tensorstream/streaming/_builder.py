@@ -85,10 +85,10 @@ class Builder:
             yield self.materialize(tensor).contiguous().view(-1)
 
     def needed_bytes(self, tensor: SymbolicTensor) -> int:
-        """Returns the most memory that ``pieces`` needs, in bytes, excluding the pieces themselves.
+        """Estimates the peak memory of ``pieces`` in bytes, excluding small pieces.
 
-        Casts and joins along the first dimension are computed in pieces. Any other computed tensor
-        is in memory as a whole, together with its operands.
+        Casts and joins along the first dimension are computed piece by piece. Any other computed
+        tensor counts as a whole, together with its operands.
         """
         source = tensor.source
         if isinstance(source, Source):

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-#: The names of the argument of an experts module that contains the chosen experts of each token.
+#: Experts modules have an argument that contains the chosen experts of each token. These are the
+#: names that it can have.
 _ROUTES = ("top_k_index", "router_indices", "selected_experts")
 
 #: Smaller slices are not worth their own units.
@@ -36,10 +37,11 @@ Part = tuple[int, int, int]
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: Embeddings and linear layers below this size are not divided.
 _LEAST_DIVIDED_BYTES = 4 << 20
-#: The size that a block of rows has at least, if the parameter is large enough.
+#: The minimum size of a block of rows in bytes. The last block can be smaller.
 _BLOCK_BYTES = 1 << 20
-#: With at least this many rows in each block, in multiples of ``_ROW_MULTIPLE``, matrix products
-#: round as with the whole matrix. `products_are_exact` checks this.
+#: The minimum number of rows in a block, except the last one. The number of rows is also a multiple
+#: of ``_ROW_MULTIPLE``. Products with such blocks round like products with the whole matrix, which
+#: `products_are_exact` checks.
 _LEAST_BLOCK_ROWS = 256
 _ROW_MULTIPLE = 16
 
@@ -55,7 +57,7 @@ class Rows(enum.IntEnum):
 
 
 def block_rows(parameter: torch.Tensor) -> int:
-    """Returns the number of rows of a block, except of the last one, which may have more."""
+    """Returns the number of rows of each block. The last block can have fewer or more rows."""
     row_bytes = max(slice_bytes(parameter), 1)
     rows = max(_LEAST_BLOCK_ROWS, -(-_BLOCK_BYTES // row_bytes))
     return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
@@ -162,7 +164,7 @@ def _bounds(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 def route_argument(module: nn.Module) -> tuple[str, int] | None:
     """Returns the name and the position of the argument that selects slices of the parameters.
 
-    Returns ``None`` if the module is no experts module.
+    Returns ``None`` if the module is not an experts module.
     """
     try:
         names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -213,9 +215,10 @@ def slices(
 def selected(
     route: tuple[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[int, int]]:
-    """Returns the slices that a call selects, in ascending order, or an empty list.
+    """Returns the number of each slice that a call selects, and how often the call selects it.
 
-    The second number is how often the call selects the slice.
+    The numbers are in ascending order. Returns an empty list if the argument is not a plain tensor
+    of integers on the CPU.
     """
     name, position = route
     index = kwargs.get(name, args[position] if position < len(args) else None)

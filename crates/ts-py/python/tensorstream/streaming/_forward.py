@@ -7,8 +7,8 @@ several units, or children with parameters, each operation leases the weights th
 
 References to modules are weak, so deleting a model frees its engine at once, without the cycle
 collector. A signal handler can raise an exception between any two bytecode instructions. Therefore
-leases are objects of the native module that end when they are dropped, and only native code changes
-state that must stay consistent.
+a lease is an object of the native module, and ends when the object is dropped. Only native code
+changes state that must stay consistent.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _is_grad_enabled = torch.is_grad_enabled
 class Parameters(dict[str, Any]):
     """The dictionary of the parameters of a module.
 
-    While the forward of the module lends its leased weights on this thread, a streamed parameter is
-    the weight itself. At other times, it is a stand-in.
+    A streamed parameter is the leased weight itself while the forward of the module runs on this
+    thread and lends its weights. At other times, the parameter is a stand-in.
 
     While gradients are recorded, a streamed parameter does not require gradients, because nothing
     could apply its gradient. Otherwise it has the ``requires_grad`` of the original parameter,

@@ -151,7 +151,7 @@ def attach(
     *,
     freed_bytes: int = 0,
 ) -> M:
-    """Offloads a model to an open checkpoint. Changes the model only once nothing can fail.
+    """Offloads a model to an open checkpoint. If this fails, the model is unchanged.
 
     Args:
         model: The model.
@@ -242,7 +242,7 @@ def _divided(
     settings: Settings,
     fitted: Callable[[int, int], int],
 ) -> tuple[_UnitBuilder, int]:
-    """Divides parameters as far as the budget needs it. Returns the units and the budget.
+    """Divides no more parameters than the budget requires. Returns the units and the budget.
 
     Args:
         model: The model.
@@ -250,8 +250,8 @@ def _divided(
         converted: The sources of parameters that had to be computed, by ``id``.
         orders: The stored orders of dimensions, by name, of parameters that are not contiguous.
         settings: The settings of the engine.
-        fitted: Returns the budget. Gets the smallest budget that works, and the budget that keeps
-            all units in memory.
+        fitted: Returns the budget. Its arguments are the smallest budget that works, and the
+            budget that keeps all units in memory.
     """
 
     def build(rows: Rows) -> tuple[_UnitBuilder, int, int]:
@@ -351,7 +351,7 @@ def _read_all(
 ) -> dict[int, torch.Tensor]:
     """Reads all parameters into memory, which the result owns. Returns them by key.
 
-    Each starts at the phase in its ``TensorSpec``.
+    The address of each parameter modulo 64 is the phase in its ``TensorSpec``.
     """
     total = sum(part[2] + 2 * 4096 for tensor in sources.values() for part in tensor[3])
     units = [(tensor[0], [tensor], False) for tensor in sources.values()]
@@ -422,7 +422,8 @@ class _UnitBuilder:
         self.weights: list[Weight] = []
         #: The divided weights. Their keys follow those of ``weights``.
         self.divided: list[Divided] = []
-        #: The name and the tensors of each unit, and whether data select the unit.
+        #: The name and the tensors of each unit, and whether a pass uses the unit only for some
+        #: inputs.
         self.specs: list[tuple[str, list[TensorSpec], bool]] = []
         #: Modules with parameters, and the keys of their weights by parameter name.
         self.modules: list[tuple[nn.Module, dict[str, int]]] = []
@@ -494,7 +495,7 @@ class _UnitBuilder:
     def _divide(self, parameter: torch.Tensor, spec: TensorSpec) -> None:
         """Adds a unit for each slice of a parameter along its first dimension."""
         _, dtype, shape, parts, phase = spec
-        # The source of merged experts has the name of the first one.
+        # Not the name of the source, which is that of the first expert if experts were merged.
         name = self._names[id(parameter)][0]
         blocks = None
         if id(parameter) in self._row_divided:
@@ -531,7 +532,8 @@ class _UnitBuilder:
                     own_shape,
                 )
             )
-            # Passes use the blocks of a linear layer in order. Data select all other slices.
+            # Every pass uses all blocks of a linear layer in order. Which other slices a pass uses
+            # depends on its input.
             routed = not (blocks and id(parameter) in self._multiplied)
             self.specs.append((of_rows, [(of_rows, dtype, own_shape, own, own_phase)], routed))
             first += count

@@ -58,12 +58,13 @@ def plan(
 ) -> Plan:
     """Plans the streaming of a checkpoint. Reads headers only, and needs no model.
 
-    If the checkpoint is a directory of transformers and the library is installed, the plan is that
-    of the model: it knows experts, and embeddings that can be read by rows. Otherwise, units are
-    inferred from tensor names: tensors whose names differ only in the last component are one unit.
+    If the checkpoint is the directory of a transformers model and transformers is installed, the
+    plan is that of the model: experts are separate units, and embeddings can be read by rows.
+    Otherwise, units are inferred from tensor names: tensors whose names differ only in the last
+    component are one unit.
 
-    The prediction assumes that storage reads 1 GB/s, and that data select no experts. Streaming
-    measures the real speed.
+    The prediction assumes that storage reads 1 GB/s. It ignores units that a pass uses only for
+    some inputs, such as experts. Streaming measures the real speed.
 
     Args:
         checkpoint: A file, a shard index, a directory with one of them, or a URL.

@@ -53,7 +53,7 @@ def _embedding(
 
 
 def _embedding_bag(operation: Any, weight: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs the operation on the rows that it needs, in memory outside the budget."""
+    """Copies the needed rows to memory outside the budget, and runs the operation on the copy."""
     if type(indices) is not torch.Tensor or indices.dtype not in _INTEGERS:
         return NotImplemented
     rows, numbers = torch.unique(indices, return_inverse=True)
@@ -132,15 +132,15 @@ def _select(weight: Any, index: Any, *, negative: bool = True) -> Any:
 
 
 def _pieces(weight: StreamedTensor, divided: Divided, rows: torch.Tensor) -> Iterator[Any]:
-    """Divides sorted rows into pieces that are read together.
+    """Divides sorted rows into pieces. The rows of a piece are read together.
 
     Yields:
-        The first row of the piece, the end of the piece, and a function that calls another one with
-        the rows of the piece.
+        The begin and the end of the piece in ``rows``, and a function. The function reads the rows
+        of the piece, and calls its argument with them.
     """
     wanted: list[int] = rows.tolist()
     if divided.table is not None:
-        # A block of the weight is a unit, so as many rows fit into memory.
+        # A piece is no larger than a block. It fits into memory, because a block is a unit.
         step = divided.blocks[0] if divided.blocks else 1
         streamer, table = weight.weights.streamer, divided.table
         for begin in range(0, len(wanted), step):
@@ -250,7 +250,7 @@ def _grouped_mm(
 
 
 def _grouped_mm_fallback(inputs: Any, weight: Any, offs: Any) -> Any:
-    """Does the same for the operation with which transformers replaces ``_grouped_mm``."""
+    """Like ``_grouped_mm``, for the operation ``grouped_mm_fallback`` of transformers."""
     plain = type(weight) is StreamedTensor and type(inputs) is torch.Tensor
     if not (plain and weight.ndim == 3 and _has_slices(weight)):
         return NotImplemented

@@ -47,7 +47,7 @@ class UnitStats(TypedDict):
     name: str
     #: Whether the plan keeps the unit in memory.
     resident: bool
-    #: Whether data select the unit, such as an expert or a part of an embedding.
+    #: Whether a pass uses the unit only for some inputs. True for experts and parts of embeddings.
     routed: bool
     #: Memory for the unit.
     slot_bytes: int
@@ -64,7 +64,7 @@ class UnitStats(TypedDict):
 
 
 class RoutedStats(TypedDict):
-    """Statistics of the experts of a mixture, each of which is a unit for each of its parameters.
+    """Statistics of the experts of a mixture. Each parameter of an expert is a unit.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -74,12 +74,12 @@ class RoutedStats(TypedDict):
         0
     """
 
-    #: The number of times that a router chose such a unit, and the bytes to read without a cache.
+    #: The number of times that a router chose a unit, and the bytes to read without a cache.
     touched: int
     touched_bytes: int
-    #: The number of times that the unit was in memory or being read.
+    #: How many of these times the chosen unit was in memory or being read.
     hits: int
-    #: The number of such units that were evicted.
+    #: The number of evictions of routed units (``UnitStats.routed``).
     evictions: int
 
 
@@ -96,7 +96,7 @@ class TableStats(TypedDict):
 
     #: The number of rows that were read.
     rows: int
-    #: The bytes read for them. Direct reads are aligned, so this is more than the rows.
+    #: The bytes read for these rows. Aligned direct reads contain more than the rows.
     read_bytes: int
 
 
@@ -122,8 +122,8 @@ class Stats(TypedDict):
     backend: str
     #: Backends that could not be used, with the reason.
     passed_over: list[tuple[str, str]]
-    #: Whether writes to resident weights that bypass PyTorch are detected. This needs Linux 6.7 or
-    #: later, and permission to use userfaultfd.
+    #: Whether a write to a resident weight is detected even if the write bypasses PyTorch. This
+    #: needs Linux 6.7 or later, and permission to use userfaultfd.
     watches_writes: bool
     #: The number of forward passes.
     passes: int

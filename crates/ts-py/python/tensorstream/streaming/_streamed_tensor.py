@@ -39,7 +39,7 @@ _VIEW_CACHE_SIZE = 4096
 class StreamedTensor(torch.Tensor):
     """A stand-in for a weight, or for a view of it. Has no memory."""
 
-    # PyTorch disables the function with this value. Its type differs from that of a method.
+    # With this value, PyTorch does not call `__torch_function__`. Type checkers expect a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     weights: Weights
@@ -226,7 +226,7 @@ class StreamedWeight(nn.Parameter):
     share its memory and its version counter, which is compared when the forward ends.
     """
 
-    # PyTorch disables the function with this value. Its type differs from that of a method.
+    # With this value, PyTorch does not call `__torch_function__`. Type checkers expect a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
@@ -309,7 +309,7 @@ def is_same(own: StreamedTensor, value: Any) -> bool:
 
 
 def replace_weights(result: Any, weights: Weights, use: Any) -> Any:
-    """Replaces the tensors in a result that share memory with leased weights.
+    """Replaces tensors of a result if they share memory with leased weights.
 
     They become stand-ins, or copies if they are lazily conjugated or negated. Tensors with an
     autograd history are not replaced.
@@ -371,7 +371,7 @@ def _view_stand_in(
     strides: Sequence[int],
     offset: int,
 ) -> StreamedTensor:
-    """Creates a stand-in for a view. If it lies in one slice, it is a view of that slice."""
+    """Creates a stand-in for a view. If one slice contains the view, uses the key of the slice."""
     weights, key = base.weights, base.key
     divided = weights.divided(key)
     if divided is not None and 0 not in shape:
@@ -398,7 +398,8 @@ def _infer_views(
     try:
         outcome = func(memory.as_strided(shape, strides, offset), *args[1:], **kwargs)
     except (NotImplementedError, RuntimeError):
-        # The result depends on values, or the function fails. It then fails again when it runs.
+        # The result depends on values, or the function fails. If it fails here, it fails again when
+        # it runs on the weight.
         return None
     is_sequence = isinstance(outcome, list | tuple)
     views = list(outcome) if is_sequence else [outcome]
@@ -431,9 +432,11 @@ def with_slice(
 
     Args:
         tensor: A stand-in for the weight, or for a view of it whose first dimension is that of the
-            slices. Views of weights that are divided into blocks are ignored.
+            slices. If the weight is divided into blocks, the function gets a block of the weight
+            even if ``tensor`` is a view.
         index: The number of the slice.
-        function: It gets a block, or the slice without the first dimension. It must not keep it.
+        function: Its argument is a block, or the slice without the first dimension. The function
+            must not keep this tensor.
     """
     weights, divided = tensor.weights, tensor.weights.divided(tensor.key)
     assert divided is not None, f"{tensor.name} is not divided"
@@ -459,7 +462,7 @@ def assembled(tensor: StreamedTensor, func: Any) -> torch.Tensor:
     the budget.
 
     Raises:
-        BudgetError: The copy is larger than the budget, and ``func`` does not copy.
+        BudgetError: The copy is larger than the budget, and ``func`` is neither a copy nor a cast.
     """
     divided = tensor.weights.divided(tensor.key)
     if divided is None:
@@ -583,7 +586,7 @@ def _copied(tensor: StreamedTensor, unit: int) -> torch.Tensor:
 
 
 def _real(tensor: StreamedTensor, use: Any, grad: bool) -> torch.Tensor:
-    """Returns the leased weight for a stand-in, or the view of the weight that it represents."""
+    """Returns the leased weight, or the view of it, that a stand-in represents."""
     weights = tensor.weights
     weight: torch.Tensor = use.weight(weights.streamer, tensor.key, grad)
     shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -646,11 +649,12 @@ def _caller_dispatch_state(func: Any, autocasts: bool, called: tuple[Any, Any]) 
     """Returns a context with the dispatcher state of the caller of an operation.
 
     In ``__torch_dispatch__``, all keys above ``Python`` are excluded. In inference mode, operations
-    arrive before they are decomposed. Without the keys of the caller, views in them would not
-    require gradients as they do for a model in memory, and matmul would round differently.
+    arrive before they are decomposed. In a model in memory, views inside such an operation can
+    require gradients. Without the keys of the caller, they would not, and matmul would round
+    differently.
 
-    Operations without an autocast kernel decompose into operations that autocast casts, so autocast
-    stays enabled for them.
+    An operation without an autocast kernel decomposes into operations whose inputs autocast casts.
+    Therefore autocast stays enabled for it.
     """
     include, exclude = called if torch.is_inference_mode_enabled() else _dispatch_keys()
     autocast = _native_torch.DispatchKeySet(_native_torch.DispatchKey.AutocastCPU)

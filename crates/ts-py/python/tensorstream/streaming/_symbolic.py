@@ -196,7 +196,7 @@ def _find_bytes(
 def _interleaved(
     symbolic: Sequence[SymbolicTensor], tensors: Sequence[object], outcome: torch.Tensor, dim: int
 ) -> tuple[Part, ...] | None:
-    """Returns the bytes of tensors that are joined along ``dim``: a range of each tensor in turn.
+    """Joins tensors along ``dim``. Returns ranges of the files, from each tensor in turn.
 
     Returns ``None`` if a tensor is real, or the ranges are too short.
     """
@@ -215,7 +215,7 @@ def _interleaved(
 
 
 def _subrange(parts: Sequence[Part], begin: int, length: int) -> tuple[Part, ...]:
-    """Returns ``length`` bytes of ``parts``, from byte ``begin``."""
+    """Returns the ranges of ``length`` bytes of ``parts``, from byte ``begin`` on."""
     found: list[Part] = []
     for file, offset, size in parts:
         if begin < size and length > 0:
@@ -285,7 +285,7 @@ def _phase(source: Source | Derived) -> int:
 
 
 def _snapshot(arguments: Any) -> Any:
-    """Returns a copy of arguments that later writes to the tensors do not change."""
+    """Returns a copy of arguments. Later writes to the tensors do not change the copy."""
 
     def keep(leaf: Any) -> Any:
         if isinstance(leaf, SymbolicTensor):

@@ -54,7 +54,7 @@ class Provider(Protocol):
 
 
 class SymbolicStorage:
-    """Bytes that symbolic tensors share, given by their source after all writes so far."""
+    """Bytes that symbolic tensors share, and the source of these bytes after all writes so far."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class SymbolicTensor(torch.Tensor):
     #: The source when it was last determined, and the number of writes at that time.
     _cached_source: tuple[Source | Derived, int]
 
-    # PyTorch disables the function with this value. Its type differs from that of a method.
+    # With this value, PyTorch does not call `__torch_function__`. Type checkers expect a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -229,7 +229,10 @@ def written_through(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Returns the tensor of a storage after a write to a view of it."""
+    """Applies ``func`` to a view of a copy of ``whole``, and returns the copy.
+
+    ``whole`` is the tensor of a storage. ``steps`` lead to the view, which ``func`` writes to.
+    """
     whole = whole.clone(memory_format=torch.preserve_format)
     func(_view_of(whole, steps), *args, **kwargs)
     return whole

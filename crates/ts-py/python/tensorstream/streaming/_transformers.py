@@ -95,8 +95,9 @@ def plan_checkpoint(
     """Plans the streaming of a checkpoint of transformers.
 
     Returns:
-        The budget in bytes, and the plan of the native module. ``None`` if ``path`` is no directory
-        of a model that transformers can build from its weights without conversion.
+        The budget in bytes, and the plan of the native module. ``None`` if ``path`` is not the
+        directory of a transformers model, if the model cannot be built, or if its weights would
+        have to be converted.
 
     Raises:
         BudgetError: The budget is too small.
@@ -110,7 +111,7 @@ def plan_checkpoint(
         return plan_model(model, config, checkpoint)
     except BudgetError:
         raise
-    # The checkpoint has other names than the model, or the model needs code that is not installed.
+    # The tensors do not fit the model, or the model needs code that is not installed.
     except (ImportError, TensorStreamError, OSError, ValueError, KeyError):
         return None
 

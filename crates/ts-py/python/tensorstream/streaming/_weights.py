@@ -38,7 +38,8 @@ class Weight:
 class Divided:
     """A distinct parameter of a model whose slices along the first dimension are weights.
 
-    A slice is one index, without the first dimension, or a block of rows.
+    A slice is either a block of rows, or one index of the first dimension. In the second case, the
+    slice does not have this dimension.
     """
 
     name: str

@@ -35,8 +35,8 @@ Fetch = Callable[[str, str], torch.Tensor]
 def fetch_nothing(address: str, ticket: str) -> torch.Tensor:
     """Raises RuntimeError, for machines that must not connect to others."""
     raise RuntimeError(
-        f'this machine cannot fetch tensors from {address}; use a machine of kind "local", or '
-        f"start it with `tensorstream serve --peer {address}`"
+        f'this machine cannot fetch tensors from {address}; use a machine of kind "local", or a '
+        f"server started with `tensorstream serve --peer {address}`"
     )
 
 
