@@ -34,7 +34,8 @@ pub(crate) struct Ring<T> {
     wake: Arc<Gate>,
     /// The reads, by key. Boxed, because the kernel has pointers into slots while the vector grows.
     slots: Vec<Option<Box<Slot<T>>>>,
-    /// The registered files, by index. Empty if the kernel does not support registered files.
+    /// The registered files, by index. Empty if the kernel cannot register a sparse table, which
+    /// needs Linux 5.19.
     files: Vec<Option<Weak<File>>>,
     /// The registered memory, by index.
     regions: Vec<Region>,

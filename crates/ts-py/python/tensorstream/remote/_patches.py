@@ -212,5 +212,5 @@ def _refuse_trainers(model: str, device: torch.device) -> None:
                 f'variable ACCELERATE_TORCH_DEVICE="{device}" before the first Accelerator or '
                 "TrainingArguments is created"
             )
-        # The type of ``frame`` excludes None, which ends the loop.
+        # mypy infers that ``frame`` is never None, but ``f_back`` of the outermost frame is None.
         frame = frame.f_back  # type: ignore[assignment]
