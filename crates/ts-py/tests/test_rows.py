@@ -132,6 +132,8 @@ def test_bags(tmp_path: Path, reduction: str, mode: Any) -> None:
         for offsets in (torch.tensor([0, 5, 5, 40]), torch.tensor([0, 60])):
             assert torch.equal(model(ids, offsets), reference(ids, offsets))
         assert torch.equal(model(ids.view(6, 10)), reference(ids.view(6, 10)))
+        others = torch.tensor([[5, 10, 70], [11, 12, 13]])  # without the padding index
+        assert torch.equal(model(others), reference(others))
         if reduction == "sum":
             weights = torch.randn(6, 10)
             arguments = (ids.view(6, 10), None, weights)

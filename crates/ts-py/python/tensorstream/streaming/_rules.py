@@ -69,7 +69,9 @@ def _embedding_bag(operation: Any, weight: Any, indices: Any, *args: Any, **kwar
     padding = bound.get("padding_idx")
     if padding is not None and padding >= 0:
         at = (rows == padding).nonzero()
-        bound["padding_idx"] = int(at[0]) if at.numel() else -1
+        # `embedding_bag` counts negative indices from the end, so -1 would be the last row.
+        none = None if operation is aten.embedding_bag.padding_idx else -1
+        bound["padding_idx"] = int(at[0]) if at.numel() else none
     return operation(selected, numbers.to(indices.dtype), **bound)
 
 
