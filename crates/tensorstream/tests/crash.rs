@@ -31,8 +31,9 @@ enum Call {
 
 type Record = Arc<Mutex<Vec<Call>>>;
 
-/// Returns an empty record, and faults that add each call to the record. `fails` is the index and
-/// the error number of a call that fails. The index `usize::MAX` stands for the preallocation.
+/// Returns an empty record, and faults that add each call except preallocations to the record.
+/// `fails` is the position in the record, and the error number, of a call that fails. The position
+/// `usize::MAX` stands for the preallocation.
 fn recorder(fails: Option<(usize, i32)>) -> (Record, WriteFaults) {
     let record = Record::default();
     let calls = Arc::clone(&record);

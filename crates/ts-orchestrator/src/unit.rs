@@ -78,8 +78,8 @@ pub struct UnitTensor {
 /// The checksums of a range of a file.
 #[derive(Debug, Clone)]
 pub struct RangeDigest {
-    /// The range. It contains the only part of the tensor. To read this part, the engine reads the
-    /// whole range.
+    /// The range that the checksums cover. The tensor consists of exactly one part, and this range
+    /// contains it. To read the part, the engine reads the whole range.
     pub range: ByteRange,
     /// The checksums of the range.
     pub digest: Arc<Digest>,

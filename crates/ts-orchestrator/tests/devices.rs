@@ -25,7 +25,8 @@ type Copies<D> = Arc<Mutex<Vec<TensorCopy<D>>>>;
 struct TensorCopy<D: Device> {
     unit: usize,
     tensor: usize,
-    /// Pinned memory, because a copy to pageable memory would wait for earlier work.
+    /// Pinned memory, because on CUDA the call that submits a copy to pageable memory may block
+    /// until earlier work has finished.
     memory: D::Memory,
     /// Whether the copy has run.
     done: bool,

@@ -239,7 +239,7 @@ impl OffsetAllocator {
     /// Allocates `len` granules for `owner` from a free block of another owner.
     ///
     /// Considers only owners for which `may_take` returns `true`, and takes the smallest block
-    /// found. Returns the block and its previous owner.
+    /// found. Returns the block and its previous owner, or `None` if no block is long enough.
     pub(crate) fn steal(
         &mut self,
         len: u32,

@@ -15,7 +15,8 @@ use super::{EngineInner, InterruptTimer};
 /// While the current residency still fits, a new plan is used only if it is predicted to save more
 /// than this share of a pass's duration.
 const REPLAN_GAIN: f64 = 0.05;
-/// The number of passes within which a new plan must save the time to read its resident units.
+/// A new plan reads its resident units again. Within this many passes, it must save more time than
+/// this reading takes.
 const REPLAN_PASSES: f64 = 8.0;
 
 impl<D: Device> EngineInner<D> {

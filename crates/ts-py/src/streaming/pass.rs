@@ -32,7 +32,8 @@ impl Pass {
         }
     }
 
-    /// Ends the pass after an exception. Raises no further exception.
+    /// Ends the pass like `end`, but does not report weights that were written to. Does nothing if
+    /// the pass has already ended.
     fn close(&self, py: Python<'_>) {
         self.finish(py);
     }

@@ -97,6 +97,9 @@ impl PyListener {
     }
 
     /// Stops listening. Connections stay open.
+    ///
+    /// Raises:
+    ///     ConfigurationError: The listener is in use, for example by ``accept`` on another thread.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         *try_lock(py, &self.listener)? = None;
         Ok(())

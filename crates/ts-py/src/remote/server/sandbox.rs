@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The sandbox of a session. On Linux, the process of a session on a CPU can use only memory,
-//! threads, clocks and open descriptors.
+//! The sandbox of a session. On Linux (x86_64 and aarch64) with seccomp, the process of a session
+//! on a CPU can use little more than memory, threads, clocks and open descriptors.
 
 use pyo3::prelude::*;
 

@@ -181,7 +181,9 @@ class RemoteMachine:
         cls, *, device_type: str = "cpu", device_count: int = 1, threads: int | None = None,
         name: str | None = None, start: bool = True,
     ) -> RemoteMachine:  # fmt: skip
-        """Creates a machine in a process on this computer. Blocks until it has started.
+        """Creates a machine in a process on this computer.
+
+        Blocks until the machine has started, unless ``start`` is false.
 
         The arguments and errors are those of the class.
         """
