@@ -6,10 +6,12 @@ mod testing;
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use testing::{KIB, Model, config};
+use testing::{KIB, Model, buffered, config, patience, with_backend};
 use ts_format::Digest;
-use ts_orchestrator::{Access, Engine, Error, RangeDigest, UnitId};
+use ts_io::fault::{Fault, Faults, FaultyProvider};
+use ts_orchestrator::{Access, Engine, Error, ErrorKind, RangeDigest, UnitId};
 
 const SLICE: usize = 32 * KIB;
 
@@ -189,6 +191,41 @@ fn more_units_than_fit_can_be_expected() {
         }
         assert!(engine.stats().in_use_high_water_bytes <= budget);
     }
+}
+
+#[test]
+fn ten_thousand_faults_cause_errors_or_the_right_bytes() {
+    let model = model(0, 40);
+    let attempts = AtomicU64::new(0);
+    let faults = Faults::new(move |_| match attempts.fetch_add(1, Ordering::Relaxed) % 5 {
+        0 => Some(Fault::Errno(5)),
+        1 | 2 => Some(Fault::Short(20_000)),
+        _ => None,
+    });
+    let provider = FaultyProvider::new(buffered(), faults);
+    let engine = model.engine(with_backend(config(8 * SLICE), provider)).unwrap();
+    let (mut random, mut failed, mut right) = (Random(5), 0, 0);
+    while engine.stats().units.iter().map(|unit| unit.loads).sum::<u64>() < 10_000 {
+        let pass = engine.begin_pass();
+        let ids: Vec<UnitId> = (0..3).map(|_| UnitId(random.below(40) as u32)).collect();
+        let expectation = engine.expect(&once(&ids)).unwrap();
+        for &id in &ids {
+            match engine.acquire_interruptible(Some(pass), id, &mut patience()) {
+                Ok(lease) => {
+                    right += 1;
+                    model.check(id.0 as usize, &lease.tensor(0));
+                }
+                Err(error) => {
+                    failed += 1;
+                    assert_eq!(error.kind(), ErrorKind::Storage, "{error}");
+                    assert!(error.to_string().contains(&format!("tensor `t{}`", id.0)), "{error}");
+                }
+            }
+        }
+        drop(expectation);
+        engine.end_pass(pass);
+    }
+    assert!(failed > 1000 && right > 1000, "{failed} errors, {right} results");
 }
 
 /// Several threads run passes of random units under random budgets.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,33 @@ def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
         forced(model, lambda _: torch.tensor([[5, 5]])),
     ):
         model(torch.tensor([[3]]))
+
+
+def test_a_truncated_or_replaced_shard_is_an_error_that_names_the_expert(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path, torch.float32)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    copy = tmp_path / "copy"
+    for is_replaced in (False, True):
+        path.write_bytes(content)
+        copy.write_bytes(content)
+        model = ts.from_pretrained(tmp_path, budget="3MiB", experts_implementation="eager")
+        with torch.inference_mode(), forced(model, lambda _: torch.tensor([[2, 3]])):
+            model(torch.tensor([[3]]))
+        if is_replaced:
+            copy.replace(path)
+            text = "another file has taken its place"
+        else:
+            os.truncate(path, 200_000)
+            text = "too short"
+        with (
+            torch.inference_mode(),
+            forced(model, lambda _: torch.tensor([[14, 15]])),
+            pytest.raises(
+                ts.CheckpointChangedError, match=rf"`.*experts\.[a-z_]+\[1[45]\]`.*{text}"
+            ),
+        ):
+            model(torch.tensor([[3]]))
 
 
 def test_operations_on_all_experts(tmp_path: Path) -> None:
