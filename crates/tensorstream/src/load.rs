@@ -166,8 +166,9 @@ impl Checkpoint {
     /// Reads tensors into existing memory. Each target is the name of a tensor and memory of the
     /// tensor's length in bytes. Blocks.
     ///
-    /// Copies bytes that the page cache contains, and reads the rest directly from storage. Uses
-    /// about 2 MiB of memory for each thread, of which there are at least 16.
+    /// Copies bytes that the page cache contains, and reads the rest directly from storage. Uses at
+    /// least 16 threads. Each thread uses about 2 MiB of memory, and more to decode compressed
+    /// tensors.
     ///
     /// # Errors
     /// The content of the memory is unspecified after an error.

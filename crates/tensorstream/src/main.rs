@@ -6,7 +6,8 @@ use std::process::ExitCode;
 fn main() -> ExitCode {
     let signals = Signals::catch();
     let status = tensorstream::cli::run(std::env::args_os(), &mut || signals.received().is_some());
-    // By convention, a process that a signal has ended exits with 128 plus the signal's number.
+    // By convention, a process that stops because of a signal exits with status 128 plus the
+    // signal's number.
     match signals.received() {
         Some(signal) if status == 130 => ExitCode::from(128 + signal),
         _ => ExitCode::from(status),

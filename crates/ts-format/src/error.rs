@@ -82,7 +82,7 @@ pub enum Error {
         reason: String,
     },
     /// The file cannot be appended to or compacted.
-    #[error("{file}: cannot change this file: {reason}")]
+    #[error("{file}: cannot append to or compact the checkpoint: {reason}")]
     NotAppendable {
         /** Name of the file, as given to the reader. */
         file: String,

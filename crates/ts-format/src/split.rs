@@ -2,9 +2,9 @@
 //! The codec `split`, which compresses floats without loss. In trained weights, signs and mantissas
 //! are close to random, but exponents are not. Elements of two bytes or more are rotated left by
 //! one bit, which moves the exponent to the last bytes. Then the elements are separated into
-//! planes: plane `i` is byte `i` of all elements. A plane that compresses well is stored as a
-//! standard zstd frame without matches, which is Huffman-coded. Other planes are stored unchanged.
-//! FORMAT.md is normative.
+//! planes: plane `i` is byte `i` of all elements. Each plane is cut into blocks. A block that
+//! compresses well is stored as a standard zstd frame without matches, which is Huffman-coded.
+//! Other blocks are stored unchanged. FORMAT.md is normative.
 
 use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, ParamSwitch};
 

@@ -76,7 +76,7 @@ pub enum Error {
         source: Arc<ts_pool::Error>,
     },
     /// A table does not exist.
-    #[error("no table {table}: the engine has {count}, with ids from 0")]
+    #[error("unknown table id {table}: expected an id below {count}, the number of tables")]
     NoSuchTable {
         /// The id of the table.
         table: u32,
@@ -136,11 +136,11 @@ pub enum Error {
         /// The names of the streamed units in use. Empty if there are none.
         holders: String,
     },
-    /// The staging memory is full and cannot become free.
+    /// The staging memory is too small for the request, or is full and cannot become free.
     #[error(
-        "no staging memory for `{unit}`: other units of this call, gathered rows, or reads that \
-         timed out fill it; acquire or gather less at once, drop gathered rows, or raise \
-         `staging_units`"
+        "no staging memory for `{unit}`: it is too large, or the memory is full of other units of \
+         this call, gathered rows, or reads that timed out; acquire or gather less at once, drop \
+         gathered rows, or raise `staging_units`"
     )]
     StagingFull {
         /// The name of the unit. Several names are joined by `` ` + ` ``.

@@ -17,7 +17,7 @@ pub struct UnitStats {
     pub routed: bool,
     /// The size of the unit's slot, in bytes.
     pub slot_bytes: usize,
-    /// The number of times that the unit was read from storage.
+    /// The number of loads of the unit from storage that have ended, including failed ones.
     pub loads: u64,
     /// The number of bytes of the unit that were read from storage, over all loads.
     pub read_bytes: u64,

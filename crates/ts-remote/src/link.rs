@@ -482,8 +482,9 @@ impl<S: Sink> Link<S> {
         Ok(wrote)
     }
 
-    /// Reads once. If `wait` is set, waits for bytes up to the socket's read timeout. Returns
-    /// whether any bytes were read.
+    /// Reads once. If `wait` is set, waits at most the socket's read timeout for bytes. Returns
+    /// whether any bytes were read. Also returns true if postponed bytes were invalid, but earlier
+    /// events can still be polled.
     fn read(&mut self, wait: bool) -> Result<bool, Error> {
         if let Err(error) = self.connection.settle() {
             return self.end(error).map(|()| true);
