@@ -133,9 +133,9 @@ impl Tuner {
     /// measures it with memory from `budget`. Blocks for up to about two seconds.
     ///
     /// Returns the default if a measurement fails, and for sources that are not measured: sources
-    /// other than local files, files of less than 256 MiB, and file systems without direct I/O. Also
-    /// returns the default, and caches it, if `budget` has too little unused memory or the device is
-    /// too slow for a measurement.
+    /// other than local files, files of less than 256 MiB, and file systems without direct I/O.
+    /// Also returns the default, and caches it, if `budget` has too little unused memory or the
+    /// device is too slow for a measurement.
     ///
     /// The cache has one small file for each file system, named after the file system's type and
     /// id. Failures to write this file are ignored. During the reads of a measurement, `interrupt`

@@ -120,7 +120,10 @@ fn errors_name_tables_and_rows_that_do_not_exist() {
     let (model, table) = model();
     let engine = engine(&model, table, config(512 * KIB));
     let error = engine.gather(TableId(1), &[0], &mut patience()).err().unwrap();
-    assert_eq!(error.to_string(), "unknown table id 1: expected an id below 1, the number of tables");
+    assert_eq!(
+        error.to_string(),
+        "unknown table id 1: expected an id below 1, the number of tables"
+    );
     let error = engine.gather(TableId(0), &[0, 500], &mut patience()).err().unwrap();
     let text = "no row 500 in table `table`: it has 500 rows, numbered from 0";
     assert_eq!(error.to_string(), text);
