@@ -177,7 +177,7 @@ impl Claim {
         let directory = Directory::open_parent(&self.target)?;
         if !is_file_at(&self.file, &self.partial) {
             return Err(std::io::Error::other(
-                "another process has replaced or removed the partial file",
+                "the partial file was replaced or removed after it was opened",
             ));
         }
         self.faults.check(&self.target, WriteCall::Rename(&self.target))?;
@@ -302,7 +302,7 @@ impl Drop for AtomicFile {
 }
 
 fn replaced() -> std::io::Error {
-    std::io::Error::other("another process has replaced or removed the file")
+    std::io::Error::other("the file was replaced or removed after it was opened")
 }
 
 /// Returns the path of the partial file of `target`.

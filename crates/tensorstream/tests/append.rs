@@ -218,7 +218,7 @@ fn only_one_writer_at_a_time_appends_to_a_file_with_several_names() {
     let other = std::fs::read(at("other.ts")).unwrap();
     std::fs::rename(at("other.ts"), at("a.ts")).unwrap();
     let error = late.commit().unwrap_err().to_string();
-    assert!(error.contains("another process has replaced or removed the file"), "{error}");
+    assert!(error.contains("the file was replaced or removed after it was opened"), "{error}");
     assert!(std::fs::read(at("a.ts")).unwrap() == other);
     assert_eq!(bytes_of(&at("b.ts"), "x").1, b"abc");
     // The path of an index or directory is refused, even if it leads to a single .ts file.

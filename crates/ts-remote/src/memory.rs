@@ -130,7 +130,7 @@ pub struct BufferSink {
     staging: Vec<u8>,
 }
 
-/// The maximum length of the staging memory for a device, in bytes.
+/// The maximum length of the host staging memory for one tensor on a GPU, in bytes.
 const STAGING_LEN: usize = 4 << 20;
 
 impl Memory for GpuMemory {

@@ -259,7 +259,7 @@ impl TlsStream {
         Self { tcp, tls, input: vec![0; INPUT_LEN].into(), at: 0, end: 0 }
     }
 
-    /// Decrypts more of the received bytes. Returns false if all of them are decrypted.
+    /// Decrypts more of the received bytes. Returns false if all of them were already decrypted.
     fn decrypt_more(&mut self) -> io::Result<bool> {
         if self.at == self.end {
             return Ok(false);

@@ -148,7 +148,8 @@ class RemoteMachine:
         if kind != "tcp" and address is not None:
             raise ConfigurationError(
                 f'unexpected address {address!r}: a machine of kind "{kind}" starts on this '
-                'computer; use kind "tcp" for an address, or device_type for "cpu" or "cuda"'
+                'computer; use kind "tcp" to connect to an address, or device_type to select '
+                '"cpu" or "cuda"'
             )
         if kind == "tcp" and address is None:
             raise ConfigurationError(

@@ -33,7 +33,8 @@ REFUSED = frozenset({
     "_efficientzerotensor",
 })  # fmt: skip
 #: Operators that change the shape or storage of a tensor, but lack the tag ``inplace_view``.
-#: Clients make these changes locally. The server would not notice a change of the storage.
+#: The server refuses them, because clients make these changes locally. If the server ran them, it
+#: would not notice that the storage of a tensor has changed.
 RESHAPING = frozenset(
     {"set_", "set", "set_data", "resize", "_resize_output", "_resize_output_", "resize_as_sparse_"}
 )
