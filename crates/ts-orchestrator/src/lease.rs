@@ -166,8 +166,9 @@ impl<D: Device> Clone for TensorBytes<D> {
 }
 
 impl<D: Device> TensorBytes<D> {
-    pub(crate) fn new(memory: UnitMemory<D>, Placement { offset, len }: Placement) -> Self {
-        Self { memory: Arc::new(memory), range: offset..offset + len }
+    pub(crate) fn new(memory: Arc<UnitMemory<D>>, placement: Placement) -> Self {
+        let Placement { offset, len } = placement;
+        Self { memory, range: offset..offset + len }
     }
 
     /// Returns the memory range of the bytes, for work on streams that are declared with

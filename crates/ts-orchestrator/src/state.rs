@@ -66,6 +66,8 @@ pub(crate) struct EngineState<D: Device> {
     horizon: usize,
     loads: HashMap<u32, UnitLoad<D>>,
     next_load: u32,
+    /// The rows that were gathered. Some may be dropped already.
+    gathered: Vec<GatheredRows<D>>,
     /// The gathers whose callers wait, by load. `None` until the load ends.
     pub(crate) gathers: HashMap<u32, Option<Result<Slot<D>, Error>>>,
     /// The reads that a call waits for or that belong to expected units, most urgent first.
@@ -119,6 +121,16 @@ struct EvictedMemory<D: Device> {
     modified: bool,
 }
 
+/// Rows that a call has gathered, and that the caller may still reference.
+#[derive(Debug)]
+struct GatheredRows<D: Device> {
+    name: String,
+    slot_bytes: usize,
+    memory: Weak<UnitMemory<D>>,
+    /// The thread that gathered the rows.
+    user: ThreadId,
+}
+
 /// Whether a unit is in memory.
 #[derive(Debug, Default)]
 pub(crate) enum Presence<D: Device> {
@@ -169,6 +181,7 @@ impl<D: Device> EngineState<D> {
             horizon: 0,
             loads: HashMap::new(),
             next_load: 0,
+            gathered: Vec::new(),
             gathers: HashMap::new(),
             urgent: VecDeque::new(),
             queue: VecDeque::new(),
@@ -227,7 +240,8 @@ impl<D: Device> EngineState<D> {
     /// Switches to the pending plan, unless a unit is in use, referenced or being loaded. Returns
     /// whether it switched.
     pub(crate) fn apply_pending_plan(&mut self, context: &EngineContext<D>) -> bool {
-        let referenced = self.units.iter_mut().any(|unit| unit.referenced_evictions() > 0);
+        let referenced = self.units.iter_mut().any(|unit| unit.referenced_evictions() > 0)
+            || !self.live_gathered().is_empty();
         let busy = self.units.iter().any(|unit| match &unit.presence {
             Presence::Absent => false,
             Presence::Loading => true,
@@ -255,6 +269,23 @@ impl<D: Device> EngineState<D> {
     pub(crate) fn take_gathered(&mut self, load: u32) -> Option<Result<Slot<D>, Error>> {
         self.gathers.get(&load)?.as_ref()?;
         self.gathers.remove(&load)?
+    }
+
+    /// Records that this thread has the rows of a unit, in this memory.
+    pub(crate) fn add_gathered(&mut self, prepared: &PreparedUnit, memory: &Arc<UnitMemory<D>>) {
+        self.live_gathered();
+        self.gathered.push(GatheredRows {
+            name: prepared.unit.name.clone(),
+            slot_bytes: prepared.slot_bytes,
+            memory: Arc::downgrade(memory),
+            user: std::thread::current().id(),
+        });
+    }
+
+    /// Returns the gathered rows that are still referenced.
+    fn live_gathered(&mut self) -> &[GatheredRows<D>] {
+        self.gathered.retain(|rows| rows.memory.strong_count() > 0);
+        &self.gathered
     }
 
     /// Returns the number of bytes that the engine has read from storage.

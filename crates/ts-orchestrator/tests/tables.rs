@@ -200,3 +200,34 @@ fn threads_gather_while_passes_run() {
         }
     });
 }
+
+#[test]
+fn a_thread_waits_for_rows_that_another_thread_holds() {
+    let (model, table) = model();
+    // Room for one unit.
+    let engine = Arc::new(engine(&model, table, config(80 * KIB)));
+    for _ in 0..20 {
+        let rows = engine.gather(TableId(0), &[1, 3, 5, 7, 9, 11], &mut patience()).unwrap();
+        let other = Arc::clone(&engine);
+        let thread = std::thread::spawn(move || {
+            other.acquire_interruptible(None, UnitId(2), &mut patience()).map(drop)
+        });
+        std::thread::sleep(std::time::Duration::from_millis(120));
+        drop(rows);
+        let result = thread.join().unwrap();
+        assert!(result.is_ok(), "{:?}", result.err().map(|error| error.to_string()));
+    }
+}
+
+#[test]
+fn rows_that_the_same_thread_holds_are_an_error() {
+    let (model, table) = model();
+    let engine = engine(&model, table, config(80 * KIB));
+    let rows = engine.gather(TableId(0), &[1, 3, 5, 7], &mut patience()).unwrap();
+    let result = engine.acquire_interruptible(None, UnitId(2), &mut patience()).map(drop);
+    let error = result.err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Full);
+    assert!(error.to_string().contains("`table[1, 3, 5, ...]`"), "{error}");
+    drop(rows);
+    engine.acquire_interruptible(None, UnitId(2), &mut patience()).map(drop).unwrap();
+}

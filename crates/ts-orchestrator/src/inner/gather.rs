@@ -39,10 +39,10 @@ impl<D: Device> EngineInner<D> {
                 let Slot::Host(buffer) = result? else {
                     unreachable!("rows are gathered into host memory")
                 };
-                return Ok(TensorBytes::new(
-                    self.context.slots.gathered(buffer, self.context.events.clone()),
-                    prepared.layout.tensors[0],
-                ));
+                let memory = self.context.slots.gathered(buffer, self.context.events.clone());
+                let memory = Arc::new(memory);
+                state.add_gathered(&prepared, &memory);
+                return Ok(TensorBytes::new(memory, prepared.layout.tensors[0]));
             }
             let what = || format!("rows `{}`", prepared.unit.name);
             state = match self.wait(state, &mut timer, interrupt, what) {

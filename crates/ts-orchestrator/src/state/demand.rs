@@ -12,7 +12,7 @@ use crate::prepared::PreparedUnit;
 use crate::slot_pool::{AllocationError, LoadBuffers};
 use crate::unit::UnitId;
 
-use super::{EngineState, Presence, UnitState};
+use super::{EngineState, GatheredRows, Presence, UnitState};
 
 /// The reason why there is no memory for units that a call waits for.
 #[derive(Debug)]
@@ -200,6 +200,7 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the reason why there is no memory, given that no unit is idle.
     fn shortage(&mut self, context: &EngineContext<D>, set: &[UnitId]) -> Shortage {
+        self.live_gathered();
         let this_thread = std::thread::current().id();
         let is_waiting = |user: &ThreadId| {
             *user == this_thread
@@ -215,7 +216,11 @@ impl<D: Device> EngineState<D> {
         };
         let in_use = |unit: &&UnitState<D>| !unit.resident && !unit.users.is_empty();
         let can_end = |unit: &UnitState<D>| unit.users.iter().any(|user| !is_waiting(user));
+        let can_drop = |rows: &GatheredRows<D>| !is_waiting(&rows.user);
         if self.is_loading()
+            // The callers of these gathers are about to take their rows.
+            || !self.gathers.is_empty()
+            || self.gathered.iter().any(can_drop)
             || context.slots.waits_for_streams()
             || self.units.iter().enumerate().any(is_awaited)
             || self.units.iter().filter(in_use).any(can_end)
@@ -231,6 +236,10 @@ impl<D: Device> EngineState<D> {
                 bytes += count * prepared.slot_bytes;
                 holders.push(format!("`{}` x{count}", unit.stats.name));
             }
+        }
+        for rows in &self.gathered {
+            bytes += rows.slot_bytes;
+            holders.push(format!("`{}`", rows.name));
         }
         if holders.is_empty() {
             Shortage::Deadlock { holders: used }
