@@ -82,6 +82,25 @@ def test_random_budgets(checkpoints: dict[str, tuple[Path, Any]]) -> None:
     assert streamed > PROGRAMS / 2
 
 
+def test_a_plan_falls_back_to_names(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path, torch.float32)
+    by_names = str(ts.plan(tmp_path / "model.safetensors", budget="8MiB"))
+    assert str(ts.plan(tmp_path, budget="8MiB")) != by_names
+    config = tmp_path / "config.json"
+    text = config.read_text()
+    for broken in (
+        "{}",
+        text.replace('"qwen3_moe"', '"gpt-of-nobody"'),
+        # Without an answer on standard input, transformers would ask whether to run the code.
+        text.replace("{", '{"auto_map": {"AutoConfig": "own.Config"},', 1).replace(
+            '"qwen3_moe"', '"own"'
+        ),
+        text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'),
+    ):
+        config.write_text(broken)
+        assert str(ts.plan(tmp_path, budget="8MiB")) == by_names
+
+
 def test_plans_state_the_smallest_budget(checkpoints: dict[str, tuple[Path, Any]]) -> None:
     for name, (path, _) in checkpoints.items():
         low = smallest(path, 1)

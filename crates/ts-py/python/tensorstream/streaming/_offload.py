@@ -14,7 +14,13 @@ from torch import nn
 from .. import _native
 from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from ..config import Config, Settings, expanded
-from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
+from ..errors import (
+    BudgetError,
+    CheckpointError,
+    ConfigurationError,
+    MissingTensorError,
+    ModelError,
+)
 from ._builder import Builder
 from ._division import FUSED, Rows, block_counts, block_rows, is_divided, row_divided, slices
 from ._forward import (
@@ -263,14 +269,17 @@ def _divided(
         return units, *sizes
 
     units, smallest, whole = build(Rows.NONE)
-    all_rows, least, _ = build(Rows.ALL)
-    if not any(each.blocks for each in all_rows.divided):
-        return units, fitted(smallest, whole)
-    budget = fitted(min(smallest, least), whole)
-    if budget >= whole:
-        return units, budget
-    with_embeddings, smallest, _ = build(Rows.EMBEDDINGS)
-    return (with_embeddings if budget >= smallest else all_rows), budget
+    by_rows, least, _ = build(Rows.EMBEDDINGS)
+    try:
+        budget = fitted(min(smallest, least), whole)
+    except BudgetError:
+        budget = 0  # too little memory is available, unless more parameters are divided
+    if budget < min(smallest, least):
+        # Checking that products are exact takes time, so it is only done for such budgets.
+        by_rows, least, _ = build(Rows.ALL)
+        budget = fitted(min(smallest, least), whole)
+    divides = any(each.blocks for each in by_rows.divided)
+    return (by_rows if divides and budget < whole else units), budget
 
 
 def stats(model: nn.Module) -> Stats:

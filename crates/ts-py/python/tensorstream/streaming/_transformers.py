@@ -8,6 +8,7 @@ which weights may be missing, and whether to map or to copy weights.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Any
@@ -19,10 +20,11 @@ from ..errors import (
     CheckpointError,
     ConfigurationError,
     MissingTensorError,
-    TensorStreamError,
 )
 from ._builder import Builder
 from ._offload import Path, attach, checked, plan_model
+
+_log = logging.getLogger("tensorstream")
 
 #: The least memory that importing transformers and building a model take, in bytes.
 TRANSFORMERS_BYTES = 96 << 20
@@ -107,12 +109,15 @@ def plan_checkpoint(
     try:
         import transformers
 
-        model = _build(transformers, os.fspath(path), checkpoint, None, {})
+        path = os.fspath(path)
+        # Without this argument, transformers asks the user whether to run code of the checkpoint.
+        model_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        model = _build(transformers, path, checkpoint, None, {"model_config": model_config})
         return plan_model(model, config, checkpoint)
     except BudgetError:
         raise
-    # The tensors do not fit the model, or the model needs code that is not installed.
-    except (ImportError, TensorStreamError, OSError, ValueError, KeyError):
+    except Exception as error:  # the constructors of models raise errors of any class
+        _log.info("%s: planned from the names of tensors: %s", path, error)
         return None
 
 
