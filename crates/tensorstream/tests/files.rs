@@ -187,7 +187,8 @@ fn a_writer_publishes_only_its_own_file() {
     let first = FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap();
     std::fs::remove_file(&partial).unwrap();
     let second = FileWriter::create(&path, vec![], metadata(), plain(), &mut never).unwrap();
-    assert!(first.commit().unwrap_err().to_string().contains("another process"));
+    let error = first.commit().unwrap_err().to_string();
+    assert!(error.contains("the partial file was replaced or removed"), "{error}");
     assert_content(&path, 2);
     assert!(partial.exists(), "the file of the second writer stays");
     second.commit().unwrap();
