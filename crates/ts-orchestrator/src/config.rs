@@ -77,6 +77,8 @@ pub struct EngineConfig {
     /// units. This works only if the system supports it, units live in host memory, and `populate`
     /// is 0. Pre-faulting a page looks like a write.
     pub watch_writes: bool,
+    /// Which routed units stay in memory.
+    pub routing: Routing,
     /// The speed of storage that the first plan assumes. Later plans use the measured bandwidth.
     pub rates: Rates,
     /// The clock for all measurements.
@@ -102,6 +104,7 @@ impl EngineConfig {
             workers: 1,
             populate: 0,
             watch_writes: false,
+            routing: Routing::default(),
             rates: Rates::default(),
             clock: Box::new(ts_io::monotonic_ns),
         }
@@ -191,6 +194,12 @@ impl EngineConfig {
         Self { watch_writes, ..self }
     }
 
+    /// Sets [`routing`](Self::routing).
+    #[must_use]
+    pub fn with_routing(self, routing: Routing) -> Self {
+        Self { routing, ..self }
+    }
+
     /// Sets [`rates`](Self::rates).
     #[must_use]
     pub fn with_rates(self, rates: Rates) -> Self {
@@ -201,6 +210,41 @@ impl EngineConfig {
     #[must_use]
     pub fn with_clock(self, clock: Clock) -> Self {
         Self { clock, ..self }
+    }
+}
+
+/// How the engine decides which [routed](crate::Access::Routed) units stay in memory.
+///
+/// Those with the highest scores stay. The score of a unit is the number of its uses, where a use
+/// counts half as much after `half_life` passes.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Routing {
+    /// The number of passes after which a use counts half as much. With `f64::INFINITY`, all uses
+    /// count the same.
+    pub half_life: f64,
+    /// The scores of units in an earlier run, from
+    /// [`Engine::routing_scores`](crate::Engine::routing_scores). Other units start with 0.
+    pub scores: Vec<(UnitId, f64)>,
+}
+
+impl Default for Routing {
+    fn default() -> Self {
+        Self { half_life: 128.0, scores: Vec::new() }
+    }
+}
+
+impl Routing {
+    /// Sets [`half_life`](Self::half_life).
+    #[must_use]
+    pub fn with_half_life(self, half_life: f64) -> Self {
+        Self { half_life, ..self }
+    }
+
+    /// Sets [`scores`](Self::scores).
+    #[must_use]
+    pub fn with_scores(self, scores: Vec<(UnitId, f64)>) -> Self {
+        Self { scores, ..self }
     }
 }
 

@@ -266,6 +266,21 @@ impl<D: Device> Engine<D> {
         Ok(leases)
     }
 
+    /// Leases a unit if it is in memory, and otherwise returns `None`. Does not block.
+    ///
+    /// Such a use belongs to no pass, and the engine does not plan for it.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoSuchUnit`] if the engine has no such unit, and [`Error::Written`] if the
+    /// unit's bytes changed after [`Lease::seal`].
+    pub fn try_acquire(&self, unit: UnitId) -> Result<Option<Lease<D>>, Error> {
+        self.inner.check_unit(unit)?;
+        let Some((memory, acquired_ns)) = self.inner.try_acquire(unit) else { return Ok(None) };
+        let lease = Lease::new(memory, Arc::clone(&self.inner), unit, acquired_ns);
+        lease.check_seal()?;
+        Ok(Some(lease))
+    }
+
     /// Announces that a pass is about to acquire these [routed](crate::Access::Routed) units, each
     /// once and in this order. Does not block.
     ///
@@ -315,6 +330,27 @@ impl<D: Device> Engine<D> {
     pub fn expect(&self, units: &[(UnitId, u32)]) -> Result<Expectation<D>, Error> {
         units.iter().try_for_each(|&(unit, _)| self.inner.check_unit(unit))?;
         Ok(Expectation::new(Arc::clone(&self.inner), self.inner.expect(units)))
+    }
+
+    /// Guesses that the next call of [`expect`](Self::expect) will name these units, the most
+    /// likely one first. Does not block.
+    ///
+    /// Reads those that are not in memory while no other reads are waiting, unless most recent
+    /// guesses were wrong. The next call of `expect` or `guess` cancels the reads of units that it
+    /// does not name. Ordered units are ignored.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoSuchUnit`] if the engine has no such unit.
+    pub fn guess(&self, units: &[UnitId]) -> Result<(), Error> {
+        units.iter().try_for_each(|&unit| self.inner.check_unit(unit))?;
+        self.inner.guess(units);
+        Ok(())
+    }
+
+    /// Returns the score of each routed unit. An engine that is created with these scores
+    /// ([`Routing::scores`](crate::Routing::scores)) keeps the same units in memory.
+    pub fn routing_scores(&self) -> Vec<(UnitId, f64)> {
+        self.inner.routing_scores()
     }
 
     /// Reads rows of a [table](EngineConfig::tables), in this order, and blocks until they are in

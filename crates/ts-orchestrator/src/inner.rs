@@ -139,9 +139,22 @@ impl<D: Device> EngineInner<D> {
     /// Expects visits to the routed units among `units`, in this order. Returns the number of the
     /// expectation.
     pub(crate) fn expect(&self, units: &[(UnitId, u32)]) -> u64 {
-        let is_routed = |(id, _): &(UnitId, u32)| self.unit(*id).unit.access == Access::Routed;
-        let routed: Vec<_> = units.iter().copied().filter(is_routed).collect();
+        let routed: Vec<_> = units.iter().copied().filter(|&(id, _)| self.is_routed(id)).collect();
         self.lock().expect(&self.context, &routed, (self.clock)())
+    }
+
+    /// Guesses that the next expectation names the routed units among `units`.
+    pub(crate) fn guess(&self, units: &[UnitId]) {
+        let routed: Vec<_> = units.iter().copied().filter(|&id| self.is_routed(id)).collect();
+        self.lock().guess(&self.context, &routed, (self.clock)());
+    }
+
+    fn is_routed(&self, unit: UnitId) -> bool {
+        self.unit(unit).unit.access == Access::Routed
+    }
+
+    pub(crate) fn routing_scores(&self) -> Vec<(UnitId, f64)> {
+        self.lock().routed.scores()
     }
 
     pub(crate) fn end_expectation(&self, number: u64) {

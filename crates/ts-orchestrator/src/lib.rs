@@ -80,7 +80,7 @@ mod unit_memory;
 mod upload;
 mod worker;
 
-pub use config::{Clock, EngineConfig, Interrupt, Prefetch, Verify, never_interrupt};
+pub use config::{Clock, EngineConfig, Interrupt, Prefetch, Routing, Verify, never_interrupt};
 pub use engine::Engine;
 pub use error::{Error, ErrorKind};
 pub use expectation::Expectation;

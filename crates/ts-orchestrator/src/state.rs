@@ -3,6 +3,7 @@
 //! engine and never block.
 
 mod demand;
+mod guesses;
 mod loading;
 mod prefetch;
 mod routed;
@@ -17,7 +18,7 @@ use ts_pool::{Buffer, WatchedBuffer};
 use ts_streams::Device;
 
 use crate::Error;
-use crate::config::Verify;
+use crate::config::{Routing, Verify};
 use crate::context::EngineContext;
 use crate::layout::ReadKind;
 use crate::pass::Passes;
@@ -31,6 +32,7 @@ use crate::unit_memory::UnitMemory;
 use crate::worker::Workers;
 
 pub(crate) use demand::Shortage;
+use guesses::Guesses;
 use routed::Routed;
 
 /// The mutable state of an engine.
@@ -61,6 +63,8 @@ pub(crate) struct EngineState<D: Device> {
     idle: BTreeSet<UnitId>,
     /// The use of routed units.
     pub(crate) routed: Routed,
+    /// The routed units that are likely to be used soon.
+    guesses: Guesses,
     /// How many expected visits ahead prefetching reaches. A released unit that is not needed
     /// within these visits is evicted.
     horizon: usize,
@@ -159,6 +163,7 @@ impl<D: Device> EngineState<D> {
         order: Vec<UnitId>,
         together: &[Vec<UnitId>],
         plan: Plan,
+        routing: &Routing,
         backend: Box<dyn Backend>,
         workers: Option<Workers<D>>,
     ) -> Self {
@@ -177,7 +182,8 @@ impl<D: Device> EngineState<D> {
             waiting_for_memory: HashSet::new(),
             waiting_for_pass: HashSet::new(),
             idle: BTreeSet::new(),
-            routed: Routed::new(&context.units),
+            routed: Routed::new(&context.units, routing),
+            guesses: Guesses::new(),
             horizon: 0,
             loads: HashMap::new(),
             next_load: 0,
@@ -396,6 +402,12 @@ impl<D: Device> EngineState<D> {
     /// memory.
     pub(crate) fn add_waiter(&mut self, id: UnitId) {
         self.units[id.index()].waiters += 1;
+        self.promote_guess(id);
+        self.no_longer_idle(id);
+    }
+
+    /// Removes a unit that is used from the idle units.
+    pub(crate) fn no_longer_idle(&mut self, id: UnitId) {
         self.idle.remove(&id);
         self.routed.remove_idle(id);
     }
@@ -412,7 +424,9 @@ impl<D: Device> EngineState<D> {
         let unit = &self.units[id.index()];
         let present = matches!(unit.presence, Presence::Present(_));
         if present && unit.users.is_empty() && unit.waiters == 0 && !unit.resident {
-            if self.routed.contains(id) {
+            if self.guesses.open.contains(&id) {
+                // It is likely to be used soon.
+            } else if self.routed.contains(id) {
                 self.routed.insert_idle(id);
             } else {
                 self.idle.insert(id);
@@ -429,6 +443,7 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
     ) -> u64 {
         uses.iter().for_each(|&(id, _)| self.restore_evicted(id));
+        self.judge_guesses(context, uses, now_ns);
         let units = &self.units;
         let is_present = |id: UnitId| !matches!(units[id.index()].presence, Presence::Absent);
         let number = self.routed.expect(uses, is_present);

@@ -47,6 +47,14 @@ pub struct RoutedStats {
     pub hits: u64,
     /// The number of routed units that were evicted.
     pub evictions: u64,
+    /// The number of loads that [`Engine::guess`](crate::Engine::guess) started.
+    pub guesses: u64,
+    /// The number of these loads whose unit was then expected. `hits` includes them.
+    pub right_guesses: u64,
+    /// The number of these loads that were cancelled before all of the unit was read.
+    pub cancelled_guesses: u64,
+    /// The number of bytes that these loads have read.
+    pub guessed_bytes: u64,
 }
 
 /// The rows that [`Engine::gather`](crate::Engine::gather) has read.

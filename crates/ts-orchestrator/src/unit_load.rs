@@ -56,6 +56,10 @@ pub(crate) struct UnitLoad<D: Device> {
     /// The number of parts that are not filled yet.
     pending: usize,
     pub(crate) error: Option<Error>,
+    /// Whether the unit was only likely to be used when the load started.
+    pub(crate) guessed: bool,
+    /// Whether the unit is no longer needed, so that some parts are not read.
+    pub(crate) cancelled: bool,
     pub(crate) started_ns: u64,
     pub(crate) read_bytes: Vec<(ReadPath, u64)>,
 }
@@ -97,6 +101,8 @@ impl<D: Device> UnitLoad<D> {
             parts: Vec::new(),
             pending: 0,
             error: None,
+            guessed: false,
+            cancelled: false,
             started_ns: now_ns,
             read_bytes: Vec::new(),
         };

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use testing::{KIB, Model, buffered, config, patience, with_backend};
 use ts_format::Digest;
 use ts_io::fault::{Fault, Faults, FaultyProvider};
-use ts_orchestrator::{Access, Engine, Error, ErrorKind, RangeDigest, UnitId};
+use ts_orchestrator::{Access, Engine, Error, ErrorKind, RangeDigest, Routing, UnitId};
 
 const SLICE: usize = 32 * KIB;
 
@@ -208,6 +208,7 @@ fn ten_thousand_faults_cause_errors_or_the_right_bytes() {
     while engine.stats().units.iter().map(|unit| unit.loads).sum::<u64>() < 10_000 {
         let pass = engine.begin_pass();
         let ids: Vec<UnitId> = (0..3).map(|_| UnitId(random.below(40) as u32)).collect();
+        engine.guess(&ids[..random.below(4) as usize]).unwrap();
         let expectation = engine.expect(&once(&ids)).unwrap();
         for &id in &ids {
             match engine.acquire_interruptible(Some(pass), id, &mut patience()) {
@@ -248,6 +249,7 @@ fn random_programs_get_correct_bytes_within_budget() {
                             let count = random.below(6);
                             let ids: Vec<UnitId> =
                                 (0..count).map(|_| UnitId(4 + random.below(40) as u32)).collect();
+                            engine.guess(&ids[..random.below(count + 1) as usize]).unwrap();
                             let _expected = engine.expect(&once(&ids)).unwrap();
                             // Some expected units are not used, and some units are used although
                             // they are not expected.
@@ -267,6 +269,124 @@ fn random_programs_get_correct_bytes_within_budget() {
         let stats = engine.stats();
         assert!(stats.in_use_high_water_bytes <= budget, "seed {seed}");
     }
+}
+
+/// Waits until this many loads have ended.
+fn wait_for_loads(engine: &Engine, count: u64) {
+    let mut patience = patience();
+    while routed_loads(engine) < count {
+        assert!(!patience(), "{} of {count} loads have ended", routed_loads(engine));
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn guessed_units_are_read_before_they_are_expected() {
+    let model = model(0, 32);
+    let engine = model.engine(config(8 * SLICE)).unwrap();
+    engine.guess(&[7, 9, 9].map(UnitId)).unwrap();
+    wait_for_loads(&engine, 2);
+    pass(&engine, &model, &[9, 7]);
+    let stats = engine.stats();
+    assert_eq!((routed_loads(&engine), stats.routed.guesses, stats.routed.right_guesses), (2, 2, 2));
+    assert_eq!(stats.routed.hits, 2);
+    assert!(stats.routed.guessed_bytes >= 2 * SLICE as u64);
+    // Units in memory are not read again.
+    engine.guess(&[7, 9].map(UnitId)).unwrap();
+    assert_eq!(engine.stats().routed.guesses, 2);
+    assert!(matches!(engine.guess(&[UnitId(32)]), Err(Error::NoSuchUnit { unit: 32, .. })));
+}
+
+#[test]
+fn wrong_guesses_are_given_up() {
+    let model = model(0, 64);
+    let engine = model.engine(config(12 * SLICE)).unwrap();
+    let mut random = Random(3);
+    for _ in 0..200 {
+        engine.guess(&[32 + random.below(32) as u32].map(UnitId)).unwrap();
+        pass(&engine, &model, &[random.below(32) as u32]);
+    }
+    let wrong = engine.stats().routed.guesses;
+    assert!((1..10).contains(&wrong), "{wrong} wrong guesses were read");
+    // They are tried again when guesses that were not read turn out to be right.
+    for _ in 0..200 {
+        let next = random.below(64) as u32;
+        engine.guess(&[UnitId(next)]).unwrap();
+        pass(&engine, &model, &[next]);
+    }
+    let stats = engine.stats().routed;
+    assert!(stats.right_guesses > 50, "{stats:?}");
+}
+
+#[test]
+fn guesses_make_room_for_needed_units() {
+    let model = model(1, 32);
+    // Memory for the ordered unit and for three routed ones.
+    let engine = model.engine(config(5 * SLICE)).unwrap();
+    for round in 0..40u32 {
+        engine.guess(&[1, 2, 3, 4, 5].map(UnitId)).unwrap();
+        let pass = engine.begin_pass();
+        model.check(0, &engine.acquire(Some(pass), UnitId(0)).unwrap().tensor(0));
+        // Not announced, so the guesses still stand.
+        let leases = [6, 7, 8].map(|id| {
+            let lease = engine.acquire(Some(pass), UnitId(id + round % 24)).unwrap();
+            model.check((id + round % 24) as usize, &lease.tensor(0));
+            lease
+        });
+        drop(leases);
+        engine.end_pass(pass);
+    }
+    assert!(engine.stats().in_use_high_water_bytes <= 5 * SLICE);
+}
+
+#[test]
+fn reads_of_wrong_guesses_are_cancelled() {
+    let model = model(0, 32);
+    let faults = Faults::new(|_| Some(Fault::Delay(std::time::Duration::from_millis(10))));
+    let provider = FaultyProvider::new(buffered(), faults);
+    let engine = model.engine(with_backend(config(28 * SLICE), provider)).unwrap();
+    engine.guess(&(0..24).map(UnitId).collect::<Vec<_>>()).unwrap();
+    pass(&engine, &model, &[30, 31]);
+    let stats = engine.stats();
+    assert_eq!((stats.routed.guesses, stats.routed.right_guesses), (24, 0));
+    assert!(stats.routed.cancelled_guesses >= 20, "{:?}", stats.routed);
+    let read = stats.routed.guessed_bytes;
+    assert!(read <= 4 * (SLICE as u64 + 8192), "{read} bytes were read");
+    // A cancelled unit can be read later.
+    pass(&engine, &model, &[5, 23]);
+}
+
+#[test]
+fn scores_of_an_earlier_run_decide_what_stays() {
+    let model = model(0, 32);
+    let first = model.engine(config(9 * SLICE)).unwrap();
+    for _ in 0..50 {
+        pass(&first, &model, &[1, 2, 3, 4]);
+    }
+    let scores = first.routing_scores();
+    assert_eq!(scores.len(), 32);
+    let routing = Routing::default().with_scores(scores);
+    let second = model.engine(config(9 * SLICE).with_routing(routing)).unwrap();
+    pass(&second, &model, &[1, 2, 3, 4]);
+    for id in 5..32 {
+        pass(&second, &model, &[id]);
+    }
+    pass(&second, &model, &[1, 2, 3, 4]);
+    assert_eq!(routed_loads(&second), 31);
+}
+
+#[test]
+fn a_unit_can_be_leased_only_if_it_is_in_memory() {
+    let model = model(0, 8);
+    let engine = model.engine(config(4 * SLICE)).unwrap();
+    assert!(engine.try_acquire(UnitId(3)).unwrap().is_none());
+    pass(&engine, &model, &[3]);
+    let lease = engine.try_acquire(UnitId(3)).unwrap().unwrap();
+    pass(&engine, &model, &[4, 5, 6]);
+    model.check(3, &lease.tensor(0));
+    drop(lease);
+    assert!(matches!(engine.try_acquire(UnitId(8)), Err(Error::NoSuchUnit { .. })));
+    assert!(engine.stats().in_use_high_water_bytes <= 4 * SLICE);
 }
 
 #[test]

@@ -62,6 +62,15 @@ impl<D: Device> EngineInner<D> {
         Ok((memory, now_ns))
     }
 
+    /// Marks a unit as used by this thread if it is in memory. Returns its memory, and the current
+    /// time in nanoseconds.
+    pub(crate) fn try_acquire(&self, unit: UnitId) -> Option<(Arc<UnitMemory<D>>, u64)> {
+        let mut state = self.lock();
+        let memory = state.take(&[unit])?.pop()?;
+        state.no_longer_idle(unit);
+        Some((memory, (self.clock)()))
+    }
+
     /// Checks that units which are acquired together fit into memory.
     ///
     /// # Errors

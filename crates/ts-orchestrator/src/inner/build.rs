@@ -88,7 +88,15 @@ impl<D: Device> EngineInner<D> {
             timeout,
             events,
         };
-        let state = EngineState::new(&context, order, &config.together, plan, backend, workers);
+        let state = EngineState::new(
+            &context,
+            order,
+            &config.together,
+            plan,
+            &config.routing,
+            backend,
+            workers,
+        );
         let inner = Self {
             context,
             state: Mutex::new(state),

@@ -79,7 +79,8 @@ impl<D: Device> EngineInner<D> {
         let (mut state, mut tries) = (self.lock(), 0);
         let this_thread = std::thread::current().id();
         loop {
-            let shortage = match state.allocate_on_host(&self.context, prepared) {
+            let now_ns = (self.clock)();
+            let shortage = match state.allocate_on_host(&self.context, prepared, now_ns) {
                 Ok(buffer) => {
                     state.waiting_for_memory.remove(&this_thread);
                     return Ok((state, buffer));

@@ -44,7 +44,7 @@ impl<D: Device> EngineState<D> {
             match self.allocate_all(context, &self.absent(set)) {
                 Ok(buffers) => {
                     for (id, buffers) in buffers.into_iter().rev() {
-                        let reads = self.start_load(context, id, buffers, now_ns);
+                        let reads = self.start_load(context, id, buffers, now_ns, false);
                         reads.into_iter().rev().for_each(|read| self.urgent.push_front(read));
                     }
                     self.submit_reads(context, now_ns);
@@ -61,6 +61,9 @@ impl<D: Device> EngineState<D> {
                     return Err(Shortage::StagingFull);
                 }
                 Err(AllocationError::Device(error)) => return Err(Shortage::Device(error)),
+            }
+            if self.drop_guesses(context, now_ns) {
+                continue;
             }
             let needed =
                 self.absent(set).first().map_or(0, |id| context.units[id.index()].slot_bytes);
@@ -100,6 +103,7 @@ impl<D: Device> EngineState<D> {
         &mut self,
         context: &EngineContext<D>,
         prepared: &PreparedUnit,
+        now_ns: u64,
     ) -> Result<Buffer, Shortage> {
         loop {
             if let Ok(buffer) = context.slots.host.allocate(prepared.layout.len) {
@@ -110,6 +114,9 @@ impl<D: Device> EngineState<D> {
                     true => Shortage::Temporary,
                     false => Shortage::StagingFull,
                 });
+            }
+            if self.drop_guesses(context, now_ns) {
+                continue;
             }
             if let Some(victim) = self.victim(prepared.slot_bytes) {
                 self.evict(victim);

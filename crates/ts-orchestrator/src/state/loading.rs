@@ -23,18 +23,21 @@ use crate::worker::Job;
 use super::{EngineState, Presence};
 
 impl<D: Device> EngineState<D> {
-    /// Starts to load a unit. Returns the reads to queue.
+    /// Starts to load a unit. Returns the reads to queue. `guessed` says whether the unit is only
+    /// likely to be used.
     pub(super) fn start_load(
         &mut self,
         context: &EngineContext<D>,
         id: UnitId,
         buffers: LoadBuffers<D>,
         now_ns: u64,
+        guessed: bool,
     ) -> Vec<QueuedRead> {
         let load_id = self.next_load();
         let prepared = &context.units[id.index()];
-        let (load, reads) =
+        let (mut load, reads) =
             UnitLoad::new(load_id, Some(id), prepared, buffers, context.sizes, now_ns);
+        load.guessed = guessed;
         self.units[id.index()].presence = Presence::Loading;
         self.begin_load(context, load_id, load, now_ns);
         reads
@@ -97,9 +100,11 @@ impl<D: Device> EngineState<D> {
         // thread is scheduled again.
         let limit = 2 * backend.capabilities().max_in_flight;
         let mut rejected = Vec::new();
-        while self.in_flight < limit
-            && let Some(read) = self.urgent.pop_front().or_else(|| self.queue.pop_front())
-        {
+        while self.in_flight < limit {
+            let needed = self.urgent.pop_front().or_else(|| self.queue.pop_front());
+            let guessed = needed.is_none();
+            let next = needed.or_else(|| self.guesses.next_read(self.in_flight));
+            let Some(read) = next else { break };
             let source = Arc::clone(&context.sources[read.file.0 as usize]);
             let request = if read.kind != ReadKind::InPlace {
                 let bounce = match context
@@ -109,7 +114,9 @@ impl<D: Device> EngineState<D> {
                 {
                     Some(Ok(bounce)) => bounce,
                     _ if self.in_flight + self.filling > 0 => {
-                        self.urgent.push_front(read);
+                        let queue =
+                            if guessed { &mut self.guesses.reads } else { &mut self.urgent };
+                        queue.push_front(read);
                         break;
                     }
                     // No bounce buffer is free, because the system may still write to all of them
@@ -248,7 +255,7 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    fn return_part(
+    pub(super) fn return_part(
         &mut self,
         context: &EngineContext<D>,
         load_id: u32,
@@ -267,7 +274,7 @@ impl<D: Device> EngineState<D> {
         let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
         let slot = load.join();
         let (checks, failed, id) =
-            (Arc::clone(&load.prepared.checks), load.error.is_some(), load.id);
+            (Arc::clone(&load.prepared.checks), load.error.is_some() || load.cancelled, load.id);
         let (urgent, verify) = self.urgency(context, id);
         let verify = verify && !checks.is_empty() && !failed;
         match (&self.workers, slot) {
@@ -314,7 +321,7 @@ impl<D: Device> EngineState<D> {
     ) {
         let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
         match (host, load.device.take()) {
-            (Some(staging), Some(slot)) if load.error.is_none() => {
+            (Some(staging), Some(slot)) if load.error.is_none() && !load.cancelled => {
                 context.slots.upload(load_id, staging, slot);
             }
             (_, Some(slot)) => self.finish(context, load_id, Some(Slot::Device(slot)), now_ns),
@@ -360,7 +367,15 @@ impl<D: Device> EngineState<D> {
             return;
         };
         let unit = &mut self.units[id.index()];
-        unit.stats.read_bytes += load.read_bytes.iter().map(|&(_, bytes)| bytes).sum::<u64>();
+        let read_bytes: u64 = load.read_bytes.iter().map(|&(_, bytes)| bytes).sum();
+        unit.stats.read_bytes += read_bytes;
+        if load.guessed {
+            self.routed.stats.guessed_bytes += read_bytes;
+        }
+        if load.cancelled {
+            unit.presence = Presence::Absent;
+            return;
+        }
         unit.stats.load_ns += now_ns - load.started_ns;
         unit.stats.loads += 1;
         if let Some(error) = load.error.take() {

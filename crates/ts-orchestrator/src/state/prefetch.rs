@@ -36,9 +36,10 @@ impl<D: Device> EngineState<D> {
                     // Loads in flight may free memory when they end.
                     Err(AllocationError::StagingFull | AllocationError::Device(_)) => break,
                 };
-                let reads = self.start_load(context, id, buffers, now_ns);
+                let reads = self.start_load(context, id, buffers, now_ns, false);
                 self.queue.extend(reads);
             }
+            self.load_guessed(context, now_ns);
         }
         self.submit_reads(context, now_ns);
     }
@@ -65,7 +66,7 @@ impl<D: Device> EngineState<D> {
                 let Some(victim) = self.routed.victim(slot_bytes) else { return };
                 self.evict(victim);
             };
-            let reads = self.start_load(context, id, buffers, now_ns);
+            let reads = self.start_load(context, id, buffers, now_ns, false);
             self.urgent.extend(reads);
         }
     }

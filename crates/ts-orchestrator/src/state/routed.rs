@@ -2,15 +2,14 @@
 //! Decides which routed units stay in memory: those that recent passes expected most often.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
+use crate::config::Routing;
 use crate::prepared::PreparedUnit;
 use crate::stats::RoutedStats;
 use crate::unit::{Access, UnitId};
 
-/// The number of passes after which a visit counts half as much.
-const HALF_LIFE: f64 = 128.0;
 /// If the weight of a visit exceeds this number, all weights are scaled down.
 const LARGEST_WEIGHT: f64 = 1e100;
 
@@ -33,6 +32,8 @@ pub(crate) struct Routed {
     counted: Vec<UnitId>,
     /// The weight of a visit in the current pass. Weights grow, so that earlier ones count less.
     weight: f64,
+    /// The factor by which the weight grows with each pass.
+    growth: f64,
     /// The number of visits so far.
     visits: u64,
     pub(crate) stats: RoutedStats,
@@ -62,24 +63,26 @@ impl RoutedUnit {
 }
 
 impl Routed {
-    pub(crate) fn new(units: &[Arc<PreparedUnit>]) -> Self {
-        let routed = |prepared: &Arc<PreparedUnit>| {
+    pub(crate) fn new(units: &[Arc<PreparedUnit>], routing: &Routing) -> Self {
+        let scores: HashMap<UnitId, f64> = routing.scores.iter().copied().collect();
+        let routed = |(i, prepared): (usize, &Arc<PreparedUnit>)| {
             (prepared.unit.access == Access::Routed).then_some(RoutedUnit {
                 slot_bytes: prepared.slot_bytes,
                 read_bytes: prepared.read_bytes,
-                score: 0.0,
+                score: scores.get(&UnitId(i as u32)).map_or(0.0, |score| score.max(0.0)),
                 last_visit: 0,
                 uses: 0,
                 idle: false,
             })
         };
         Self {
-            units: units.iter().map(routed).collect(),
+            units: units.iter().enumerate().map(routed).collect(),
             idle: BTreeMap::new(),
             expected: Vec::new(),
             last_expectation: 0,
             counted: Vec::new(),
             weight: 1.0,
+            growth: (1.0 / routing.half_life).exp2(),
             visits: 0,
             stats: RoutedStats::default(),
         }
@@ -101,10 +104,20 @@ impl Routed {
                 self.insert_idle(id);
             }
         }
-        self.weight *= (1.0 / HALF_LIFE).exp2();
+        self.weight *= self.growth;
         if self.weight > LARGEST_WEIGHT {
             self.scale_down();
         }
+    }
+
+    /// Returns the score of each routed unit: the number of its uses, where the uses of earlier
+    /// passes count less.
+    pub(crate) fn scores(&self) -> Vec<(UnitId, f64)> {
+        let units = self.units.iter().enumerate();
+        let score = |(i, unit): (usize, &Option<RoutedUnit>)| {
+            Some((UnitId(i as u32), unit.as_ref()?.score / self.weight))
+        };
+        units.filter_map(score).collect()
     }
 
     fn scale_down(&mut self) {

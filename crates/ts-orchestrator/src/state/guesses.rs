@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Reads routed units that are likely to be used soon, while no other reads are waiting.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use ts_streams::Device;
+
+use crate::config::Prefetch;
+use crate::context::EngineContext;
+use crate::slot_pool::AllocationError;
+use crate::unit::UnitId;
+use crate::unit_load::{QueuedRead, split_token};
+
+use super::{EngineState, Presence};
+
+/// Guessed units are read only if at least this share of recent guesses was right. A wrong guess
+/// costs as much storage bandwidth as a right one saves time.
+const LEAST_PRECISION: f64 = 0.5;
+/// The weight of a new guess in the average of recent guesses.
+const NEW_GUESS_WEIGHT: f64 = 1.0 / 32.0;
+/// The maximum number of guessed reads in flight. An urgent read waits for all of them.
+const GUESSES_IN_FLIGHT: usize = 2;
+
+/// The units that a call guessed will be expected next.
+#[derive(Debug)]
+pub(crate) struct Guesses {
+    /// The guessed units that are to be read, the most likely one first.
+    wanted: VecDeque<UnitId>,
+    /// The units that were absent when they were guessed. They are not idle.
+    pub(super) open: BTreeSet<UnitId>,
+    /// The share of recent guesses that were right.
+    precision: f64,
+    /// The reads of guessed units that are not submitted yet.
+    pub(super) reads: VecDeque<QueuedRead>,
+}
+
+impl Guesses {
+    pub(crate) fn new() -> Self {
+        Self {
+            wanted: VecDeque::new(),
+            open: BTreeSet::new(),
+            precision: LEAST_PRECISION,
+            reads: VecDeque::new(),
+        }
+    }
+
+    /// Returns whether enough recent guesses were right.
+    pub(crate) fn pay(&self) -> bool {
+        self.precision >= LEAST_PRECISION
+    }
+
+    fn judge(&mut self, right: bool) {
+        self.precision += (f64::from(u8::from(right)) - self.precision) * NEW_GUESS_WEIGHT;
+    }
+
+    /// Takes the next read to submit, unless enough reads are in flight.
+    pub(super) fn next_read(&mut self, in_flight: usize) -> Option<QueuedRead> {
+        (in_flight < GUESSES_IN_FLIGHT).then(|| self.reads.pop_front()).flatten()
+    }
+
+    /// Takes the reads of a load that are not submitted yet.
+    fn take_reads(&mut self, load: u32) -> Vec<QueuedRead> {
+        let is_its = |read: &QueuedRead| split_token(read.token).0 == load;
+        let (own, others) = self.reads.drain(..).partition(is_its);
+        self.reads = others;
+        Vec::from(own)
+    }
+}
+
+impl<D: Device> EngineState<D> {
+    /// Guesses that the next expectation will name these units. Starts to read those that are
+    /// absent. Replaces earlier guesses.
+    pub(crate) fn guess(&mut self, context: &EngineContext<D>, units: &[UnitId], now_ns: u64) {
+        self.drop_guesses(context, now_ns);
+        for &id in units {
+            self.restore_evicted(id);
+            if self.is_absent(id) && self.guesses.open.insert(id) {
+                self.guesses.wanted.push_back(id);
+            }
+        }
+        self.advance(context, now_ns);
+    }
+
+    /// Compares the guesses with the units that are now expected. Cancels the reads of those that
+    /// are not.
+    pub(super) fn judge_guesses(
+        &mut self,
+        context: &EngineContext<D>,
+        uses: &[(UnitId, u32)],
+        now_ns: u64,
+    ) {
+        self.guesses.wanted.clear();
+        for id in std::mem::take(&mut self.guesses.open) {
+            let right = uses.iter().any(|&(used, _)| used == id);
+            self.guesses.judge(right);
+            if right {
+                self.routed.stats.right_guesses += u64::from(!self.is_absent(id));
+                self.promote_guess(id);
+            } else {
+                self.cancel_guess(context, id, now_ns);
+                self.update_idle(id);
+            }
+        }
+    }
+
+    /// Ends all guesses, and cancels their reads. Returns whether it cancelled any.
+    pub(super) fn drop_guesses(&mut self, context: &EngineContext<D>, now_ns: u64) -> bool {
+        self.guesses.wanted.clear();
+        let mut cancelled = false;
+        for id in std::mem::take(&mut self.guesses.open) {
+            cancelled |= self.cancel_guess(context, id, now_ns);
+            self.update_idle(id);
+        }
+        cancelled
+    }
+
+    /// Puts the reads of a guessed unit before other reads, because the unit is needed now.
+    pub(super) fn promote_guess(&mut self, id: UnitId) {
+        if let Some(load) = self.guessed_load(id) {
+            self.urgent.extend(self.guesses.take_reads(load));
+        }
+    }
+
+    /// Cancels the reads of a guessed unit that are not submitted yet. Returns whether there were
+    /// any.
+    fn cancel_guess(&mut self, context: &EngineContext<D>, id: UnitId, now_ns: u64) -> bool {
+        if self.units[id.index()].waiters > 0 {
+            self.promote_guess(id);
+            return false;
+        }
+        let Some(load_id) = self.guessed_load(id) else { return false };
+        let reads = self.guesses.take_reads(load_id);
+        let Some(load) = self.loads.get_mut(&load_id).filter(|_| !reads.is_empty()) else {
+            return false;
+        };
+        load.cancelled = true;
+        self.routed.stats.cancelled_guesses += 1;
+        for read in reads {
+            self.return_part(context, load_id, split_token(read.token).1, Some(read.target), now_ns);
+        }
+        true
+    }
+
+    /// Returns the load of a guessed unit, if the unit is being loaded.
+    fn guessed_load(&self, id: UnitId) -> Option<u32> {
+        let is_its = |load: &&u32| {
+            let load = &self.loads[load];
+            load.id == Some(id) && load.guessed && !load.cancelled
+        };
+        matches!(self.units[id.index()].presence, Presence::Loading)
+            .then(|| self.loads.keys().find(is_its).copied())
+            .flatten()
+    }
+
+    /// Starts to load guessed units if no other reads are waiting. Evicts only idle routed units.
+    pub(super) fn load_guessed(&mut self, context: &EngineContext<D>, now_ns: u64) {
+        if context.prefetch == Prefetch::None
+            || !self.guesses.pay()
+            || !self.urgent.is_empty()
+            || !self.queue.is_empty()
+        {
+            return;
+        }
+        while let Some(&id) = self.guesses.wanted.front() {
+            if !self.is_absent(id) || self.units[id.index()].failure.is_some() {
+                self.guesses.wanted.pop_front();
+                continue;
+            }
+            let buffers = loop {
+                match self.allocate(context, id) {
+                    Ok(buffers) => break buffers,
+                    Err(AllocationError::SlotsFull) => {}
+                    Err(AllocationError::StagingFull | AllocationError::Device(_)) => return,
+                }
+                let slot_bytes = context.units[id.index()].slot_bytes;
+                let Some(victim) = self.routed.victim(slot_bytes) else { return };
+                self.evict(victim);
+            };
+            self.guesses.wanted.pop_front();
+            self.routed.stats.guesses += 1;
+            let reads = self.start_load(context, id, buffers, now_ns, true);
+            self.guesses.reads.extend(reads);
+        }
+    }
+}
