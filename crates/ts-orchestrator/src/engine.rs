@@ -347,6 +347,13 @@ impl<D: Device> Engine<D> {
         Ok(())
     }
 
+    /// Returns whether [`guess`](Self::guess) saves time at present: recently, expected units were
+    /// not in memory, and most guesses were right. Even if it does not, a guess now and then shows
+    /// when that has changed.
+    pub fn guesses_pay(&self) -> bool {
+        self.inner.guesses_pay()
+    }
+
     /// Returns the score of each routed unit. An engine that is created with these scores
     /// ([`Routing::scores`](crate::Routing::scores)) keeps the same units in memory.
     pub fn routing_scores(&self) -> Vec<(UnitId, f64)> {

@@ -149,6 +149,10 @@ impl<D: Device> EngineInner<D> {
         self.lock().guess(&self.context, &routed, (self.clock)());
     }
 
+    pub(crate) fn guesses_pay(&self) -> bool {
+        self.lock().guesses.pay()
+    }
+
     fn is_routed(&self, unit: UnitId) -> bool {
         self.unit(unit).unit.access == Access::Routed
     }

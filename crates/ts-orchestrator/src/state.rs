@@ -64,7 +64,7 @@ pub(crate) struct EngineState<D: Device> {
     /// The use of routed units.
     pub(crate) routed: Routed,
     /// The routed units that are likely to be used soon.
-    guesses: Guesses,
+    pub(crate) guesses: Guesses,
     /// How many expected visits ahead prefetching reaches. A released unit that is not needed
     /// within these visits is evicted.
     horizon: usize,

@@ -288,7 +288,10 @@ fn guessed_units_are_read_before_they_are_expected() {
     wait_for_loads(&engine, 2);
     pass(&engine, &model, &[9, 7]);
     let stats = engine.stats();
-    assert_eq!((routed_loads(&engine), stats.routed.guesses, stats.routed.right_guesses), (2, 2, 2));
+    assert_eq!(
+        (routed_loads(&engine), stats.routed.guesses, stats.routed.right_guesses),
+        (2, 2, 2)
+    );
     assert_eq!(stats.routed.hits, 2);
     assert!(stats.routed.guessed_bytes >= 2 * SLICE as u64);
     // Units in memory are not read again.

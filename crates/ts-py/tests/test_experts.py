@@ -346,3 +346,147 @@ def test_operations_on_all_experts(tmp_path: Path) -> None:
     with pytest.raises(ts.BudgetError, match=r"needs \d+ bytes of `model"):
         weight.sum()
     assert torch.equal(weight.clone(), other)
+
+
+class ListOfExperts(nn.Module):
+    """A layer whose experts are modules of a list, as in code from before transformers 5."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(64, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)) for _ in range(experts)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(hidden).softmax(-1).topk(2, dim=-1)
+        result = hidden.clone()
+        for index in torch.unique(chosen).tolist():
+            rows, place = torch.where(chosen == index)
+            result[rows] += weights[rows, place, None] * self.experts[index](hidden[rows])
+        return result
+
+
+def list_model(experts: int = 16) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(ListOfExperts(experts) for _ in range(3))).eval()
+
+
+@pytest.mark.parametrize("rows", (1, 64))
+def test_experts_that_are_modules_are_read_when_chosen(rows: int, tmp_path: Path) -> None:
+    reference = list_model()
+    size = sum(parameter.nbytes for parameter in reference[0].experts[0].parameters())
+    model = ts.offload(
+        list_model(), ts.Config(storage_path=tmp_path, budget=14 * size, verify_checksums=False)
+    )
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        inputs = torch.randn(rows, 64, generator=generator)
+        before = ts.stats(model)
+        with torch.inference_mode():
+            assert torch.equal(model(inputs), reference(inputs))
+        after = ts.stats(model)
+        touched = after["routed"]["touched_bytes"] - before["routed"]["touched_bytes"]
+        read = after["read_bytes"] - before["read_bytes"]
+        guessed = after["routed"]["guessed_bytes"] - before["routed"]["guessed_bytes"]
+        # Both linear layers of each expert are units, which direct reads extend to alignments.
+        assert touched > 0
+        assert read - guessed <= touched + 3 * 16 * 2 * 8192 + 3 * 16 * 64 * 4
+        assert after["routed"]["touched"] - before["routed"]["touched"] <= 3 * 2 * min(2 * rows, 16)
+    assert ts.stats(model)["in_use_high_water_bytes"] <= 14 * size
+
+
+def test_a_layer_that_always_uses_all_experts_is_read_ahead(tmp_path: Path) -> None:
+    class All(ListOfExperts):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for expert in self.experts:
+                hidden = hidden + expert(hidden)
+            return hidden
+
+    torch.manual_seed(3)
+    reference = nn.Sequential(*(All(16) for _ in range(2))).eval()
+    torch.manual_seed(3)
+    size = sum(parameter.nbytes for parameter in reference[0].experts[0].parameters())
+    model = ts.offload(
+        nn.Sequential(*(All(16) for _ in range(2))).eval(),
+        ts.Config(storage_path=tmp_path, budget=8 * size),
+    )
+    with torch.inference_mode():
+        for _ in range(12):
+            inputs = torch.randn(4, 64)
+            assert torch.equal(model(inputs), reference(inputs))
+    routed = ts.stats(model)["routed"]
+    assert routed["right_guesses"] > 0.8 * routed["guesses"] > 100, routed
+
+
+def test_the_router_of_the_next_layer_guesses_its_experts(tmp_path: Path) -> None:
+    """If all layers are the same and hardly change their input, the guesses are right."""
+    torch.manual_seed(0)
+    made = hf.Qwen3MoeForCausalLM(qwen3())
+    state = made.state_dict()
+    for name in state:
+        layer = name.replace("layers.1.", "layers.0.").replace("layers.2.", "layers.0.")
+        state[name].copy_(state[layer])
+        if name.endswith(("down_proj", "o_proj.weight")):
+            state[name].mul_(1e-3)
+    made.load_state_dict(state)
+    made.save_pretrained(tmp_path)
+    reference = hf.Qwen3MoeForCausalLM.from_pretrained(tmp_path).eval()
+    least = smallest(tmp_path)
+    model = ts.from_pretrained(tmp_path, budget=least + 12 * 128 * 96 * 3 * 4)
+    with torch.inference_mode():
+        for token in range(60):
+            ids = torch.tensor([[token]])
+            assert torch.equal(model(ids).logits, reference(ids).logits)
+    routed = ts.stats(model)["routed"]
+    assert routed["guesses"] > 10, routed
+    assert routed["right_guesses"] > 0.6 * routed["guesses"], routed
+
+
+def test_a_router_that_refuses_other_inputs_is_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved("qwen3", tmp_path, torch.float32)
+    reference, model = pair(path, "qwen3", torch.float32, "eager")
+    calls = []
+
+    def fails(*_: Any) -> Any:
+        calls.append(1)
+        raise ValueError("unexpected inputs")
+
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.mlp.gate.__dict__["forward"], "if_present", fails)
+    ids = torch.tensor([[1]])
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(model(ids).logits, reference(ids).logits)
+    assert len(calls) == 2, "each of the first two layers asks the router of the next one once"
+
+
+def test_the_most_used_experts_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = saved("qwen3", tmp_path / "model", torch.float32)
+    model = ts.from_pretrained(path, budget=smallest(path))
+    ids = torch.arange(12).unsqueeze(0)
+    with torch.inference_mode():
+        for _ in range(5):
+            model(ids)
+    scores = dict(model._tensorstream.weights.streamer.routing_scores())
+    assert max(scores.values()) > 4
+    del model
+    (profile,) = (tmp_path / "cache" / "tensorstream" / "routing").iterdir()
+    second = ts.from_pretrained(path, budget=smallest(path))
+    loaded = dict(second._tensorstream.weights.streamer.routing_scores())
+    for unit, score in scores.items():
+        assert abs(loaded[unit] - score) < 0.1
+    # A damaged profile is ignored, and `restore` saves a new one.
+    profile.write_text("[1, 2")
+    third = ts.from_pretrained(path, budget=smallest(path))
+    assert set(dict(third._tensorstream.weights.streamer.routing_scores()).values()) == {0.0}
+    with torch.inference_mode():
+        third(ids)
+        third(ids)
+    ts.restore(third)
+    assert profile.read_text().startswith("{")

@@ -16,8 +16,10 @@ use super::{EngineState, Presence};
 /// Guessed units are read only if at least this share of recent guesses was right. A wrong guess
 /// costs as much storage bandwidth as a right one saves time.
 const LEAST_PRECISION: f64 = 0.5;
-/// The weight of a new guess in the average of recent guesses.
-const NEW_GUESS_WEIGHT: f64 = 1.0 / 32.0;
+/// Guesses are made only if at least this share of recent expectations named absent units.
+const LEAST_MISSES: f64 = 0.02;
+/// The weight of a new observation in the averages.
+const NEW_WEIGHT: f64 = 1.0 / 32.0;
 /// The maximum number of guessed reads in flight. An urgent read waits for all of them.
 const GUESSES_IN_FLIGHT: usize = 2;
 
@@ -30,6 +32,8 @@ pub(crate) struct Guesses {
     pub(super) open: BTreeSet<UnitId>,
     /// The share of recent guesses that were right.
     precision: f64,
+    /// The share of recent expectations with absent units.
+    misses: f64,
     /// The reads of guessed units that are not submitted yet.
     pub(super) reads: VecDeque<QueuedRead>,
 }
@@ -40,17 +44,23 @@ impl Guesses {
             wanted: VecDeque::new(),
             open: BTreeSet::new(),
             precision: LEAST_PRECISION,
+            misses: 1.0,
             reads: VecDeque::new(),
         }
     }
 
-    /// Returns whether enough recent guesses were right.
+    /// Returns whether recent expectations named absent units, and enough recent guesses were
+    /// right.
     pub(crate) fn pay(&self) -> bool {
-        self.precision >= LEAST_PRECISION
+        self.precision >= LEAST_PRECISION && self.misses >= LEAST_MISSES
     }
 
     fn judge(&mut self, right: bool) {
-        self.precision += (f64::from(u8::from(right)) - self.precision) * NEW_GUESS_WEIGHT;
+        self.precision += (f64::from(u8::from(right)) - self.precision) * NEW_WEIGHT;
+    }
+
+    fn record_expectation(&mut self, missed: bool) {
+        self.misses += (f64::from(u8::from(missed)) - self.misses) * NEW_WEIGHT;
     }
 
     /// Takes the next read to submit, unless enough reads are in flight.
@@ -90,6 +100,8 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
     ) {
         self.guesses.wanted.clear();
+        let missed = |id: UnitId| self.is_absent(id) || self.guesses.open.contains(&id);
+        self.guesses.record_expectation(uses.iter().any(|&(id, _)| missed(id)));
         for id in std::mem::take(&mut self.guesses.open) {
             let right = uses.iter().any(|&(used, _)| used == id);
             self.guesses.judge(right);
@@ -136,7 +148,13 @@ impl<D: Device> EngineState<D> {
         load.cancelled = true;
         self.routed.stats.cancelled_guesses += 1;
         for read in reads {
-            self.return_part(context, load_id, split_token(read.token).1, Some(read.target), now_ns);
+            self.return_part(
+                context,
+                load_id,
+                split_token(read.token).1,
+                Some(read.target),
+                now_ns,
+            );
         }
         true
     }

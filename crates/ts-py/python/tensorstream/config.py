@@ -349,8 +349,12 @@ class Config:
         """Returns the directory to which ``from_pretrained`` writes converted tensors."""
         if self.storage_path is not None:
             return Path(self.storage_path)
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(cache) / "tensorstream"
+        return cache_directory()
+
+
+def cache_directory() -> Path:
+    """Returns the directory for files that make later runs faster."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tensorstream"
 
 
 #: Settings of former versions that no longer exist, with advice.

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tensorstream::io::{BackendOptions, Tuner};
 use tensorstream::orchestrator::{
-    Access, Engine, EngineConfig, Phase, Prefetch, Table, Unit, UnitId, UnitTensor, Verify,
+    Access, Engine, EngineConfig, Phase, Prefetch, Routing, Table, Unit, UnitId, UnitTensor, Verify,
 };
 
 use crate::errors::to_python;
@@ -30,6 +30,7 @@ pub(super) type EngineFactory = Box<dyn Fn(Python<'_>) -> PyResult<Engine> + Sen
 /// If there are `settings` without a number of reads in flight, first determines which number and
 /// size of reads suit the storage. A measurement may block for up to two seconds. Without
 /// `settings`, the defaults apply.
+#[allow(clippy::too_many_arguments)] // the arguments of `Streamer`
 pub(super) fn engine_factory(
     py: Python<'_>,
     checkpoint: &Checkpoint,
@@ -38,6 +39,7 @@ pub(super) fn engine_factory(
     budget: usize,
     together: Vec<Vec<u32>>,
     settings: Option<Settings>,
+    scores: Vec<(u32, f64)>,
 ) -> PyResult<(Vec<Unit>, Vec<Table>, EngineFactory)> {
     let units = model_units(py, checkpoint, units)?;
     let tables = model_tables(py, checkpoint, tables)?;
@@ -51,12 +53,15 @@ pub(super) fn engine_factory(
     let together = unit_sets(together);
     let (checkpoint, engine_units) = (checkpoint.inner.clone(), units.clone());
     let engine_tables = tables.clone();
+    let scores = scores.into_iter().map(|(unit, score)| (UnitId(unit), score)).collect();
+    let routing = Routing::default().with_scores(scores);
     let factory = move |py: Python<'_>| {
         let config = config(budget, settings.as_ref())?
             .with_request_bytes(request_bytes)
             .with_io(io.clone())
             .with_together(together.clone())
-            .with_tables(engine_tables.clone());
+            .with_tables(engine_tables.clone())
+            .with_routing(routing.clone());
         py.detach(|| checkpoint.engine(engine_units.clone(), config)).map_err(|e| to_python(py, &e))
     };
     Ok((units, tables, Box::new(factory)))

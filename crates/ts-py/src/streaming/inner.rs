@@ -32,6 +32,7 @@ use crate::signals::interruptible;
 ///     weight_class: The class of the parameters that forwards receive.
 ///     settings: The settings of the engine; None for the defaults.
 ///     tables: The tensors whose rows ``gather`` reads, each with its dtype.
+///     scores: The scores of routed units in an earlier run, from ``routing_scores``.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Streamer {
     pub(super) inner: Arc<StreamerInner>,

@@ -7,12 +7,12 @@ use std::thread::ThreadId;
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use tensorstream::orchestrator::Lease;
+use tensorstream::orchestrator::{Lease, UnitId};
 
 use super::inner::{Streamer, StreamerInner};
 use super::recurrent::{FlatWeights, Recurrent, set_flat_weights};
 use super::unit_tensors::UnitTensors;
-use crate::errors::written_error;
+use crate::errors::{to_python, written_error};
 
 /// Keeps units in memory until the use ends: by ``exit``, by ``close``, or because the object is
 /// dropped.
@@ -134,8 +134,30 @@ impl Use {
         recurrent: Option<&Recurrent>,
     ) -> PyResult<Self> {
         let mut leases = inner.acquire(py, &[unit])?;
-        let (tensors, extra) =
-            inner.share(unit, leases.pop().expect("`acquire` returns a lease for each unit"));
+        let lease = leases.pop().expect("`acquire` returns a lease for each unit");
+        Self::of_forward(py, inner, unit, lease, lend, recurrent)
+    }
+
+    /// Like `for_forward`, but does not block. Returns None if the unit is not in memory.
+    pub(super) fn if_present(
+        py: Python<'_>,
+        inner: &Arc<StreamerInner>,
+        unit: usize,
+    ) -> PyResult<Option<Self>> {
+        let lease = inner.engine(py)?.try_acquire(UnitId(unit as u32));
+        let lease = lease.map_err(|error| to_python(py, &error.into()))?;
+        lease.map(|lease| Self::of_forward(py, inner, unit, lease, true, None)).transpose()
+    }
+
+    fn of_forward(
+        py: Python<'_>,
+        inner: &Arc<StreamerInner>,
+        unit: usize,
+        lease: Lease,
+        lend: bool,
+        recurrent: Option<&Recurrent>,
+    ) -> PyResult<Self> {
+        let (tensors, extra) = inner.share(unit, lease);
         let forward_thread = lend.then(|| std::thread::current().id());
         tensors.lock().forward_threads.extend(forward_thread);
         let this = Self {

@@ -34,6 +34,10 @@ pub(super) fn stats_dict<'py>(
     routed.set_item("touched_bytes", stats.routed.touched_bytes)?;
     routed.set_item("hits", stats.routed.hits)?;
     routed.set_item("evictions", stats.routed.evictions)?;
+    routed.set_item("guesses", stats.routed.guesses)?;
+    routed.set_item("right_guesses", stats.routed.right_guesses)?;
+    routed.set_item("cancelled_guesses", stats.routed.cancelled_guesses)?;
+    routed.set_item("guessed_bytes", stats.routed.guessed_bytes)?;
     dict.set_item("routed", routed)?;
     let tables = PyDict::new(py);
     tables.set_item("rows", stats.tables.rows)?;

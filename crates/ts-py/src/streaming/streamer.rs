@@ -26,7 +26,7 @@ use crate::signals::interruptible;
 impl Streamer {
     #[new]
     #[pyo3(signature = (checkpoint, units, weights, *, budget, together, weight_class,
-        settings=None, tables=Vec::new()))]
+        settings=None, tables=Vec::new(), scores=Vec::new()))]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
         py: Python<'_>,
@@ -38,10 +38,11 @@ impl Streamer {
         weight_class: Py<PyAny>,
         settings: Option<Settings>,
         tables: Vec<TableSpec>,
+        scores: Vec<(u32, f64)>,
     ) -> PyResult<Self> {
         let (specs, dtypes): (Vec<_>, Vec<_>) = tables.into_iter().unzip();
         let (units, tables, new_engine) =
-            engine_factory(py, checkpoint, units, specs, budget, together, settings)?;
+            engine_factory(py, checkpoint, units, specs, budget, together, settings, scores)?;
         let tables = tables.into_iter().zip(dtypes).collect();
         let weight = |spec: WeightSpec| {
             let (unit, index, name) = (spec.0, spec.1, spec.4.clone());
@@ -101,6 +102,14 @@ impl Streamer {
         Use::for_forward(py, &self.inner, unit as usize, lend, recurrent)
     }
 
+    /// Like ``enter`` with ``lend``, but does not block, and belongs to no pass.
+    ///
+    /// Returns:
+    ///     None if the unit is not in memory.
+    fn enter_if_present(&self, py: Python<'_>, unit: u32) -> PyResult<Option<Use>> {
+        Use::if_present(py, &self.inner, unit as usize)
+    }
+
     /// Announces that routed units are about to be leased, in this order. Starts to read those that
     /// are not in memory. Does not block.
     ///
@@ -115,6 +124,26 @@ impl Streamer {
         let expectation =
             py.detach(|| engine.expect(&ids)).map_err(|e| to_python(py, &e.into()))?;
         Ok(Expected::new(expectation))
+    }
+
+    /// Guesses that the next ``expect`` will name these routed units, the most likely one first.
+    /// Reads those that are absent while the storage is idle, unless most recent guesses were
+    /// wrong. Does not block.
+    fn guess(&self, py: Python<'_>, units: Vec<u32>) -> PyResult<()> {
+        let ids: Vec<_> = units.into_iter().map(UnitId).collect();
+        let engine = self.inner.engine(py)?;
+        py.detach(|| engine.guess(&ids)).map_err(|e| to_python(py, &e.into()))
+    }
+
+    /// Returns whether guesses save time at present.
+    fn guesses_pay(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.inner.engine(py)?.guesses_pay())
+    }
+
+    /// Returns the score of each routed unit, for the engine of a later run.
+    fn routing_scores(&self, py: Python<'_>) -> PyResult<Vec<(u32, f64)>> {
+        let scores = self.inner.engine(py)?.routing_scores();
+        Ok(scores.into_iter().map(|(unit, score)| (unit.0, score)).collect())
     }
 
     /// Leases units for one operation on their weights. Blocks until they are in memory.

@@ -184,6 +184,25 @@ def is_divided(module: nn.Module, parameter: torch.Tensor) -> bool:
     )
 
 
+def expert_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the experts of layers whose experts are modules of a list, in order.
+
+    These are the modules of each ``ModuleList`` or ``ModuleDict`` that is named after experts, if
+    all of them have the same class.
+    """
+    found: list[nn.Module] = []
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                continue
+            # A list may have None in place of experts that are elsewhere.
+            own = [each for each in child.children() if each is not None]
+            is_experts = "expert" in name and "shared" not in name
+            if is_experts and len(own) > 1 and len({type(each) for each in own}) == 1:
+                found += own
+    return found
+
+
 def slice_bytes(parameter: torch.Tensor) -> int:
     """Returns the size in bytes of one slice along the first dimension."""
     return parameter.nbytes // parameter.shape[0]

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import _native
 from ..errors import ModelError
-from ._division import route_argument, selected
+from ._profile import Profile
 from ._streamed_tensor import (
     RESTORE_FIRST,
     StreamedTensor,
@@ -229,44 +229,23 @@ class Forward(ReplacedMethod):
             use.close()
         return result
 
+    def if_present(self, *args: Any) -> Any:
+        """Runs the forward if its unit is in memory, and otherwise returns ``None``.
+
+        The caller must not record gradients.
+        """
+        use = self._weights.streamer.enter_if_present(self._unit)
+        if use is None:
+            return None
+        with contextlib.closing(use):
+            return self.original()(*args)
+
     def _records_gradients(self, args: Any, kwargs: Any) -> bool:
         inputs: Any = tree_leaves((args, kwargs))
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs):
             return True
         module: Any = self.module()
         return any(type(p) is not StreamedTensor and p.requires_grad for p in module.parameters())
-
-
-class Routed(ReplacedMethod):
-    """The forward of a module that chooses slices of its divided weights.
-
-    Announces the chosen slices before the forward uses them, so that they are read together.
-    """
-
-    def __init__(self, module: nn.Module, weights: Weights, keys: list[int]) -> None:
-        super().__init__(module, "forward")
-        self._weights = weights
-        self._divided = [each for key in keys if (each := weights.divided(key)) is not None]
-        self._route = route_argument(module)
-        #: Whether all slices of a weight are used before those of the next weight.
-        self._by_weight = getattr(
-            getattr(module, "config", None), "_experts_implementation", "eager"
-        ) not in (None, "eager")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._route is not None, "only modules with such an argument get this forward"
-        chosen = selected(self._route, args, kwargs)
-        if self._by_weight:
-            pairs = [(each, *own) for each in self._divided for own in chosen]
-        else:
-            pairs = [(each, *own) for own in chosen for each in self._divided]
-        units = [
-            (each.first_unit + index, uses)
-            for each, index, uses in pairs
-            if 0 <= index < each.shape[0]
-        ]
-        with contextlib.closing(self._weights.streamer.expect(units)):
-            return self.original()(*args, **kwargs)
 
 
 def recurrent(module: nn.Module) -> _native.Recurrent | None:
@@ -320,6 +299,7 @@ class Streaming:
         sources: dict[int, Any],
         weights: Weights,
         passed_over: list[tuple[str, str]],
+        profile: Profile,
     ) -> None:
         self.checkpoint = checkpoint
         #: The stored tensor of each parameter, as a ``TensorSpec``, by key.
@@ -327,6 +307,7 @@ class Streaming:
         self.weights = weights
         #: Requested backends that are not built yet, with the reason.
         self.passed_over = passed_over
+        self.profile = profile
 
 
 def streaming_of(model: nn.Module) -> Streaming:

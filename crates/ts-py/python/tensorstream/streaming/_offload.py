@@ -22,12 +22,20 @@ from ..errors import (
     ModelError,
 )
 from ._builder import Builder
-from ._division import FUSED, Rows, block_counts, block_rows, is_divided, row_divided, slices
+from ._division import (
+    FUSED,
+    Rows,
+    block_counts,
+    block_rows,
+    expert_modules,
+    is_divided,
+    row_divided,
+    slices,
+)
 from ._forward import (
     Forward,
     Parameters,
     Pass,
-    Routed,
     Streaming,
     recurrent,
     replace_method,
@@ -36,6 +44,8 @@ from ._forward import (
 )
 from ._guards import guard
 from ._interrupts import deferred
+from ._profile import Profile
+from ._routing import Expert, Routed, link, router_of
 from ._rules import register_transformers
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
@@ -180,6 +190,7 @@ def attach(
 
     units, budget = _divided(model, checkpoint, converted, orders or {}, settings, fitted)
     together = units.leased_together()
+    profile = Profile(checkpoint, [(name, routed) for name, _, routed in units.specs])
     streamer = _native.Streamer(
         checkpoint,
         units.specs,
@@ -189,17 +200,24 @@ def attach(
         weight_class=StreamedWeight,
         settings=settings,
         tables=units.tables,
+        scores=profile.load(),
     )
     weights = Weights(streamer, units.weights, units.divided, budget)
     buffers = units.read_buffers()
     made = {key: stand_ins(weights, key) for key in units.sources}
-    streaming = Streaming(checkpoint, units.sources, weights, config.passed_over())
+    streaming = Streaming(checkpoint, units.sources, weights, config.passed_over(), profile)
     replaced = []
     for module, keys in units.modules:
         parameters = Parameters(module._parameters, weights)
         for name, key in keys.items():
             parameters.bind(name, *made[key])
         replaced.append((module, parameters))
+    routed = [
+        Routed(module, weights, keys, router_of(model, module)) for module, keys in units.routed()
+    ]
+    experts = [Expert(module, weights, own) for module, own in units.experts()]
+    link(routed)
+    link(experts)
     register_transformers()
     with deferred():
         for module, name, value in buffers:
@@ -209,11 +227,12 @@ def attach(
             recurrent(module)
         for module, unit in units.leaves():
             replace_method(module, Forward(module, weights, unit))
-        for module, divided in units.routed():
-            replace_method(module, Routed(module, weights, divided))
+        for each in [*routed, *experts]:
+            replace_method(each.module(), each)
         replace_method(model, Pass(model, weights))
         guard(model)
         model.__dict__["_tensorstream"] = streaming
+        profile.save_at_end(model, streamer)
     return model
 
 
@@ -335,6 +354,7 @@ def restore(model: M) -> M:
         key: nn.Parameter(tensor.detach(), requires_grad=streaming.weights.requires_grad(key))
         for key, tensor in tensors.items()
     }
+    streaming.profile.end()
     with deferred():
         del model.__dict__["_tensorstream"]
         for module in model.modules():
@@ -420,6 +440,9 @@ class _UnitBuilder:
         self._model = model
         #: The parameters that are divided into blocks of rows, by ``id``.
         self._row_divided = row_divided(model, rows)
+        #: The experts that are modules of a list.
+        self._experts = expert_modules(model)
+        self._in_expert = {id(each) for expert in self._experts for each in expert.modules()}
         #: The tensors whose rows can be read one by one, with their dtypes.
         self.tables: list[tuple[TensorSpec, torch.dtype]] = []
         #: The stored orders of dimensions, by name, of parameters that are not contiguous.
@@ -495,7 +518,8 @@ class _UnitBuilder:
                 self.sources[key] = spec
             keys[name] = key
         if specs:
-            self.specs.append((prefix or type(module).__name__, specs, False))
+            routed = id(module) in self._in_expert
+            self.specs.append((prefix or type(module).__name__, specs, routed))
         for key, parameter in divided:
             self._divide(parameter, self.sources[key])
         if keys:
@@ -597,6 +621,19 @@ class _UnitBuilder:
             ]
             if divided:
                 yield module, divided
+
+    def experts(self) -> Iterator[tuple[nn.Module, list[int]]]:
+        """Yields the experts that are modules of a list, and their units in the order of modules.
+
+        Experts that share weights with other modules, or whose weights are divided, may have fewer
+        units.
+        """
+        keys = {id(module): own for module, own in self.modules}
+        for expert in self._experts:
+            owned = (self._units(keys.get(id(each), {})) for each in expert.modules())
+            units = {unit: None for own in owned for unit in sorted(own) if self.specs[unit][2]}
+            if units:
+                yield expert, list(units)
 
     def _units(self, keys: dict[str, int]) -> set[int]:
         """Returns the units of those weights that are not divided."""

@@ -81,6 +81,12 @@ class RoutedStats(TypedDict):
     hits: int
     #: The number of evictions of routed units (``UnitStats.routed``).
     evictions: int
+    #: The number of units that were read because the next layer was likely to choose them, how many
+    #: of them it did choose, how many reads were cancelled, and the bytes read.
+    guesses: int
+    right_guesses: int
+    cancelled_guesses: int
+    guessed_bytes: int
 
 
 class TableStats(TypedDict):

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Remembers which experts a model uses most, so that the next run keeps them from the start."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+
+from .. import _native
+from ..config import cache_directory
+
+#: Scores below this one are not saved.
+_LEAST_SCORE = 1e-3
+
+
+class Profile:
+    """The file with the scores of the routed units of a model.
+
+    A score is the number of uses of a unit, where uses in earlier passes count less. Without
+    routed units, there is no file. A file that cannot be read or written is ignored, because
+    scores only affect speed.
+    """
+
+    def __init__(self, checkpoint: _native.Checkpoint, units: Sequence[tuple[str, bool]]) -> None:
+        """Finds the file.
+
+        Args:
+            checkpoint: The checkpoint of the model.
+            units: The names of the units, and whether they are routed.
+        """
+        self._units = {name: unit for unit, (name, routed) in enumerate(units) if routed}
+        files = [(Path(path).name, size) for path, size, _ in checkpoint.files()]
+        key = hashlib.sha256(json.dumps([files, list(self._units)]).encode()).hexdigest()[:32]
+        self._path = cache_directory() / "routing" / f"{key}.json"
+        self._finalizer: weakref.finalize[..., nn.Module] | None = None
+
+    def load(self) -> list[tuple[int, float]]:
+        """Returns the saved scores, by unit."""
+        if not self._units:
+            return []
+        try:
+            saved = json.loads(self._path.read_text())
+            return [(self._units[name], float(score)) for name, score in saved.items()]
+        except (OSError, ValueError, TypeError, AttributeError, KeyError):
+            return []
+
+    def save_at_end(self, model: nn.Module, streamer: _native.Streamer) -> None:
+        """Saves the scores when the model is deleted or the process exits."""
+        if self._units:
+            self._finalizer = weakref.finalize(model, self._save, streamer, os.getpid())
+
+    def end(self) -> None:
+        """Saves the scores now."""
+        if self._finalizer is not None:
+            self._finalizer()
+
+    def _save(self, streamer: _native.Streamer, process: int) -> None:
+        if os.getpid() != process:  # a forked child, whose parent saves its own scores
+            return
+        names = {unit: name for name, unit in self._units.items()}
+        scores = {
+            names[unit]: round(score, 3)
+            for unit, score in streamer.routing_scores()
+            if score >= _LEAST_SCORE
+        }
+        if not scores:
+            return
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._path.parent, suffix=".tmp", delete=False
+            ) as file:
+                json.dump(scores, file)
+            try:
+                os.replace(file.name, self._path)
+            except OSError:
+                os.unlink(file.name)

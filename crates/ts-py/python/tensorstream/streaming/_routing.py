@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Announces the experts that a model is about to use, and guesses the next ones."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ._division import route_argument, selected
+from ._forward import Forward, ReplacedMethod
+from ._weights import Divided, Weights
+
+#: With more tokens than this, a layer needs most of its experts, and guesses save nothing.
+_MOST_GUESSED_TOKENS = 8
+#: While guesses are of no use, only one of this many forwards makes one.
+_RARELY = 32
+
+
+class _Announced(ReplacedMethod):
+    """The forward of a module that announces routed units."""
+
+    #: The module whose units are likely to be announced next.
+    next: Any = None
+
+    def __init__(self, module: nn.Module, weights: Weights) -> None:
+        super().__init__(module, "forward")
+        self._weights = weights
+        self._calls = 0
+
+    def _announce(self, units: list[tuple[int, int]], inputs: Any) -> Any:
+        """Announces units, and guesses the next ones. The result ends the announcement.
+
+        Args:
+            units: The numbers of the units, each with the number of its uses.
+            inputs: The input of the experts.
+        """
+        streamer = self._weights.streamer
+        expected = streamer.expect(units)
+        self._calls += 1
+        if self.next is not None and (streamer.guesses_pay() or self._calls % _RARELY == 1):
+            try:
+                guessed = self.next.likely(inputs)
+            except Exception:  # a router that does not accept such inputs
+                self.next = guessed = None
+            if guessed is not None:
+                streamer.guess(guessed)
+        return contextlib.closing(expected)
+
+    def likely(self, inputs: Any) -> list[int] | None:
+        """Returns the units that this module is likely to announce. ``None`` if it is unknown.
+
+        Args:
+            inputs: The input of the experts before.
+        """
+        raise NotImplementedError
+
+
+class Expert(_Announced):
+    """The forward of an expert that is a module. Announces all units below it."""
+
+    def __init__(self, module: nn.Module, weights: Weights, units: list[int]) -> None:
+        super().__init__(module, weights)
+        self._units = units
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensor = next((leaf for leaf in args if isinstance(leaf, torch.Tensor)), None)
+        uses = 1 if tensor is None or tensor.ndim == 0 else max(tensor.shape[:-1].numel(), 1)
+        with self._announce([(unit, uses) for unit in self._units], None):
+            return self.original()(*args, **kwargs)
+
+    def likely(self, _: Any) -> list[int]:
+        # A batch of many tokens uses all experts in order. With few tokens, such guesses are mostly
+        # wrong, and the engine does not read for them.
+        return self._units
+
+
+class Routed(_Announced):
+    """The forward of a module that chooses slices of its divided weights.
+
+    Announces the chosen slices before the forward uses them, so that they are read together.
+    """
+
+    def __init__(
+        self, module: nn.Module, weights: Weights, keys: list[int], router: nn.Module | None
+    ) -> None:
+        super().__init__(module, weights)
+        self._divided = [each for key in keys if (each := weights.divided(key)) is not None]
+        self._route = route_argument(module)
+        #: Whether all slices of a weight are used before those of the next weight.
+        self._by_weight = getattr(
+            getattr(module, "config", None), "_experts_implementation", "eager"
+        ) not in (None, "eager")
+        self._router = None if router is None else weakref.ref(router)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._route is not None, "only modules with such an argument get this forward"
+        units = self._units(selected(self._route, args, kwargs))
+        with self._announce(units, args[0] if args else None):
+            return self.original()(*args, **kwargs)
+
+    def _units(self, chosen: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns the units of slices in the order of their use, each with its number of uses."""
+
+        def units(each: Divided, own: tuple[int, int]) -> list[tuple[int, int]]:
+            index, uses = own
+            return [(each.first_unit + index, uses)] if 0 <= index < each.shape[0] else []
+
+        if self._by_weight:
+            return [unit for each in self._divided for own in chosen for unit in units(each, own)]
+        return [unit for own in chosen for each in self._divided for unit in units(each, own)]
+
+    def likely(self, inputs: Any) -> list[int] | None:
+        """Returns the units of the experts that this module is likely to choose.
+
+        Applies the router of this module to the input of the experts of the layer before. These
+        inputs are similar, because each layer changes little (Eliseev and Mazur, "Fast Inference of
+        Mixture-of-Experts Language Models with Offloading", 2023).
+
+        Returns:
+            ``None`` if there is no router that could be applied, or its weights are not in memory.
+        """
+        router = None if self._router is None else self._router()
+        usable = (
+            router is not None
+            and not router.training
+            and type(inputs) is torch.Tensor
+            and inputs.ndim == 2
+            and inputs.shape[0] <= _MOST_GUESSED_TOKENS
+            and not torch.is_grad_enabled()
+        )
+        if not usable:
+            return None
+        forward = router.__dict__.get("forward")
+        if not isinstance(forward, Forward):
+            return None
+        chosen = [
+            leaf
+            for leaf in tree_leaves(forward.if_present(inputs))
+            if type(leaf) is torch.Tensor and leaf.dtype == torch.int64
+        ]
+        if not chosen:
+            return None
+        numbers, counts = torch.unique(chosen[-1], return_counts=True)
+        units = self._units(list(zip(numbers.tolist(), counts.tolist(), strict=True)))
+        return [unit for unit, _ in units]
+
+
+def router_of(model: nn.Module, experts: nn.Module) -> nn.Module | None:
+    """Returns the router of an experts module, or ``None`` if it is unknown.
+
+    A router is applied to other inputs than those of the model, so its forward must have no side
+    effects. Therefore only the routers of transformers count.
+    """
+    for parent in model.modules():
+        children = list(parent.children())
+        if any(child is experts for child in children):
+            for child in children:
+                kind = type(child)
+                is_known = kind.__module__.startswith("transformers.models.")
+                if is_known and kind.__name__.lower().endswith("topkrouter"):
+                    return child
+    return None
+
+
+def link(announced: Sequence[_Announced]) -> None:
+    """Tells each module which one announces units after it. They are in the order of the model."""
+    for own, after in itertools.pairwise(announced):
+        own.next = after
