@@ -21,7 +21,7 @@ pub(crate) fn smoke() -> Result<()> {
 /// Runs the benchmark of this name, as `cargo xtask bench NAME` does.
 pub(crate) fn run(name: &str) -> Result<()> {
     match name {
-        "parts" | "memory" | "streams" | "wire" => run_criterion(name),
+        "parts" | "memory" | "routing" | "streams" | "wire" => run_criterion(name),
         "broadcast" | "caps" | "codecs" | "exact" | "load" | "overhead" | "peak" | "llama"
         | "moe" | "serve" | "sessions" | "storage" => run_script(&python::prepared()?, name, &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
@@ -45,7 +45,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
             run_script(&venv, "wire", &["--unpinned"])
         }
         _ => Err(format!(
-            "unknown benchmark \"{name}\": expected parts, memory, streams, wire, wire-peers, \
+            "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, wire-peers, \
              serve, broadcast, caps, codecs, exact, io, llama, load, moe, overhead, peak, \
              remote, sessions or storage"
         )),

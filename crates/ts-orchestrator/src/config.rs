@@ -230,7 +230,7 @@ pub struct Routing {
 
 impl Default for Routing {
     fn default() -> Self {
-        Self { half_life: 128.0, scores: Vec::new() }
+        Self { half_life: 64.0, scores: Vec::new() }
     }
 }
 
