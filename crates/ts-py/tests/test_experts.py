@@ -147,6 +147,45 @@ def read(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_a_batch_of_all_experts_is_divided(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Llama 4 multiplies all experts, so they are streamed in order."""
+    config = hf.Llama4TextConfig(
+        **{**SHAPE, "hidden_size": 256, "intermediate_size": 512},
+        head_dim=32,
+        intermediate_size_mlp=256,
+        num_local_experts=16,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=1,
+    )
+    torch.manual_seed(0)
+    hf.Llama4ForCausalLM(config).to(dtype).eval().save_pretrained(tmp_path)
+    reference = hf.Llama4ForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    gate_up = reference.model.layers[0].feed_forward.experts.gate_up_proj
+    with pytest.raises(ts.BudgetError) as error:
+        ts.from_pretrained(tmp_path, config=ts.Config(budget=1, exact=False), dtype=dtype)
+    text = str(error.value)
+    least = int(text.split("the smallest budget that works is ")[1].split(maxsplit=1)[0])
+    assert least < gate_up.nbytes / 3
+    model = ts.from_pretrained(tmp_path, config=ts.Config(budget=least, exact=False), dtype=dtype)
+    for ids in (torch.randint(2, 90, (4, 7)), torch.tensor([[5]])):
+        with torch.inference_mode():
+            for _ in range(2):
+                expected, actual = reference(ids).logits, model(ids).logits
+                assert torch.allclose(expected, actual, atol=1e-3)
+        tokens = [
+            each.generate(ids, max_new_tokens=4, do_sample=False) for each in (reference, model)
+        ]
+        assert torch.equal(*tokens)
+    stats = ts.stats(model)
+    assert stats["in_use_high_water_bytes"] <= stats["budget_bytes"] == least
+    # If results must be the same bits, the smallest budget depends on the processor.
+    exact = ts.from_pretrained(tmp_path, budget=smallest(tmp_path, dtype=dtype), dtype=dtype)
+    with torch.inference_mode():
+        for ids in (torch.randint(2, 90, (4, 7)), torch.tensor([[5]])):
+            assert torch.equal(reference(ids).logits, exact(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_results_are_bit_identical(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     saved(name, tmp_path, dtype)

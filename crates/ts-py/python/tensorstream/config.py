@@ -148,6 +148,9 @@ class Config:
             reading is slower than decoding, which reaches 4 GB/s per core.
         compression_level: The level of zstd, 1 to 22, to compress with. By default, each tensor
             uses the codec that makes it smallest.
+        exact: Whether results must be bit-identical to those of the model in memory. If false, a
+            layer that is larger than the budget is also streamed in blocks where products with
+            blocks round differently. Without it, such a budget is refused.
 
     Raises:
         ConfigurationError: A field is unknown or invalid, or a setting is given under two names.
@@ -173,6 +176,7 @@ class Config:
     verify_checksums: bool | str = True
     compression_enabled: bool = False
     compression_level: int | None = None
+    exact: bool = True
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -189,6 +193,8 @@ class Config:
             raise invalid("verify_checksums", self.verify_checksums, 'True, False or "once"')
         if not isinstance(self.compression_enabled, bool):
             raise invalid("compression_enabled", self.compression_enabled, "True or False")
+        if not isinstance(self.exact, bool):
+            raise invalid("exact", self.exact, "True or False")
         object.__setattr__(
             self, "memory_mode", _member(MemoryMode, "memory_mode", self.memory_mode)
         )

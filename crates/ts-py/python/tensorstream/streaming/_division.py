@@ -33,6 +33,8 @@ _DIVIDES = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2])
 Part = tuple[int, int, int]
 
 
+#: The classes of experts that multiply all experts in one batch.
+_BATCHED = {"Llama4TextExperts"}
 #: Modules that pass the weights of all modules below them to one operation.
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: Embeddings and linear layers below this size are not divided.
@@ -74,11 +76,11 @@ def block_counts(rows: int, step: int) -> list[int]:
     return counts
 
 
-def row_divided(model: nn.Module, wanted: Rows) -> set[int]:
+def row_divided(model: nn.Module, wanted: Rows, *, exact: bool) -> set[int]:
     """Returns the parameters that are divided into blocks of rows, by ``id``.
 
     These are weights that only embeddings and linear layers use, each in an operation of its own.
-    Products with blocks of the weight must round like products with all of it.
+    With ``exact``, products with blocks of the weight must round like products with all of it.
     """
     users: dict[int, list[nn.Module]] = {}
     parameters: dict[int, torch.Tensor] = {}
@@ -106,10 +108,31 @@ def row_divided(model: nn.Module, wanted: Rows) -> set[int]:
             and parameter.shape[0] >= 2 * block_rows(parameter)
             and all(a or b for a, b in zip(embeds, multiplies, strict=True))
             and (all(embeds) or wanted is Rows.ALL)
-            and (all(embeds) or products_are_exact(parameter.dtype, parameter.shape[1]))
+            and (
+                all(embeds) or not exact or products_are_exact(parameter.dtype, parameter.shape[1])
+            )
         )
 
     return set() if wanted is Rows.NONE else {key for key in users if divides(key)}
+
+
+def batch_divided(model: nn.Module, wanted: Rows, *, exact: bool) -> set[int]:
+    """Returns the 3-D parameters that are divided although a pass uses all of them, by ``id``.
+
+    These are the experts of models that multiply all experts in one batch. With ``exact``, products
+    with one slice of the batch must round like those with all slices.
+    """
+    return {
+        id(parameter)
+        for module in model.modules()
+        if wanted is Rows.ALL and type(module).__name__ in _BATCHED
+        for parameter in module._parameters.values()
+        if parameter is not None
+        and parameter.ndim == 3
+        and parameter.shape[0] > 1
+        and parameter.nbytes >= _LEAST_DIVIDED_BYTES
+        and (not exact or batches_are_exact(parameter.dtype, *parameter.shape[1:]))
+    }
 
 
 def _embeds(module: nn.Module, parameter: torch.Tensor) -> bool:
@@ -151,6 +174,30 @@ def products_are_exact(dtype: torch.dtype, columns: int) -> bool:
                     ]
                     if not torch.equal(torch.cat(pieces, 1), whole):
                         return False
+    return True
+
+
+@functools.cache
+def batches_are_exact(dtype: torch.dtype, rows: int, columns: int) -> bool:
+    """Returns whether ``bmm`` with one slice of a weight equals ``bmm`` with all slices.
+
+    Multiplies random matrices on this processor, with the current number of threads.
+
+    Args:
+        dtype: The dtype of the weight.
+        rows: The number of rows of a slice.
+        columns: The number of columns of a slice. Wide slices are tried with fewer columns.
+    """
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        return False
+    generator = torch.Generator().manual_seed(columns)
+    with torch.inference_mode():
+        weight = torch.randn((3, rows, min(columns, 2048)), generator=generator).to(dtype)
+        for batch in (1, 2, 3, 4, 7, 16, 64, 130):
+            inputs = torch.randn((3, batch, rows), generator=generator).to(dtype)
+            pieces = [torch.bmm(inputs[i : i + 1], weight[i : i + 1]) for i in range(3)]
+            if not torch.equal(torch.cat(pieces), torch.bmm(inputs, weight)):
+                return False
     return True
 
 

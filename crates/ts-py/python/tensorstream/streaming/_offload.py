@@ -25,10 +25,12 @@ from ._builder import Builder
 from ._division import (
     FUSED,
     Rows,
+    batch_divided,
     block_counts,
     block_rows,
     expert_modules,
     is_divided,
+    route_argument,
     row_divided,
     slices,
 )
@@ -188,7 +190,9 @@ def attach(
     def fitted(smallest: int, whole: int) -> int:
         return config.fitted_bytes(smallest, whole, freed_bytes)
 
-    units, budget = _divided(model, checkpoint, converted, orders or {}, settings, fitted)
+    units, budget = _divided(
+        model, checkpoint, converted, orders or {}, settings, config.exact, fitted
+    )
     together = units.leased_together()
     profile = Profile(checkpoint, [(name, routed) for name, _, routed in units.specs])
     streamer = _native.Streamer(
@@ -248,7 +252,7 @@ def plan_model(
     if derived_of(model):
         return None
     settings, budget = config.settings(), config.working_bytes()
-    units, _ = _divided(model, checkpoint, {}, {}, settings, lambda *_: budget)
+    units, _ = _divided(model, checkpoint, {}, {}, settings, config.exact, lambda *_: budget)
     return budget, _native.plan(
         checkpoint,
         budget=budget,
@@ -265,6 +269,7 @@ def _divided(
     converted: dict[int, Source],
     orders: DimensionOrders,
     settings: Settings,
+    exact: bool,
     fitted: Callable[[int, int], int],
 ) -> tuple[_UnitBuilder, int]:
     """Divides no more parameters than the budget requires. Returns the units and the budget.
@@ -275,12 +280,13 @@ def _divided(
         converted: The sources of parameters that had to be computed, by ``id``.
         orders: The stored orders of dimensions, by name, of parameters that are not contiguous.
         settings: The settings of the engine.
+        exact: Whether products with parts of a parameter must round like those with all of it.
         fitted: Returns the budget. Its arguments are the smallest budget that works, and the
             budget that keeps all units in memory.
     """
 
     def build(rows: Rows) -> tuple[_UnitBuilder, int, int]:
-        units = _UnitBuilder(model, checkpoint, converted, orders, rows)
+        units = _UnitBuilder(model, checkpoint, converted, orders, rows, exact)
         together, tables = units.leased_together(), units.tables
         sizes = _native.requirement(
             checkpoint, units.specs, together=together, settings=settings, tables=tables
@@ -297,7 +303,7 @@ def _divided(
         # Checking that products are exact takes time, so it is only done for such budgets.
         by_rows, least, _ = build(Rows.ALL)
         budget = fitted(min(smallest, least), whole)
-    divides = any(each.blocks for each in by_rows.divided)
+    divides = len(by_rows.divided) > len(units.divided)
     return (by_rows if divides and budget < whole else units), budget
 
 
@@ -435,11 +441,14 @@ class _UnitBuilder:
         converted: dict[int, Source],
         orders: DimensionOrders,
         rows: Rows,
+        exact: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._model = model
         #: The parameters that are divided into blocks of rows, by ``id``.
-        self._row_divided = row_divided(model, rows)
+        self._row_divided = row_divided(model, rows, exact=exact)
+        #: The parameters whose slices are units, although a pass uses all of them, by ``id``.
+        self._batch_divided = batch_divided(model, rows, exact=exact)
         #: The experts that are modules of a list.
         self._experts = expert_modules(model)
         self._in_expert = {id(each) for expert in self._experts for each in expert.modules()}
@@ -502,7 +511,9 @@ class _UnitBuilder:
             if key is None:
                 source = self._source(parameter)
                 order = self._orders.get(source.name)
-                divides = is_divided(module, parameter) or id(parameter) in self._row_divided
+                divides = is_divided(module, parameter) or id(parameter) in (
+                    self._row_divided | self._batch_divided
+                )
                 is_whole = order is not None or not divides
                 shape = [parameter.shape[dim] for dim in order] if order else list(parameter.shape)
                 dtype = SAFETENSORS_DTYPES[parameter.dtype]
@@ -565,9 +576,10 @@ class _UnitBuilder:
                     own_shape,
                 )
             )
-            # Every pass uses all blocks of a linear layer in order. Which other slices a pass uses
-            # depends on its input.
-            routed = not (blocks and id(parameter) in self._multiplied)
+            # Every pass uses all blocks of a linear layer in order, and all slices of a batch.
+            # Which other slices a pass uses depends on its input.
+            ordered = self._batch_divided | (self._multiplied if blocks else set())
+            routed = id(parameter) not in ordered
             self.specs.append((of_rows, [(of_rows, dtype, own_shape, own, own_phase)], routed))
             first += count
 
@@ -619,7 +631,7 @@ class _UnitBuilder:
                 for key in keys.values()
                 if key >= count and self.divided[key - count].blocks is None
             ]
-            if divided:
+            if divided and route_argument(module) is not None:
                 yield module, divided
 
     def experts(self) -> Iterator[tuple[nn.Module, list[int]]]:

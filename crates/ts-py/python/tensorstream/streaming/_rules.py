@@ -219,6 +219,29 @@ def _by_block(
     return torch.cat(results, -1)
 
 
+@_rule("bmm")
+def _bmm(inputs: Any, weight: Any) -> Any:
+    """Multiplies a batch of matrices by the slices of a weight, one slice after the other."""
+    usable = (
+        type(weight) is StreamedTensor
+        and type(inputs) is torch.Tensor
+        and (inputs.ndim, weight.ndim) == (3, 3)
+        and inputs.shape[0] == weight.shape[0]
+        and _has_slices(weight)
+    )
+    if not usable:
+        return NotImplemented
+    results: list[torch.Tensor] = []
+    for index in range(weight.shape[0]):
+        own = inputs[index : index + 1]
+
+        def store(found: torch.Tensor, own: torch.Tensor = own) -> None:
+            results.append(aten.bmm.default(own, found.unsqueeze(0)))
+
+        with_slice(weight, index, store)
+    return torch.cat(results)
+
+
 @_rule("_grouped_mm")
 def _grouped_mm(
     inputs: Any,

@@ -31,6 +31,7 @@ from ._builder import Builder
 from ._division import (
     FUSED,
     Rows,
+    batch_divided,
     block_counts,
     block_rows,
     is_divided,
@@ -175,11 +176,12 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _check_budget(model: nn.Module, config: Config) -> None:
     """Refuses a budget that is too small, before the weights are written."""
     sizes: dict[str, list[int]] = {}
-    in_rows = row_divided(model, Rows.ALL)
+    in_rows = row_divided(model, Rows.ALL, exact=config.exact)
+    in_batches = batch_divided(model, Rows.ALL, exact=config.exact)
     # `named_parameters` yields a shared parameter only once, for the first module that has it.
     for name, parameter in model.named_parameters():
         prefix = name.rpartition(".")[0]
-        if is_divided(model.get_submodule(prefix), parameter):
+        if is_divided(model.get_submodule(prefix), parameter) or id(parameter) in in_batches:
             sizes[name] = [slice_bytes(parameter)]
         elif id(parameter) in in_rows:
             counts = block_counts(parameter.shape[0], block_rows(parameter))
