@@ -424,7 +424,7 @@ impl<D: Device> EngineState<D> {
         let unit = &self.units[id.index()];
         let present = matches!(unit.presence, Presence::Present(_));
         if present && unit.users.is_empty() && unit.waiters == 0 && !unit.resident {
-            if self.guesses.open.contains(&id) {
+            if self.guesses.open.contains_key(&id) {
                 // It is likely to be used soon.
             } else if self.routed.contains(id) {
                 self.routed.insert_idle(id);

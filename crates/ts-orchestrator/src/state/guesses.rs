@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Reads routed units that are likely to be used soon, while no other reads are waiting.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use ts_streams::Device;
 
@@ -13,11 +13,13 @@ use crate::unit_load::{QueuedRead, split_token};
 
 use super::{EngineState, Presence};
 
-/// Guessed units are read only if at least this share of recent guesses was right. A wrong guess
-/// costs as much storage bandwidth as a right one saves time.
+/// Guessed units are read only if at least this share of recent guesses at the same position of the
+/// list was right. A wrong guess costs as much storage bandwidth as a right one saves time.
 const LEAST_PRECISION: f64 = 0.5;
 /// Guesses are made only if at least this share of recent expectations named absent units.
 const LEAST_MISSES: f64 = 0.02;
+/// The number of positions of a guessed list whose precision is measured.
+const POSITIONS: usize = 32;
 /// The weight of a new observation in the averages.
 const NEW_WEIGHT: f64 = 1.0 / 32.0;
 /// The maximum number of guessed reads in flight. An urgent read waits for all of them.
@@ -28,10 +30,13 @@ const GUESSES_IN_FLIGHT: usize = 2;
 pub(crate) struct Guesses {
     /// The guessed units that are to be read, the most likely one first.
     wanted: VecDeque<UnitId>,
-    /// The units that were absent when they were guessed. They are not idle.
-    pub(super) open: BTreeSet<UnitId>,
-    /// The share of recent guesses that were right.
-    precision: f64,
+    /// The units that were absent when they were guessed, with their positions. They are not idle.
+    pub(super) open: BTreeMap<UnitId, usize>,
+    /// The share of recent guesses that were right, by position. The last number is for all later
+    /// positions.
+    precision: [f64; POSITIONS],
+    /// The number of positions that were used so far.
+    positions: usize,
     /// The share of recent expectations with absent units.
     misses: f64,
     /// The reads of guessed units that are not submitted yet.
@@ -42,8 +47,9 @@ impl Guesses {
     pub(crate) fn new() -> Self {
         Self {
             wanted: VecDeque::new(),
-            open: BTreeSet::new(),
-            precision: LEAST_PRECISION,
+            open: BTreeMap::new(),
+            precision: [LEAST_PRECISION; POSITIONS],
+            positions: 1,
             misses: 1.0,
             reads: VecDeque::new(),
         }
@@ -52,11 +58,17 @@ impl Guesses {
     /// Returns whether recent expectations named absent units, and enough recent guesses were
     /// right.
     pub(crate) fn pay(&self) -> bool {
-        self.precision >= LEAST_PRECISION && self.misses >= LEAST_MISSES
+        let is_enough = |&precision: &f64| precision >= LEAST_PRECISION;
+        self.precision[..self.positions].iter().any(is_enough) && self.misses >= LEAST_MISSES
     }
 
-    fn judge(&mut self, right: bool) {
-        self.precision += (f64::from(u8::from(right)) - self.precision) * NEW_WEIGHT;
+    fn is_worthwhile(&self, position: usize) -> bool {
+        self.misses >= LEAST_MISSES && self.precision[position] >= LEAST_PRECISION
+    }
+
+    fn judge(&mut self, position: usize, right: bool) {
+        let precision = &mut self.precision[position];
+        *precision += (f64::from(u8::from(right)) - *precision) * NEW_WEIGHT;
     }
 
     fn record_expectation(&mut self, missed: bool) {
@@ -82,10 +94,15 @@ impl<D: Device> EngineState<D> {
     /// absent. Replaces earlier guesses.
     pub(crate) fn guess(&mut self, context: &EngineContext<D>, units: &[UnitId], now_ns: u64) {
         self.drop_guesses(context, now_ns);
-        for &id in units {
+        for (i, &id) in units.iter().enumerate() {
             self.restore_evicted(id);
-            if self.is_absent(id) && self.guesses.open.insert(id) {
-                self.guesses.wanted.push_back(id);
+            if self.is_absent(id) && !self.guesses.open.contains_key(&id) {
+                let position = i.min(POSITIONS - 1);
+                self.guesses.open.insert(id, position);
+                self.guesses.positions = self.guesses.positions.max(position + 1);
+                if self.guesses.is_worthwhile(position) {
+                    self.guesses.wanted.push_back(id);
+                }
             }
         }
         self.advance(context, now_ns);
@@ -100,11 +117,11 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
     ) {
         self.guesses.wanted.clear();
-        let missed = |id: UnitId| self.is_absent(id) || self.guesses.open.contains(&id);
+        let missed = |id: UnitId| self.is_absent(id) || self.guesses.open.contains_key(&id);
         self.guesses.record_expectation(uses.iter().any(|&(id, _)| missed(id)));
-        for id in std::mem::take(&mut self.guesses.open) {
+        for (id, position) in std::mem::take(&mut self.guesses.open) {
             let right = uses.iter().any(|&(used, _)| used == id);
-            self.guesses.judge(right);
+            self.guesses.judge(position, right);
             if right {
                 self.routed.stats.right_guesses += u64::from(!self.is_absent(id));
                 self.promote_guess(id);
@@ -119,7 +136,7 @@ impl<D: Device> EngineState<D> {
     pub(super) fn drop_guesses(&mut self, context: &EngineContext<D>, now_ns: u64) -> bool {
         self.guesses.wanted.clear();
         let mut cancelled = false;
-        for id in std::mem::take(&mut self.guesses.open) {
+        for id in std::mem::take(&mut self.guesses.open).into_keys() {
             cancelled |= self.cancel_guess(context, id, now_ns);
             self.update_idle(id);
         }
@@ -172,11 +189,7 @@ impl<D: Device> EngineState<D> {
 
     /// Starts to load guessed units if no other reads are waiting. Evicts only idle routed units.
     pub(super) fn load_guessed(&mut self, context: &EngineContext<D>, now_ns: u64) {
-        if context.prefetch == Prefetch::None
-            || !self.guesses.pay()
-            || !self.urgent.is_empty()
-            || !self.queue.is_empty()
-        {
+        if context.prefetch == Prefetch::None || !self.urgent.is_empty() || !self.queue.is_empty() {
             return;
         }
         while let Some(&id) = self.guesses.wanted.front() {

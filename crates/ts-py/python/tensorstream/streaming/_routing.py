@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import weakref
@@ -147,9 +148,14 @@ class Routed(_Announced):
         ]
         if not chosen:
             return None
-        numbers, counts = torch.unique(chosen[-1], return_counts=True)
-        units = self._units(list(zip(numbers.tolist(), counts.tolist(), strict=True)))
-        return [unit for unit, _ in units]
+        # The experts that most tokens choose, and then those that a token prefers.
+        counts = collections.Counter(chosen[-1].flatten().tolist())
+        return [
+            each.first_unit + index
+            for index, _ in counts.most_common()
+            for each in self._divided
+            if 0 <= index < each.shape[0]
+        ]
 
 
 def router_of(model: nn.Module, experts: nn.Module) -> nn.Module | None:
