@@ -23,7 +23,7 @@ use crate::event::Event;
 use crate::layout::Placement;
 use crate::plan::{Plan, Rates};
 use crate::prepared::PreparedUnit;
-use crate::state::{EngineState, Presence};
+use crate::state::{EngineState, Presence, UnitState};
 use crate::stats::{EngineStats, TableStats, add_bytes};
 use crate::table::{Table, TableId};
 use crate::unit::{Access, UnitId};
@@ -217,7 +217,7 @@ impl<D: Device> EngineInner<D> {
                 rows: state.counters.gathered_rows,
                 read_bytes: state.counters.gathered_bytes,
             },
-            units: state.units.iter().map(|unit| unit.stats.clone()).collect(),
+            units: state.units.iter().map(UnitState::snapshot).collect(),
         }
     }
 

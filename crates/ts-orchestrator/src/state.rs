@@ -447,6 +447,11 @@ impl<D: Device> EngineState<D> {
         let units = &self.units;
         let is_present = |id: UnitId| !matches!(units[id.index()].presence, Presence::Absent);
         let number = self.routed.expect(uses, is_present);
+        for &(id, _) in uses {
+            let unit = &mut self.units[id.index()];
+            unit.stats.touched += 1;
+            unit.stats.hits += u64::from(!matches!(unit.presence, Presence::Absent));
+        }
         self.advance(context, now_ns);
         number
     }
@@ -507,6 +512,12 @@ impl<D: Device> UnitState<D> {
             fastest_use_ns: None,
             stats,
         }
+    }
+
+    /// Returns the statistics of the unit.
+    pub(crate) fn snapshot(&self) -> UnitStats {
+        let present = matches!(self.presence, Presence::Present(_));
+        UnitStats { present, ..self.stats.clone() }
     }
 
     fn needs_verification(&self, verify: Verify) -> bool {

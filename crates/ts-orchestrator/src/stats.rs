@@ -15,6 +15,12 @@ pub struct UnitStats {
     pub resident: bool,
     /// Whether data select the unit ([`Access::Routed`](crate::Access::Routed)).
     pub routed: bool,
+    /// Whether the unit is in memory now.
+    pub present: bool,
+    /// How often the unit was expected ([`Engine::expect`](crate::Engine::expect)).
+    pub touched: u64,
+    /// How often the unit was in memory or being loaded when it was expected.
+    pub hits: u64,
     /// The size of the unit's slot, in bytes.
     pub slot_bytes: usize,
     /// The number of loads of the unit from storage that have ended, including failed ones.

@@ -529,3 +529,26 @@ def test_the_most_used_experts_are_remembered(
         third(ids)
     ts.restore(third)
     assert profile.read_text().startswith("{")
+
+
+def test_statistics_by_layer(tmp_path: Path) -> None:
+    path = saved("qwen3", tmp_path, torch.float32)
+    model = ts.from_pretrained(path, budget=smallest(path) + 2_000_000)
+    with torch.inference_mode():
+        for token in range(4):
+            model(torch.tensor([[token]]))
+    stats = ts.stats(model)
+    layers = [f"model.layers.{layer}.mlp.experts" for layer in range(3)]
+    assert [each["name"] for each in stats["experts"]] == layers
+    for each in stats["experts"]:
+        # Two parameters of 16 experts, of which each of four tokens uses two.
+        assert (each["units"], each["touched"]) == (32, 16)
+        assert 0 <= each["hits"] <= 16
+        assert 0 <= each["present"] <= 32
+    for key in ("touched", "hits"):
+        assert sum(each[key] for each in stats["experts"]) == stats["routed"][key]
+    assert sum(each["present"] for each in stats["experts"]) > 0
+    routed = [unit for unit in stats["units"] if unit["routed"]]
+    assert sum(unit["read_bytes"] for unit in routed) == sum(
+        each["read_bytes"] for each in stats["experts"]
+    )

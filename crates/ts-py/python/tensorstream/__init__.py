@@ -46,7 +46,14 @@ if TYPE_CHECKING:
     from .files._state_dict import append_file, load, load_file, load_into, save, save_file
     from .streaming._offload import offload, restore, stats
     from .streaming._plan import Plan, plan
-    from .streaming._stats import PlanStats, RoutedStats, Stats, TableStats, UnitStats
+    from .streaming._stats import (
+        ExpertsStats,
+        PlanStats,
+        RoutedStats,
+        Stats,
+        TableStats,
+        UnitStats,
+    )
     from .streaming._transformers import from_pretrained
     from .wire._connection import (
         BlockPoolStats,
@@ -74,6 +81,7 @@ __all__ = [
     "ConnectionStats",
     "ConnectionTimeout",
     "DType",
+    "ExpertsStats",
     "GpuStatus",
     "Listener",
     "MemoryMode",
@@ -123,7 +131,14 @@ _HOMES = {
     "files._safe_open": ("TensorSlice", "safe_open"),
     "streaming._offload": ("offload", "restore", "stats"),
     "streaming._plan": ("Plan", "plan"),
-    "streaming._stats": ("PlanStats", "RoutedStats", "Stats", "TableStats", "UnitStats"),
+    "streaming._stats": (
+        "ExpertsStats",
+        "PlanStats",
+        "RoutedStats",
+        "Stats",
+        "TableStats",
+        "UnitStats",
+    ),
     "streaming._transformers": ("from_pretrained",),
     "wire._connection": (
         "BlockPoolStats",

@@ -59,6 +59,9 @@ pub(super) fn units_list<'py>(
         item.set_item("name", &unit.name)?;
         item.set_item("resident", unit.resident)?;
         item.set_item("routed", unit.routed)?;
+        item.set_item("present", unit.present)?;
+        item.set_item("touched", unit.touched)?;
+        item.set_item("hits", unit.hits)?;
         item.set_item("slot_bytes", unit.slot_bytes)?;
         item.set_item("loads", unit.loads)?;
         item.set_item("read_bytes", unit.read_bytes)?;

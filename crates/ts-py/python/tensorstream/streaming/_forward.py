@@ -300,6 +300,7 @@ class Streaming:
         weights: Weights,
         passed_over: list[tuple[str, str]],
         profile: Profile,
+        expert_units: dict[str, list[int]],
     ) -> None:
         self.checkpoint = checkpoint
         #: The stored tensor of each parameter, as a ``TensorSpec``, by key.
@@ -308,6 +309,8 @@ class Streaming:
         #: Requested backends that are not built yet, with the reason.
         self.passed_over = passed_over
         self.profile = profile
+        #: The units of the experts of each layer, by the name of the module that contains them.
+        self.expert_units = expert_units
 
 
 def streaming_of(model: nn.Module) -> Streaming:

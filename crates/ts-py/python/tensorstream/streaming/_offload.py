@@ -47,7 +47,7 @@ from ._forward import (
 from ._guards import guard
 from ._interrupts import deferred
 from ._profile import Profile
-from ._routing import Expert, Routed, link, router_of
+from ._routing import announced
 from ._rules import register_transformers
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
@@ -209,19 +209,16 @@ def attach(
     weights = Weights(streamer, units.weights, units.divided, budget)
     buffers = units.read_buffers()
     made = {key: stand_ins(weights, key) for key in units.sources}
-    streaming = Streaming(checkpoint, units.sources, weights, config.passed_over(), profile)
+    streaming = Streaming(
+        checkpoint, units.sources, weights, config.passed_over(), profile, units.expert_units()
+    )
     replaced = []
     for module, keys in units.modules:
         parameters = Parameters(module._parameters, weights)
         for name, key in keys.items():
             parameters.bind(name, *made[key])
         replaced.append((module, parameters))
-    routed = [
-        Routed(module, weights, keys, router_of(model, module)) for module, keys in units.routed()
-    ]
-    experts = [Expert(module, weights, own) for module, own in units.experts()]
-    link(routed)
-    link(experts)
+    announcing = announced(model, weights, units.routed(), units.experts())
     register_transformers()
     with deferred():
         for module, name, value in buffers:
@@ -231,8 +228,8 @@ def attach(
             recurrent(module)
         for module, unit in units.leaves():
             replace_method(module, Forward(module, weights, unit))
-        for each in [*routed, *experts]:
-            replace_method(each.module(), each)
+        for module, forward in announcing:
+            replace_method(module, forward)
         replace_method(model, Pass(model, weights))
         guard(model)
         model.__dict__["_tensorstream"] = streaming
@@ -327,6 +324,18 @@ def stats(model: nn.Module) -> Stats:
     """
     streaming = streaming_of(model)
     stats = streaming.weights.streamer.stats()
+    stats["experts"] = [
+        {
+            "name": name,
+            "units": len(own),
+            "present": sum(unit["present"] for unit in own),
+            "touched": sum(unit["touched"] for unit in own),
+            "hits": sum(unit["hits"] for unit in own),
+            "read_bytes": sum(unit["read_bytes"] for unit in own),
+        }
+        for name, numbers in streaming.expert_units.items()
+        for own in [[stats["units"][number] for number in numbers]]
+    ]
     stats["passed_over"] = [*streaming.passed_over, *stats["passed_over"]]
     return stats
 
@@ -646,6 +655,18 @@ class _UnitBuilder:
             units = {unit: None for own in owned for unit in sorted(own) if self.specs[unit][2]}
             if units:
                 yield expert, list(units)
+
+    def expert_units(self) -> dict[str, list[int]]:
+        """Returns the routed units of each module that contains experts, by name of the module."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+        units: dict[str, list[int]] = {}
+        for module, keys in self.routed():
+            for each in (self.divided[key - len(self.weights)] for key in keys):
+                own = range(each.first_unit, each.first_unit + each.slice_count())
+                units.setdefault(names[id(module)], []).extend(own)
+        for expert, numbers in self.experts():
+            units.setdefault(names[id(expert)].rpartition(".")[0], []).extend(numbers)
+        return units
 
     def _units(self, keys: dict[str, int]) -> set[int]:
         """Returns the units of those weights that are not divided."""

@@ -7,7 +7,7 @@ import collections
 import contextlib
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -175,7 +175,27 @@ def router_of(model: nn.Module, experts: nn.Module) -> nn.Module | None:
     return None
 
 
-def link(announced: Sequence[_Announced]) -> None:
-    """Tells each module which one announces units after it. They are in the order of the model."""
-    for own, after in itertools.pairwise(announced):
-        own.next = after
+def announced(
+    model: nn.Module,
+    weights: Weights,
+    routed: Iterable[tuple[nn.Module, list[int]]],
+    experts: Iterable[tuple[nn.Module, list[int]]],
+) -> list[tuple[nn.Module, ReplacedMethod]]:
+    """Returns the new forward of each module that announces units. They are in order of the model.
+
+    Args:
+        model: The model.
+        weights: Its weights.
+        routed: The modules that choose slices of weights, and the keys of these weights.
+        experts: The experts that are modules, and their units.
+    """
+    choosing = [
+        (module, Routed(module, weights, keys, router_of(model, module))) for module, keys in routed
+    ]
+    chosen = [(module, Expert(module, weights, units)) for module, units in experts]
+    made: list[tuple[nn.Module, ReplacedMethod]] = []
+    for forwards in (choosing, chosen):
+        for (_, own), (_, after) in itertools.pairwise(forwards):
+            own.next = after
+        made += forwards
+    return made

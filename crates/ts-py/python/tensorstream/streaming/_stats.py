@@ -49,6 +49,12 @@ class UnitStats(TypedDict):
     resident: bool
     #: Whether a pass uses the unit only for some inputs. True for experts and parts of embeddings.
     routed: bool
+    #: Whether the unit is in memory now.
+    present: bool
+    #: How often a router chose the unit, and how often it was then in memory or being read. 0 for
+    #: units that are not routed.
+    touched: int
+    hits: int
     #: Memory for the unit.
     slot_bytes: int
     #: The number of times that the unit was read, the bytes read, and the time.
@@ -87,6 +93,29 @@ class RoutedStats(TypedDict):
     right_guesses: int
     cancelled_guesses: int
     guessed_bytes: int
+
+
+class ExpertsStats(TypedDict):
+    """Statistics of the experts of one layer. Each parameter of an expert is a unit.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> config = ts.Config(storage_path="weights", budget="64KiB")
+        >>> model = ts.offload(torch.nn.Linear(4, 4), config)
+        >>> ts.stats(model)["experts"]  # the model has no experts
+        []
+    """
+
+    #: The name of the module that contains the experts.
+    name: str
+    #: The number of units, and how many of them are in memory now.
+    units: int
+    present: int
+    #: How often the router chose a unit, and how often the unit was in memory or being read.
+    touched: int
+    hits: int
+    #: The bytes that were read.
+    read_bytes: int
 
 
 class TableStats(TypedDict):
@@ -144,6 +173,8 @@ class Stats(TypedDict):
     #: The number of times that the plan was changed.
     replans: int
     routed: RoutedStats
+    #: ``routed`` by layer, in the order of the model.
+    experts: list[ExpertsStats]
     tables: TableStats
     plan: PlanStats
     units: list[UnitStats]
