@@ -2,19 +2,22 @@
 """Measures seconds per token of a mixture of experts under a memory limit of 1500 MB.
 
 `cargo xtask bench moe` first finds the best `max_memory` of accelerate, and then runs three
-interleaved rounds. The model has the shape of Qwen3-MoE, with 16
+interleaved rounds. Each round also measures the disk with fio, and the model in memory without a
+limit. The model has the shape of Qwen3-MoE, with 16
 layers of 64 experts, of which each token uses 4: 4.9 GB of bf16.
 
 A random model repeats one token, and so needs the same experts again and again. Therefore the
 routing is forced: a seed chooses the experts, either uniformly or with Zipf's law. The logits of
 all contenders are compared.
 
-Each run is a process that starts with an empty page cache. Figures are medians.
+Each run is a process that starts with an empty page cache. Figures are medians. For all
+contenders, idle OpenMP threads sleep as soon as `import tensorstream` makes them sleep.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import statistics
@@ -26,6 +29,10 @@ from typing import Any
 
 from models import MIB, SCRATCH, child, drop_caches, fio, huge_pages, memory_cap, spread
 
+#: The cache directory of TensorStream.
+CACHE = SCRATCH / "cache"
+os.environ["XDG_CACHE_HOME"] = str(CACHE)
+os.environ["GOMP_SPINCOUNT"] = "4000"
 #: The memory limit in bytes, which includes the page cache.
 CAP = 1500 * 1000 * 1000
 BUDGET = "900MiB"
@@ -107,6 +114,36 @@ def force_routing(model: Any, routing: str) -> list[list[tuple[int, int]]]:
     return trace
 
 
+def time_experts(model: Any) -> list[float]:
+    """Returns a list that gets the seconds that each layer spends in its experts."""
+    seconds: list[float] = []
+
+    def begin(*_: Any) -> None:
+        seconds.append(-time.perf_counter())
+
+    def end(*_: Any) -> None:
+        seconds[-1] += time.perf_counter()
+
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            module.register_forward_pre_hook(begin)
+            module.register_forward_hook(end)
+    return seconds
+
+
+def reclaims() -> int:
+    """Returns how often the memory cgroup of this process has reached its limit."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "memory":
+            count = Path(f"/sys/fs/cgroup/memory{group}/memory.failcnt")
+            return int(count.read_text()) if count.exists() else 0
+        events = Path(f"/sys/fs/cgroup{group}/memory.events")
+        if not controllers and events.exists():
+            return int(dict(map(str.split, events.read_text().splitlines()))["max"])
+    return 0
+
+
 def contender(name: str, setting: str, routing: str, path: Path) -> None:
     """Runs a contender in this process. Prints its figures as JSON.
 
@@ -123,6 +160,10 @@ def contender(name: str, setting: str, routing: str, path: Path) -> None:
         import tensorstream as ts
 
         model = ts.from_pretrained(path, budget=setting)
+    elif name == "memory":
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     else:
         tokens, warm = PEER_TOKENS, PEER_WARM
         from transformers import AutoModelForCausalLM
@@ -135,6 +176,9 @@ def contender(name: str, setting: str, routing: str, path: Path) -> None:
             offload_folder=SCRATCH / f"accelerate-moe-{setting}",
         )
     trace = force_routing(model, routing)
+    in_experts = time_experts(model)
+    outside: list[float] = []
+    reclaims_before = 0
     ids, past, seconds, sums = torch.arange(1, 17).unsqueeze(0), None, [], []
     marks = []
     with torch.inference_mode():
@@ -142,17 +186,23 @@ def contender(name: str, setting: str, routing: str, path: Path) -> None:
             if name == "tensorstream":
                 stats = ts.stats(model)
                 marks.append((stats["read_bytes"], dict(stats["routed"])))
+            if token == 1 + warm:
+                reclaims_before = reclaims()
+            in_experts.clear()
             began = time.perf_counter()
             result = model(input_ids=ids, past_key_values=past, use_cache=True)
             seconds.append(time.perf_counter() - began)
+            outside.append(seconds[-1] - sum(in_experts))
             past, ids = result.past_key_values, torch.tensor([[17 + token]])
             sums.append(float(result.logits.float().sum()))
     figures = {
         "sums": sums,
         "seconds": statistics.median(seconds[1 + warm :]),
+        "outside experts": statistics.median(outside[1 + warm :]),
         "prompt": seconds[0],
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "major faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
+        "reclaims": reclaims() - reclaims_before,
     }
     if name == "tensorstream":
         stats = ts.stats(model)
@@ -160,9 +210,14 @@ def contender(name: str, setting: str, routing: str, path: Path) -> None:
         counted = TOKENS - WARM
         touched = after["touched"] - before["touched"]
         hits = after["hits"] - before["hits"]
+
+        def guessed(key: str) -> int:
+            return int(after[key] - before[key])
+
         figures |= {
             "read": (stats["read_bytes"] - bytes_before) / counted,
-            "absent": (touched - hits) / 2 * EXPERT_BYTES / counted,
+            "absent": (touched - hits + guessed("right_guesses")) / 2 * EXPERT_BYTES / counted,
+            "guessed": guessed("guessed_bytes") / counted,
             "hit rate": hits / touched,
             "best static": best_static(trace[1 + WARM :], _cache_bytes(stats)),
             "budget": stats["budget_bytes"],
@@ -195,7 +250,10 @@ def main(rounds: int) -> int:
 
         def run(kind: str, name: str, setting: str) -> None:
             drop_caches()
-            result = child(prefix, name, setting, kind, str(path))
+            # The experts that an earlier run used most would be known from the start.
+            shutil.rmtree(CACHE / "tensorstream" / "routing", ignore_errors=True)
+            limit = [] if name == "memory" else prefix
+            result = child(limit, name, setting, kind, str(path))
             shown = {key: value for key, value in result.items() if key != "sums"}
             print(kind, name, setting, shown, flush=True)
             if "error" not in result:
@@ -213,6 +271,7 @@ def main(rounds: int) -> int:
             for kind in kinds:
                 run(kind, "tensorstream", BUDGET)
                 run(kind, "accelerate", best[kind])
+                run(kind, "memory", "no limit")
     print("\n| routing | contender | setting | ms/token, median (range) |\n|---|---|---|---|")
     for (kind, name, setting), runs in results.items():
         seconds = [1000 * run["seconds"] for run in runs]
@@ -220,19 +279,24 @@ def main(rounds: int) -> int:
     equal = True
     for kind in kinds:
         ours, peers = results[kind, "tensorstream", BUDGET], results[kind, "accelerate", best[kind]]
-        equal &= _report(kind, ours, peers, disk)
+        memory = results[kind, "memory", "no limit"]
+        equal &= _report(kind, ours, peers, memory, disk)
     return 0 if equal else 1
 
 
 def _report(
-    kind: str, ours: list[dict[str, Any]], peers: list[dict[str, Any]], disk: list[float]
+    kind: str,
+    ours: list[dict[str, Any]],
+    peers: list[dict[str, Any]],
+    memory: list[dict[str, Any]],
+    disk: list[float],
 ) -> bool:
     """Prints the figures of a routing. Returns whether all logits were equal."""
 
     def median(key: str, runs: list[dict[str, Any]] = ours) -> float:
         return float(statistics.median(run[key] for run in runs))
 
-    sums = {tuple(run["sums"][:PEER_TOKENS]) for run in [*ours, *peers]}
+    sums = {tuple(run["sums"][:PEER_TOKENS]) for run in [*ours, *peers, *memory]}
     own = median("seconds")
     print(
         f"\n{kind}: TensorStream is {median('seconds', peers) / own:.1f} times as fast as "
@@ -241,16 +305,26 @@ def _report(
     print(
         f"hit rate {median('hit rate'):.3f}, {median('hit rate') / median('best static'):.3f} "
         f"of the best fixed choice; read {median('read') / 1e6:.0f} MB per token, "
-        f"{median('read') / median('absent'):.3f} of what was needed and absent"
+        f"{median('read') / median('absent'):.3f} of what was needed and absent, of which "
+        f"{median('guessed') / 1e6:.1f} MB guesses"
     )
     if disk:
-        roofline = median("absent") / statistics.median(disk)
+        reading = median("absent") / statistics.median(disk)
+        computing, outside = median("seconds", memory), median("outside experts", memory)
         print(
-            f"fio {spread([each / 1e9 for each in disk])} GB/s: roofline {roofline:.3f} s per "
-            f"token, of which {roofline / own:.2f} is reached"
+            f"fio {spread([each / 1e9 for each in disk])} GB/s: reading takes {reading:.3f} s per "
+            f"token, computing in memory {computing:.3f} s; of the longer one, "
+            f"{max(reading, computing) / own:.2f} is reached"
+        )
+        # The forced choice of a layer is unknown until its router has run, so nothing can be read
+        # while the parts outside the experts compute.
+        print(
+            f"of reading and then computing all but the experts ({outside:.3f} s), "
+            f"{(reading + outside) / own:.2f} is reached"
         )
     print(
-        f"peak {median('peak') / CAP:.3f} of the limit, {median('major faults'):.0f} major faults; "
+        f"peak {median('peak') / CAP:.3f} of the limit, which the counted tokens reached "
+        f"{median('reclaims'):.0f} times; {median('major faults'):.0f} major faults; "
         f"a budget of {median('budget') / MIB:.0f} MiB was in force"
     )
     return len(sums) == 1

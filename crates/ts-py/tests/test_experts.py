@@ -519,7 +519,7 @@ def test_the_most_used_experts_are_remembered(
     second = ts.from_pretrained(path, budget=smallest(path))
     loaded = dict(second._tensorstream.weights.streamer.routing_scores())
     for unit, score in scores.items():
-        assert abs(loaded[unit] - score) < 0.1
+        assert abs(loaded[unit] - score / 4) < 0.1
     # A damaged profile is ignored, and `restore` saves a new one.
     profile.write_text("[1, 2")
     third = ts.from_pretrained(path, budget=smallest(path))

@@ -17,6 +17,8 @@ from torch import nn
 from .. import _native
 from ..config import cache_directory
 
+#: A use in an earlier run counts this much, because the next text may have another topic.
+_EARLIER = 0.25
 #: Scores below this one are not saved.
 _LEAST_SCORE = 1e-3
 
@@ -43,12 +45,12 @@ class Profile:
         self._finalizer: weakref.finalize[..., nn.Module] | None = None
 
     def load(self) -> list[tuple[int, float]]:
-        """Returns the saved scores, by unit."""
+        """Returns the scores for a new run, by unit."""
         if not self._units:
             return []
         try:
             saved = json.loads(self._path.read_text())
-            return [(self._units[name], float(score)) for name, score in saved.items()]
+            return [(self._units[name], _EARLIER * float(score)) for name, score in saved.items()]
         except (OSError, ValueError, TypeError, AttributeError, KeyError):
             return []
 
