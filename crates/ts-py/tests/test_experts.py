@@ -482,24 +482,31 @@ def test_the_router_of_the_next_layer_guesses_its_experts(tmp_path: Path) -> Non
     assert routed["right_guesses"] > 0.6 * routed["guesses"], routed
 
 
-def test_a_router_that_refuses_other_inputs_is_not_asked_again(
+def test_a_router_that_refuses_other_inputs_does_no_harm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved("qwen3", tmp_path, torch.float32)
-    reference, model = pair(path, "qwen3", torch.float32, "eager")
-    calls = []
+    budget = smallest(path) + 1_000_000
+    reference, model = pair(path, "qwen3", torch.float32, "eager", budget=budget)
+    refused = []
+    own: dict[int, torch.Tensor] = {}
 
-    def fails(*_: Any) -> Any:
-        calls.append(1)
-        raise ValueError("unexpected inputs")
+    def forward(gate: Any, hidden: torch.Tensor) -> Any:
+        if own.get(id(gate)) is not hidden:
+            refused.append(1)
+            raise ValueError("unexpected inputs")
+        return type(gate).forward(gate, hidden)
 
     for layer in model.model.layers:
-        monkeypatch.setattr(layer.mlp.gate.__dict__["forward"], "if_present", fails)
+        gate = layer.mlp.gate
+        gate.register_forward_pre_hook(lambda gate, inputs: own.update({id(gate): inputs[0]}))
+        monkeypatch.setattr(gate.__dict__["forward"], "_method", forward)
     ids = torch.tensor([[1]])
     with torch.inference_mode():
         for _ in range(3):
+            own.clear()
             assert torch.equal(model(ids).logits, reference(ids).logits)
-    assert len(calls) == 2, "each of the first two layers asks the router of the next one once"
+    assert refused
 
 
 def test_the_most_used_experts_are_remembered(
@@ -552,3 +559,52 @@ def test_statistics_by_layer(tmp_path: Path) -> None:
     assert sum(unit["read_bytes"] for unit in routed) == sum(
         each["read_bytes"] for each in stats["experts"]
     )
+
+
+def test_experts_that_are_single_layers_get_their_weights(tmp_path: Path) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.experts[3](hidden) + self.experts[5](hidden)
+
+    class Addressed(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            assert self.weight.data_ptr() % 64 == 0, "a forward gets real memory"
+            return super().forward(inputs)
+
+    torch.manual_seed(0)
+    reference = Layer()
+    for index in range(8):
+        reference.experts[index].__class__ = Addressed
+    torch.manual_seed(0)
+    model = Layer()
+    for index in range(8):
+        model.experts[index].__class__ = Addressed
+    model = ts.offload(model, ts.Config(storage_path=tmp_path, budget="64KiB"))
+    inputs = torch.randn(2, 64)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(model(inputs), reference(inputs))
+    assert ts.stats(model)["routed"]["touched"] == 4
+    assert ts.stats(model)["experts"][0]["name"] == "experts"
+    ts.restore(model)
+    with torch.inference_mode():
+        assert torch.equal(model(inputs), reference(inputs))
+
+
+def test_offload_works_without_a_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    path = saved("qwen3", tmp_path, torch.float32)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fails)
+    model = ts.from_pretrained(path, budget=smallest(path))
+    with torch.inference_mode():
+        model(torch.tensor([[1]]))
+    del model

@@ -47,7 +47,11 @@ impl<D: Device> EngineInner<D> {
             Some(false) => state.pending_plan = None,
             None => {}
         }
-        state.advance(&self.context, (self.clock)());
+        let now_ns = (self.clock)();
+        if state.passes.running() == 0 {
+            state.drop_guesses(&self.context, now_ns);
+        }
+        state.advance(&self.context, now_ns);
         let proposed = state.pending_plan.is_some();
         drop(state);
         self.changed.notify_all();
@@ -57,6 +61,9 @@ impl<D: Device> EngineInner<D> {
     pub(crate) fn replan(&self, interrupt: Interrupt<'_>) -> Result<bool, Error> {
         let mut state = self.lock();
         let mut timer = InterruptTimer::new();
+        if state.passes.running() == 0 {
+            state.drop_guesses(&self.context, (self.clock)());
+        }
         while state.passes.running() == 0 && state.is_loading() {
             state.paused = true;
             state = match self.wait(state, &mut timer, interrupt, || "reads to end".into()) {

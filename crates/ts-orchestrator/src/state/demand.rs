@@ -50,6 +50,7 @@ impl<D: Device> EngineState<D> {
                     self.submit_reads(context, now_ns);
                     return Ok(());
                 }
+                Err(_) if self.drop_guesses(context, now_ns) => continue,
                 Err(AllocationError::SlotsFull) => {}
                 // Loads in flight will end, and may then free the memory.
                 Err(AllocationError::StagingFull | AllocationError::Device(_))
@@ -61,9 +62,6 @@ impl<D: Device> EngineState<D> {
                     return Err(Shortage::StagingFull);
                 }
                 Err(AllocationError::Device(error)) => return Err(Shortage::Device(error)),
-            }
-            if self.drop_guesses(context, now_ns) {
-                continue;
             }
             let needed =
                 self.absent(set).first().map_or(0, |id| context.units[id.index()].slot_bytes);
@@ -109,14 +107,14 @@ impl<D: Device> EngineState<D> {
             if let Ok(buffer) = context.slots.host.allocate(prepared.layout.len) {
                 return Ok(buffer);
             }
+            if self.drop_guesses(context, now_ns) {
+                continue;
+            }
             if context.slots.is_staged() {
                 return Err(match self.is_loading() {
                     true => Shortage::Temporary,
                     false => Shortage::StagingFull,
                 });
-            }
-            if self.drop_guesses(context, now_ns) {
-                continue;
             }
             if let Some(victim) = self.victim(prepared.slot_bytes) {
                 self.evict(victim);

@@ -30,8 +30,8 @@ const GUESSES_IN_FLIGHT: usize = 2;
 pub(crate) struct Guesses {
     /// The guessed units that are to be read, the most likely one first.
     wanted: VecDeque<UnitId>,
-    /// The units that were absent when they were guessed, with their positions. They are not idle.
-    pub(super) open: BTreeMap<UnitId, usize>,
+    /// The units that were absent when they were guessed. They are not idle.
+    pub(super) open: BTreeMap<UnitId, Guess>,
     /// The share of recent guesses that were right, by position. The last number is for all later
     /// positions.
     precision: [f64; POSITIONS],
@@ -41,6 +41,15 @@ pub(crate) struct Guesses {
     misses: f64,
     /// The reads of guessed units that are not submitted yet.
     pub(super) reads: VecDeque<QueuedRead>,
+}
+
+/// A unit that was absent when it was guessed.
+#[derive(Debug)]
+pub(super) struct Guess {
+    /// The position in the list.
+    position: usize,
+    /// Whether a load was started because of the guess.
+    started: bool,
 }
 
 impl Guesses {
@@ -98,7 +107,7 @@ impl<D: Device> EngineState<D> {
             self.restore_evicted(id);
             if self.is_absent(id) && !self.guesses.open.contains_key(&id) {
                 let position = i.min(POSITIONS - 1);
-                self.guesses.open.insert(id, position);
+                self.guesses.open.insert(id, Guess { position, started: false });
                 self.guesses.positions = self.guesses.positions.max(position + 1);
                 if self.guesses.is_worthwhile(position) {
                     self.guesses.wanted.push_back(id);
@@ -119,11 +128,11 @@ impl<D: Device> EngineState<D> {
         self.guesses.wanted.clear();
         let missed = |id: UnitId| self.is_absent(id) || self.guesses.open.contains_key(&id);
         self.guesses.record_expectation(uses.iter().any(|&(id, _)| missed(id)));
-        for (id, position) in std::mem::take(&mut self.guesses.open) {
+        for (id, guess) in std::mem::take(&mut self.guesses.open) {
             let right = uses.iter().any(|&(used, _)| used == id);
-            self.guesses.judge(position, right);
+            self.guesses.judge(guess.position, right);
             if right {
-                self.routed.stats.right_guesses += u64::from(!self.is_absent(id));
+                self.routed.stats.right_guesses += u64::from(guess.started);
                 self.promote_guess(id);
             } else {
                 self.cancel_guess(context, id, now_ns);
@@ -133,7 +142,7 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Ends all guesses, and cancels their reads. Returns whether it cancelled any.
-    pub(super) fn drop_guesses(&mut self, context: &EngineContext<D>, now_ns: u64) -> bool {
+    pub(crate) fn drop_guesses(&mut self, context: &EngineContext<D>, now_ns: u64) -> bool {
         self.guesses.wanted.clear();
         let mut cancelled = false;
         for id in std::mem::take(&mut self.guesses.open).into_keys() {
@@ -208,6 +217,9 @@ impl<D: Device> EngineState<D> {
                 self.evict(victim);
             };
             self.guesses.wanted.pop_front();
+            if let Some(guess) = self.guesses.open.get_mut(&id) {
+                guess.started = true;
+            }
             self.routed.stats.guesses += 1;
             let reads = self.start_load(context, id, buffers, now_ns, true);
             self.guesses.reads.extend(reads);

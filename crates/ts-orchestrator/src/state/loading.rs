@@ -374,13 +374,15 @@ impl<D: Device> EngineState<D> {
         }
         if load.cancelled {
             unit.presence = Presence::Absent;
+            unit.reserved = slot.filter(|_| unit.resident);
             return;
         }
         unit.stats.load_ns += now_ns - load.started_ns;
         unit.stats.loads += 1;
         if let Some(error) = load.error.take() {
             unit.presence = Presence::Absent;
-            unit.failure = Some(error);
+            // If only a guess failed, the unit is read again when it is needed.
+            unit.failure = Some(error).filter(|_| !load.guessed || unit.waiters > 0);
             unit.reserved = slot.filter(|_| unit.resident);
             return;
         }

@@ -35,6 +35,8 @@ Part = tuple[int, int, int]
 
 #: The classes of experts that multiply all experts in one batch.
 _BATCHED = {"Llama4TextExperts"}
+#: The number of slices with which batched products are tried.
+_TRIED = 8
 #: Modules that pass the weights of all modules below them to one operation.
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: Embeddings and linear layers below this size are not divided.
@@ -192,10 +194,10 @@ def batches_are_exact(dtype: torch.dtype, rows: int, columns: int) -> bool:
         return False
     generator = torch.Generator().manual_seed(columns)
     with torch.inference_mode():
-        weight = torch.randn((3, rows, min(columns, 2048)), generator=generator).to(dtype)
+        weight = torch.randn((_TRIED, rows, min(columns, 128)), generator=generator).to(dtype)
         for batch in (1, 2, 3, 4, 7, 16, 64, 130):
-            inputs = torch.randn((3, batch, rows), generator=generator).to(dtype)
-            pieces = [torch.bmm(inputs[i : i + 1], weight[i : i + 1]) for i in range(3)]
+            inputs = torch.randn((_TRIED, batch, rows), generator=generator).to(dtype)
+            pieces = [torch.bmm(inputs[i : i + 1], weight[i : i + 1]) for i in range(_TRIED)]
             if not torch.equal(torch.cat(pieces), torch.bmm(inputs, weight)):
                 return False
     return True

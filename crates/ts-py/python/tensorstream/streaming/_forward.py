@@ -232,13 +232,27 @@ class Forward(ReplacedMethod):
     def if_present(self, *args: Any) -> Any:
         """Runs the forward if its unit is in memory, and otherwise returns ``None``.
 
-        The caller must not record gradients.
+        Also returns ``None`` if the forward fails, or if the user has replaced it. The caller must
+        not record gradients.
+
+        Raises:
+            ModelError: A weight was written to.
         """
+        if self.before is not None:
+            return None
         use = self._weights.streamer.enter_if_present(self._unit)
         if use is None:
             return None
-        with contextlib.closing(use):
-            return self.original()(*args)
+        try:
+            result = self.original()(*args)
+        except Exception:  # it does not accept such arguments
+            result = None
+        except BaseException:
+            use.close()
+            raise
+        if use.exit():
+            use.close()
+        return result
 
     def _records_gradients(self, args: Any, kwargs: Any) -> bool:
         inputs: Any = tree_leaves((args, kwargs))

@@ -218,7 +218,6 @@ def attach(
         for name, key in keys.items():
             parameters.bind(name, *made[key])
         replaced.append((module, parameters))
-    announcing = announced(model, weights, units.routed(), units.experts())
     register_transformers()
     with deferred():
         for module, name, value in buffers:
@@ -228,7 +227,8 @@ def attach(
             recurrent(module)
         for module, unit in units.leaves():
             replace_method(module, Forward(module, weights, unit))
-        for module, forward in announcing:
+        # After the leaves, because an expert can be one.
+        for module, forward in announced(model, weights, units.routed(), units.experts()):
             replace_method(module, forward)
         replace_method(model, Pass(model, weights))
         guard(model)
@@ -565,6 +565,7 @@ class _UnitBuilder:
                 phase if phase is not None else (parts[0][1] % 64 if parts else 0),
                 blocks,
                 self._table(parameter, name, spec) if blocks else None,
+                id(parameter) in self._batch_divided,
             )
         )
         counts = blocks or (1,) * shape[0]

@@ -41,17 +41,19 @@ class Profile:
         self._units = {name: unit for unit, (name, routed) in enumerate(units) if routed}
         files = [(Path(path).name, size) for path, size, _ in checkpoint.files()]
         key = hashlib.sha256(json.dumps([files, list(self._units)]).encode()).hexdigest()[:32]
-        self._path = cache_directory() / "routing" / f"{key}.json"
+        self._path: Path | None = None
+        with contextlib.suppress(RuntimeError):  # the user has no home directory
+            self._path = cache_directory() / "routing" / f"{key}.json"
         self._finalizer: weakref.finalize[..., nn.Module] | None = None
 
     def load(self) -> list[tuple[int, float]]:
         """Returns the scores for a new run, by unit."""
-        if not self._units:
+        if not self._units or self._path is None:
             return []
         try:
             saved = json.loads(self._path.read_text())
             return [(self._units[name], _EARLIER * float(score)) for name, score in saved.items()]
-        except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        except (OSError, ValueError, ArithmeticError, TypeError, AttributeError, KeyError):
             return []
 
     def save_at_end(self, model: nn.Module, streamer: _native.Streamer) -> None:
@@ -65,7 +67,9 @@ class Profile:
             self._finalizer()
 
     def _save(self, streamer: _native.Streamer, process: int) -> None:
-        if os.getpid() != process:  # a forked child, whose parent saves its own scores
+        if (
+            self._path is None or os.getpid() != process
+        ):  # no directory, or a forked child, whose parent saves its own scores
             return
         names = {unit: name for name, unit in self._units.items()}
         scores = {
@@ -77,11 +81,7 @@ class Profile:
             return
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._path.parent, suffix=".tmp", delete=False
-            ) as file:
-                json.dump(scores, file)
-            try:
-                os.replace(file.name, self._path)
-            except OSError:
-                os.unlink(file.name)
+            with tempfile.TemporaryDirectory(dir=self._path.parent) as directory:
+                new = Path(directory, "scores.json")
+                new.write_text(json.dumps(scores))
+                new.replace(self._path)

@@ -46,10 +46,7 @@ class _Announced(ReplacedMethod):
         expected = streamer.expect(units)
         self._calls += 1
         if self.next is not None and (streamer.guesses_pay() or self._calls % _RARELY == 1):
-            try:
-                guessed = self.next.likely(inputs)
-            except Exception:  # a router that does not accept such inputs
-                self.next = guessed = None
+            guessed = self.next.likely(inputs)
             if guessed is not None:
                 streamer.guess(guessed)
         return contextlib.closing(expected)

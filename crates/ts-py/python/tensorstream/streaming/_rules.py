@@ -227,6 +227,8 @@ def _bmm(inputs: Any, weight: Any) -> Any:
         and type(inputs) is torch.Tensor
         and (inputs.ndim, weight.ndim) == (3, 3)
         and inputs.shape[0] == weight.shape[0]
+        and weight.is_contiguous()
+        and _is_batched(weight)
         and _has_slices(weight)
     )
     if not usable:
@@ -319,6 +321,11 @@ def _is_whole(weight: StreamedTensor) -> bool:
     """Returns whether a stand-in is a divided weight itself, and not a view of it."""
     divided = weight.weights.divided(weight.key)
     return divided is not None and tuple(weight.shape) == divided.shape and weight.is_contiguous()
+
+
+def _is_batched(weight: StreamedTensor) -> bool:
+    divided = weight.weights.divided(weight.key)
+    return divided is not None and divided.batched
 
 
 def _has_slices(weight: StreamedTensor) -> bool:

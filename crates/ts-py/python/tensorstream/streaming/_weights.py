@@ -57,6 +57,8 @@ class Divided:
     blocks: tuple[int, ...] | None = None
     #: The number of the table that contains the rows, if they can be gathered.
     table: int | None = None
+    #: Whether an operation uses all slices, and computes the same with one after the other.
+    batched: bool = False
 
     def slice_count(self) -> int:
         """Returns the number of slices."""
