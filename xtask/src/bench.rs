@@ -45,8 +45,8 @@ pub(crate) fn run(name: &str) -> Result<()> {
             run_script(&venv, "wire", &["--unpinned"])
         }
         _ => Err(format!(
-            "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, wire-peers, \
-             serve, broadcast, caps, codecs, exact, io, llama, load, moe, overhead, peak, \
+            "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
+             wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, moe, overhead, peak, \
              remote, sessions or storage"
         )),
     }

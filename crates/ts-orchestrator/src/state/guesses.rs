@@ -7,7 +7,6 @@ use ts_streams::Device;
 
 use crate::config::Prefetch;
 use crate::context::EngineContext;
-use crate::slot_pool::AllocationError;
 use crate::unit::UnitId;
 use crate::unit_load::{QueuedRead, split_token};
 
@@ -206,16 +205,7 @@ impl<D: Device> EngineState<D> {
                 self.guesses.wanted.pop_front();
                 continue;
             }
-            let buffers = loop {
-                match self.allocate(context, id) {
-                    Ok(buffers) => break buffers,
-                    Err(AllocationError::SlotsFull) => {}
-                    Err(AllocationError::StagingFull | AllocationError::Device(_)) => return,
-                }
-                let slot_bytes = context.units[id.index()].slot_bytes;
-                let Some(victim) = self.routed.victim(slot_bytes) else { return };
-                self.evict(victim);
-            };
+            let Some(buffers) = self.allocate_over_idle(context, id) else { return };
             self.guesses.wanted.pop_front();
             if let Some(guess) = self.guesses.open.get_mut(&id) {
                 guess.started = true;

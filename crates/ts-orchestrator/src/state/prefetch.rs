@@ -56,18 +56,26 @@ impl<D: Device> EngineState<D> {
             if !self.is_absent(id) {
                 continue;
             }
-            let buffers = loop {
-                match self.allocate(context, id) {
-                    Ok(buffers) => break buffers,
-                    Err(AllocationError::SlotsFull) => {}
-                    Err(AllocationError::StagingFull | AllocationError::Device(_)) => return,
-                }
-                let slot_bytes = context.units[id.index()].slot_bytes;
-                let Some(victim) = self.routed.victim(slot_bytes) else { return };
-                self.evict(victim);
-            };
+            let Some(buffers) = self.allocate_over_idle(context, id) else { return };
             let reads = self.start_load(context, id, buffers, now_ns, false);
             self.urgent.extend(reads);
+        }
+    }
+
+    /// Allocates memory to load a unit. Evicts only idle routed units.
+    pub(super) fn allocate_over_idle(
+        &mut self,
+        context: &EngineContext<D>,
+        id: UnitId,
+    ) -> Option<LoadBuffers<D>> {
+        loop {
+            match self.allocate(context, id) {
+                Ok(buffers) => return Some(buffers),
+                Err(AllocationError::SlotsFull) => {}
+                Err(AllocationError::StagingFull | AllocationError::Device(_)) => return None,
+            }
+            let victim = self.routed.victim(context.units[id.index()].slot_bytes)?;
+            self.evict(victim);
         }
     }
 
