@@ -46,8 +46,8 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
-             wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, moe, overhead, peak, \
-             remote, sessions or storage"
+             wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, moe, overhead, \
+             peak, remote, sessions or storage"
         )),
     }
 }
