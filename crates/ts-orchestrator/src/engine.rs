@@ -268,7 +268,7 @@ impl<D: Device> Engine<D> {
 
     /// Leases a unit if it is in memory, and otherwise returns `None`. Does not block.
     ///
-    /// Such a use belongs to no pass, and the engine does not plan for it.
+    /// Such a use belongs to no pass, and does not change the order that the engine plans for.
     ///
     /// # Errors
     /// Returns [`Error::NoSuchUnit`] if the engine has no such unit, and [`Error::Written`] if the
