@@ -366,7 +366,8 @@ impl<D: Device> Engine<D> {
     /// The reads go out together, and rows with consecutive numbers are read in one piece. The rows
     /// lie one after the other in host memory, at an address that is a multiple of
     /// [`PHASE_ALIGN`](crate::PHASE_ALIGN). They take memory of the budget until the result is
-    /// dropped, and units are evicted to free it. On a device with its own memory, they take
+    /// dropped, and units are evicted to free it. A copy of the last rows stays in a 256th of the
+    /// budget, at most 1 MiB, and is not read again. On a device with its own memory, they take
     /// staging memory. Only compressed rows are compared with their checksums.
     ///
     /// # Errors

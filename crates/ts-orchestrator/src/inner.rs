@@ -23,6 +23,8 @@ use crate::event::Event;
 use crate::layout::Placement;
 use crate::plan::{Plan, Rates};
 use crate::prepared::PreparedUnit;
+use crate::row_cache::RowCache;
+use crate::sizing::Overhead;
 use crate::state::{EngineState, Presence, UnitState};
 use crate::stats::{EngineStats, TableStats, add_bytes};
 use crate::table::{Table, TableId};
@@ -39,14 +41,16 @@ pub(crate) struct EngineInner<D: Device> {
     changed: Condvar,
     tables: Vec<Table>,
     budget: Budget,
-    /// The reservation for the memory of the workers' decoders.
-    _decoders: Reservation,
+    row_cache: RowCache,
+    /// The reservation for the memory of the workers' decoders and of cached rows.
+    _reserved: Reservation,
     choice: Choice,
     max_passes: usize,
     slot_budget: usize,
     /// The size of the decoders and of the minimum number of bounce buffers, in bytes. The smallest
     /// budget includes this size. 0 if units live on a device with its own memory.
     least_buffer_bytes: usize,
+    overhead: Overhead,
     rates: Rates,
     clock: Clock,
     /// The id of the process that created the engine.
@@ -215,6 +219,7 @@ impl<D: Device> EngineInner<D> {
             routed: state.routed.stats,
             tables: TableStats {
                 rows: state.counters.gathered_rows,
+                cached_rows: state.counters.cached_rows,
                 read_bytes: state.counters.gathered_bytes,
             },
             units: state.units.iter().map(UnitState::snapshot).collect(),

@@ -69,6 +69,7 @@ mod plan;
 mod planner;
 mod populate;
 mod prepared;
+mod row_cache;
 mod sizing;
 mod slot_pool;
 mod state;

@@ -13,6 +13,7 @@ use crate::layout::{ReadKind, SlotLayout};
 use crate::plan::{NeverFits, Plan, PlanRequest};
 use crate::planner::plan;
 use crate::prepared::PreparedUnit;
+use crate::row_cache::RowCache;
 use crate::table::Table;
 use crate::unit::{Access, PHASE_ALIGN, RangeDigest, Unit, UnitId};
 use crate::unit_load::{RequestSizes, bounce_bytes, gather_bounce_bytes};
@@ -34,6 +35,8 @@ pub(crate) struct Sizing {
     pub(crate) bounce_total: usize,
     /// The size of all decoders together, in bytes.
     pub(crate) decoder_total: usize,
+    /// The size of the cached rows of tables, in bytes.
+    pub(crate) row_cache_bytes: usize,
     /// The size of the staging memory, in bytes.
     pub(crate) staging_total: usize,
     /// The part of the budget that is left for slots, in bytes. A multiple of the block size.
@@ -41,7 +44,61 @@ pub(crate) struct Sizing {
     /// The size of the decoders and of the minimum number of bounce buffers, in bytes. The smallest
     /// budget includes this size. 0 if units live on a device with its own memory.
     pub(crate) least_buffer_bytes: usize,
+    pub(crate) overhead: Overhead,
     pub(crate) plan: Plan,
+}
+
+/// The memory that an engine reserves besides its slots.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Overhead {
+    /// The size of one bounce buffer, in bytes.
+    bounce_bytes: usize,
+    /// A bounce buffer for each read in flight and each worker.
+    wanted_bounces: usize,
+    decoder_total: usize,
+    /// Whether units live on a device with its own memory. Its budget is for slots only.
+    staged: bool,
+}
+
+impl Overhead {
+    /// Returns the number of bounce buffers with this budget: all that are wanted, or as many as
+    /// fit their share of the budget.
+    fn bounce_count(&self, budget_bytes: usize) -> usize {
+        let share = budget_bytes / BOUNCE_SHARE / self.bounce_bytes.max(1);
+        share.min(self.wanted_bounces).max(LEAST_BOUNCE_COUNT)
+    }
+
+    /// Returns the part of the budget that is left for slots, in bytes. A multiple of the block
+    /// size.
+    fn slot_budget(
+        &self,
+        budget_bytes: usize,
+        bounce_count: usize,
+        row_cache_bytes: usize,
+    ) -> usize {
+        let reserved = if self.staged {
+            0
+        } else {
+            bounce_count * self.bounce_bytes + self.decoder_total + row_cache_bytes
+        };
+        let left = budget_bytes.saturating_sub(reserved);
+        left - left % BLOCK_ALIGN
+    }
+
+    /// Returns the smallest budget that leaves `slot_bytes` for slots, in bytes. A larger budget
+    /// also has more bounce buffers and more cached rows.
+    pub(crate) fn budget_for(&self, slot_bytes: usize, tables: &[Table]) -> usize {
+        let slot_bytes = slot_bytes.next_multiple_of(BLOCK_ALIGN);
+        let mut budget = slot_bytes;
+        loop {
+            let rows = RowCache::bytes(tables, budget);
+            let left = self.slot_budget(budget, self.bounce_count(budget), rows);
+            match slot_bytes.saturating_sub(left) {
+                0 => return budget,
+                missing => budget += missing,
+            }
+        }
+    }
 }
 
 impl Sizing {
@@ -71,18 +128,22 @@ impl Sizing {
                 .max(gather_bounce_bytes(&config.tables, alignment)),
             alignment,
         };
-        let bounce_bytes = requests.bounce_bytes.next_multiple_of(BLOCK_ALIGN);
         let reads = || units.iter().flat_map(|unit| &unit.layout.reads);
         let decodes = reads().any(|read| matches!(read.kind, ReadKind::Decoded { .. }))
             || config.tables.iter().any(|table| !table.tensor().chunks.is_empty());
         let decoder_total = if decodes { config.workers.max(1) * DECODER_BYTES } else { 0 };
+        let overhead = Overhead {
+            bounce_bytes: requests.bounce_bytes.next_multiple_of(BLOCK_ALIGN),
+            wanted_bounces: config.io.in_flight + config.workers.max(1),
+            decoder_total,
+            staged,
+        };
+        let least_buffer_bytes =
+            if staged { 0 } else { LEAST_BOUNCE_COUNT * overhead.bounce_bytes + decoder_total };
         let demands: Vec<_> = units.iter().map(|unit| unit.demand(None)).collect();
-        let attempt = |bounce_count: usize| {
-            let bounce_total = bounce_count * bounce_bytes;
-            // The budget of a device with its own memory is for slots only.
-            let buffers = if staged { 0 } else { bounce_total + decoder_total };
-            let left = config.budget_bytes.saturating_sub(buffers);
-            let slot_budget = left - left % BLOCK_ALIGN;
+        let attempt = |bounce_count: usize, row_cache_bytes: usize| {
+            let slot_budget =
+                overhead.slot_budget(config.budget_bytes, bounce_count, row_cache_bytes);
             let request = PlanRequest {
                 units: &demands,
                 order: &order,
@@ -94,34 +155,34 @@ impl Sizing {
             };
             let plan = plan(&request).map_err(|e| NeverFits {
                 budget_bytes: config.budget_bytes,
-                smallest_budget_bytes: e.smallest_budget_bytes.saturating_add(buffers),
+                smallest_budget_bytes: e.smallest_budget_bytes.saturating_add(least_buffer_bytes),
                 ..e
             })?;
-            Ok::<_, NeverFits>((plan, bounce_total, slot_budget))
+            let bounce_total = bounce_count * overhead.bounce_bytes;
+            Ok::<_, NeverFits>((plan, bounce_total, row_cache_bytes, slot_budget))
         };
-        // Provides a bounce buffer for each read in flight and each worker, or as many as fit their
-        // share of the budget. Provides only the minimum if more would leave too little memory for
-        // a plan.
-        let share = config.budget_bytes / BOUNCE_SHARE / bounce_bytes.max(1);
-        let wanted = config.io.in_flight + config.workers.max(1);
-        let many = share.min(wanted).max(LEAST_BOUNCE_COUNT);
-        let (plan, bounce_total, slot_budget) =
-            attempt(many).or_else(|_| attempt(LEAST_BOUNCE_COUNT))?;
+        // Provides only the minimum of bounce buffers, and then no memory for rows, if more would
+        // leave too little memory for a plan.
+        let many = overhead.bounce_count(config.budget_bytes);
+        let rows = RowCache::bytes(&config.tables, config.budget_bytes);
+        let (plan, bounce_total, row_cache_bytes, slot_budget) = attempt(many, rows)
+            .or_else(|_| attempt(LEAST_BOUNCE_COUNT, rows))
+            .or_else(|_| attempt(LEAST_BOUNCE_COUNT, 0))?;
         let mut sizes: Vec<usize> = units.iter().map(|unit| unit.slot_bytes).collect();
         sizes.sort_unstable_by(|a, b| b.cmp(a));
         let staging_total =
             if staged { sizes.iter().take(config.staging_units.max(1)).sum() } else { 0 };
-        let least_buffer_bytes =
-            if staged { 0 } else { LEAST_BOUNCE_COUNT * bounce_bytes + decoder_total };
         Ok(Self {
             units,
             order,
             requests,
             bounce_total,
             decoder_total,
+            row_cache_bytes,
             staging_total,
             slot_budget,
             least_buffer_bytes,
+            overhead,
             plan,
         })
     }

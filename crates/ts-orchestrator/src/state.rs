@@ -151,6 +151,7 @@ pub(crate) struct EngineCounters {
     pub(crate) read_bytes: Vec<(ReadPath, u64)>,
     pub(crate) wasted_loads: u64,
     pub(crate) gathered_rows: u64,
+    pub(crate) cached_rows: u64,
     pub(crate) gathered_bytes: u64,
     pub(crate) replans: u64,
     /// The time during which at least one read was in flight.

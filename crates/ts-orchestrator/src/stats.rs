@@ -63,13 +63,15 @@ pub struct RoutedStats {
     pub guessed_bytes: u64,
 }
 
-/// The rows that [`Engine::gather`](crate::Engine::gather) has read.
+/// The rows that [`Engine::gather`](crate::Engine::gather) has returned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TableStats {
     /// The number of rows.
     pub rows: u64,
-    /// The number of bytes to read for them, which includes the alignment of direct reads.
+    /// The number of these rows that were in memory from earlier calls.
+    pub cached_rows: u64,
+    /// The number of bytes to read for the others, which includes the alignment of direct reads.
     pub read_bytes: u64,
 }
 

@@ -10,8 +10,8 @@ const NAMED_ROWS: usize = 3;
 
 /// A tensor whose rows [`Engine::gather`](crate::Engine::gather) reads, such as an embedding.
 ///
-/// A table is not a unit: it takes no memory between two calls. The same tensor can also be part of
-/// a unit.
+/// A table is not a unit: between two calls, it takes only the memory of cached rows. The same
+/// tensor can also be part of a unit.
 #[derive(Debug, Clone)]
 pub struct Table {
     tensor: UnitTensor,
@@ -63,12 +63,14 @@ impl Table {
         &self.tensor
     }
 
-    /// Returns a unit that contains these rows, in this order.
-    pub(crate) fn select(&self, rows: &[u64]) -> Unit {
+    /// Returns a unit that contains these rows, in this order. Rows with `true` and rows with
+    /// `false` in `cached` are not in the same range.
+    pub(crate) fn select(&self, rows: &[u64], cached: &[bool]) -> Unit {
         let row_bytes = self.row_bytes();
         let (mut parts, mut chunks): (Vec<ByteRange>, _) = (Vec::new(), Vec::new());
-        for run in rows.chunk_by(|a, b| a + 1 == *b) {
-            let (begin, len) = (run[0] * row_bytes, run.len() as u64 * row_bytes);
+        let flagged: Vec<(u64, bool)> = rows.iter().copied().zip(cached.iter().copied()).collect();
+        for run in flagged.chunk_by(|a, b| a.0 + 1 == b.0 && a.1 == b.1) {
+            let (begin, len) = (run[0].0 * row_bytes, run.len() as u64 * row_bytes);
             self.slice(begin, len, &mut parts, &mut chunks);
         }
         let mut entry = self.tensor.entry.clone();
@@ -130,7 +132,7 @@ mod tests {
 
     #[test]
     fn consecutive_rows_are_one_range() {
-        let unit = table(&[(100, 40)], 10).unwrap().select(&[2, 3, 4, 7, 0, 1]);
+        let unit = table(&[(100, 40)], 10).unwrap().select(&[2, 3, 4, 7, 0, 1], &[false; 6]);
         let parts: Vec<_> = unit.tensors[0].entry.parts.iter().map(|p| (p.offset, p.len)).collect();
         assert_eq!(parts, [(108, 12), (128, 4), (100, 8)]);
         assert_eq!(
@@ -141,7 +143,7 @@ mod tests {
 
     #[test]
     fn a_row_may_span_ranges_of_the_file() {
-        let unit = table(&[(100, 6), (300, 6)], 3).unwrap().select(&[1]);
+        let unit = table(&[(100, 6), (300, 6)], 3).unwrap().select(&[1], &[false]);
         let parts: Vec<_> = unit.tensors[0].entry.parts.iter().map(|p| (p.offset, p.len)).collect();
         assert_eq!(parts, [(104, 2), (300, 2)]);
         assert_eq!(unit.name, "w[1]");

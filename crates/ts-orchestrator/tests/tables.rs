@@ -92,6 +92,42 @@ fn only_the_rows_are_read() {
 }
 
 #[test]
+fn rows_that_were_gathered_are_not_read_again() {
+    let (model, table) = model();
+    let expected = content(&model);
+    // A 256th is for rows: 20 of them.
+    let config = config(8 << 20).with_prefetch(Prefetch::None);
+    let engine = engine(&model, table, config.with_backend("direct".to_string()));
+    let check = |rows: &[u64]| {
+        let bytes = engine.gather(TableId(0), rows, &mut patience()).unwrap();
+        for (i, &row) in rows.iter().enumerate() {
+            assert!(bytes[i * ROW..][..ROW] == expected[row as usize * ROW..][..ROW], "row {row}");
+        }
+    };
+    check(&[7, 8, 9, 300]);
+    let before = engine.stats();
+    // In another order, twice, and on both sides of the boundary between the table's two parts.
+    check(&[300, 9, 9, 7]);
+    let after = engine.stats();
+    assert_eq!((after.tables.rows, after.tables.cached_rows), (8, 4));
+    assert_eq!(after.tables.read_bytes, before.tables.read_bytes);
+    assert_eq!(after.total_read_bytes(), before.total_read_bytes());
+    // Rows that are cached lie between rows that are not.
+    check(&[6, 7, 8, 199, 200, 300, 301]);
+    let mixed = engine.stats();
+    assert_eq!(mixed.tables.cached_rows, 4 + 3);
+    let read = mixed.total_read_bytes() - after.total_read_bytes();
+    assert_eq!(read, mixed.tables.read_bytes - after.tables.read_bytes);
+    assert!(read <= (4 * ROW + 4 * 2 * 4096) as u64, "{read} bytes were read");
+    // A scan of all rows, larger than the cache.
+    for first in (0..ROWS as u64).step_by(100) {
+        check(&(first..first + 100).collect::<Vec<_>>());
+    }
+    check(&[7, 8, 9, 300]);
+    assert!(mixed.reserved_high_water_bytes <= mixed.budget_bytes);
+}
+
+#[test]
 fn rows_evict_units_and_stay_within_the_budget() {
     let (model, table) = model();
     let expected = content(&model);
@@ -157,10 +193,11 @@ fn ten_thousand_faults_cause_errors_or_the_right_bytes() {
         }
     });
     let provider = FaultyProvider::new(buffered(), faults);
-    let engine = engine(&model, table, with_backend(config(512 * KIB), provider));
+    let engine = engine(&model, table, with_backend(config(1 << 20), provider));
     let (mut random, mut failed, mut right) = (Random(11), 0, 0);
     for _ in 0..10_000 {
-        let rows: Vec<u64> = (0..1 + random.below(2)).map(|_| random.below(500)).collect();
+        // Sometimes a row that is cached: there is memory for two.
+        let rows: Vec<u64> = (0..1 + random.below(2)).map(|_| random.below(50)).collect();
         match engine.gather(TableId(0), &rows, &mut patience()) {
             Ok(bytes) => {
                 right += 1;
@@ -182,23 +219,26 @@ fn ten_thousand_faults_cause_errors_or_the_right_bytes() {
 fn threads_gather_while_passes_run() {
     let (model, table) = model();
     let expected = Arc::new(content(&model));
-    let engine = Arc::new(engine(&model, table, config(200 * KIB)));
-    std::thread::scope(|scope| {
-        for seed in 0..3 {
-            let (engine, expected) = (Arc::clone(&engine), Arc::clone(&expected));
-            scope.spawn(move || {
-                let mut random = Random(seed);
-                for _ in 0..300 {
-                    let row = random.below(500);
-                    let bytes = engine.gather(TableId(0), &[row], &mut patience()).unwrap();
-                    assert!(bytes[..] == expected[row as usize * ROW..][..ROW]);
-                }
-            });
-        }
-        for _ in 0..100 {
-            model.pass(&engine, &[0, 1, 2, 3]);
-        }
-    });
+    // With and without memory for rows.
+    for budget in [200 * KIB, 4 << 20] {
+        let engine = Arc::new(engine(&model, table.clone(), config(budget)));
+        std::thread::scope(|scope| {
+            for seed in 0..3 {
+                let (engine, expected) = (Arc::clone(&engine), Arc::clone(&expected));
+                scope.spawn(move || {
+                    let mut random = Random(seed);
+                    for _ in 0..300 {
+                        let row = random.below(20) * random.below(20);
+                        let bytes = engine.gather(TableId(0), &[row], &mut patience()).unwrap();
+                        assert!(bytes[..] == expected[row as usize * ROW..][..ROW]);
+                    }
+                });
+            }
+            for _ in 0..100 {
+                model.pass(&engine, &[0, 1, 2, 3]);
+            }
+        });
+    }
 }
 
 #[test]

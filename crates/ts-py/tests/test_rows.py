@@ -74,6 +74,25 @@ def test_only_the_rows_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
         assert after["reserved_high_water_bytes"] <= budget
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_were_looked_up_stay(tmp_path: Path, dtype: torch.dtype) -> None:
+    reference = Lookup(dtype).eval().requires_grad_(False)
+    budget = reference.embed.weight.nbytes // 3 * 2
+    model = streamed(lambda: Lookup(dtype), stored(reference, tmp_path), budget)
+    for seed, mode in enumerate([*MODES, *MODES]):
+        # Two thirds of these rows are the same in each pass.
+        own = torch.randint(ROWS, (4,), generator=torch.Generator().manual_seed(seed))
+        ids = torch.cat([torch.arange(8) * 997, own])
+        with mode():
+            assert torch.equal(model(ids), reference(ids))
+            assert torch.equal(model(ids.flip(0)), reference(ids.flip(0)))
+    stats = ts.stats(model)
+    # The first pass finds nothing, and every second one finds everything.
+    assert stats["tables"]["cached_rows"] >= 6 * 12 + 5 * 8
+    assert stats["tables"]["rows"] == 12 * 12
+    assert stats["reserved_high_water_bytes"] <= budget
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_form_of_lookup(tmp_path: Path, mode: Any) -> None:
     def make() -> nn.Module:

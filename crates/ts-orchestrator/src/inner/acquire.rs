@@ -87,7 +87,7 @@ impl<D: Device> EngineInner<D> {
             budget_bytes,
             largest_unit: self.names(units),
             largest_bytes: needed,
-            smallest_budget_bytes: needed + (budget_bytes - self.slot_budget),
+            smallest_budget_bytes: self.overhead.budget_for(needed, &self.tables),
         }))
     }
 

@@ -13,6 +13,7 @@ use crate::Error;
 use crate::config::{EngineConfig, Verify};
 use crate::context::EngineContext;
 use crate::event::Event;
+use crate::row_cache::RowCache;
 use crate::sizing::Sizing;
 use crate::slot_pool::SlotPool;
 use crate::state::EngineState;
@@ -38,15 +39,17 @@ impl<D: Device> EngineInner<D> {
             requests,
             bounce_total,
             decoder_total,
+            row_cache_bytes,
             staging_total,
             slot_budget,
             least_buffer_bytes,
+            overhead,
             plan,
         } = sizing;
         let system = |e: ts_pool::Error| Error::System(e.to_string());
         let budget = Budget::new(config.budget_bytes);
         let buffers = if device.is_some() {
-            Budget::new(bounce_total + decoder_total)
+            Budget::new(bounce_total + decoder_total + row_cache_bytes)
         } else {
             budget.clone()
         };
@@ -54,7 +57,8 @@ impl<D: Device> EngineInner<D> {
             .then(|| HostPool::new(&buffers, bounce_total))
             .transpose()
             .map_err(system)?;
-        let decoders = buffers.reserve(decoder_total).map_err(system)?;
+        let reserved = buffers.reserve(decoder_total + row_cache_bytes).map_err(system)?;
+        let row_cache = RowCache::new(&config.tables, config.budget_bytes, row_cache_bytes);
         let (events, inbox) = channel();
         let slots = match device {
             Some(device) => {
@@ -103,11 +107,13 @@ impl<D: Device> EngineInner<D> {
             tables: config.tables,
             changed: Condvar::new(),
             budget,
-            _decoders: decoders,
+            row_cache,
+            _reserved: reserved,
             choice,
             max_passes: config.max_passes.max(1),
             slot_budget,
             least_buffer_bytes,
+            overhead,
             rates: config.rates,
             clock: config.clock,
             process: std::process::id(),

@@ -3,11 +3,13 @@
 
 use std::sync::Arc;
 
+use ts_format::FileId;
 use ts_pool::Buffer;
 use ts_streams::Device;
 
 use crate::Error;
 use crate::config::Interrupt;
+use crate::layout::Placement;
 use crate::lease::TensorBytes;
 use crate::plan::NeverFits;
 use crate::prepared::PreparedUnit;
@@ -20,29 +22,41 @@ use super::acquire::SHORTAGE_TRIES;
 use super::{EngineInner, InterruptTimer, StateGuard};
 
 impl<D: Device> EngineInner<D> {
-    /// Reads rows of a table. Blocks. The rows exist.
+    /// Reads rows of a table that are not cached. Blocks. The rows exist.
     pub(crate) fn gather(
         &self,
         table: TableId,
         rows: &[u64],
         interrupt: Interrupt<'_>,
     ) -> Result<TensorBytes<D>, Error> {
-        let unit = self.tables[table.index()].select(rows);
-        let prepared = Arc::new(prepare(unit, &self.context.sources, self.context.sizes.alignment));
         let mut timer = InterruptTimer::new();
-        let (mut state, buffer) = self.allocate_for_gather(&prepared, &mut timer, interrupt)?;
+        let mut cached = self.row_cache.contains(table, rows);
+        let (mut state, prepared, buffer) = loop {
+            let prepared = Arc::new(self.prepare_rows(table, rows, &cached));
+            let (state, mut buffer) = self.allocate_for_gather(&prepared, &mut timer, interrupt)?;
+            let Placement { offset, len } = prepared.layout.tensors[0];
+            if self.row_cache.copy(table, rows, &cached, &mut buffer[offset..offset + len]) {
+                break (state, prepared, buffer);
+            }
+            // Other rows took the place of some before there was memory.
+            cached.fill(false);
+        };
         let load = state.start_gather(&self.context, &prepared, buffer, (self.clock)());
         state.counters.gathered_rows += rows.len() as u64;
+        state.counters.cached_rows += cached.iter().filter(|&&cached| cached).count() as u64;
         state.counters.gathered_bytes += prepared.read_bytes;
         loop {
             if let Some(result) = state.take_gathered(load) {
                 let Slot::Host(buffer) = result? else {
                     unreachable!("rows are gathered into host memory")
                 };
+                let place = prepared.layout.tensors[0];
+                let bytes = &buffer[place.offset..place.offset + place.len];
+                self.row_cache.add(table, rows, &cached, bytes);
                 let memory = self.context.slots.gathered(buffer, self.context.events.clone());
                 let memory = Arc::new(memory);
                 state.add_gathered(&prepared, &memory);
-                return Ok(TensorBytes::new(memory, prepared.layout.tensors[0]));
+                return Ok(TensorBytes::new(memory, place));
             }
             let what = || format!("rows `{}`", prepared.unit.name);
             state = match self.wait(state, &mut timer, interrupt, what) {
@@ -53,6 +67,23 @@ impl<D: Device> EngineInner<D> {
                 }
             };
         }
+    }
+
+    /// Returns a unit of these rows, which reads only those that are not cached.
+    fn prepare_rows(&self, table: TableId, rows: &[u64], cached: &[bool]) -> PreparedUnit {
+        let (sources, alignment) = (&self.context.sources, self.context.sizes.alignment);
+        let table = &self.tables[table.index()];
+        let mut prepared = prepare(table.select(rows, cached), sources, alignment);
+        if cached.contains(&true) {
+            let begin = prepared.layout.tensors[0].offset;
+            // A read in place begins before its first row.
+            let row =
+                |slot_offset: usize| slot_offset.saturating_sub(begin) / table.row_bytes() as usize;
+            prepared.layout.reads.retain(|read| !cached[row(read.slot_offset)]);
+            let file_len = |file: FileId| sources[file.0 as usize].len();
+            prepared.read_bytes = prepared.layout.read_bytes(alignment, file_len);
+        }
+        prepared
     }
 
     /// Blocks until there is memory for the rows. Evicts units if necessary.
@@ -73,7 +104,7 @@ impl<D: Device> EngineInner<D> {
                 budget_bytes,
                 largest_unit: prepared.unit.name.clone(),
                 largest_bytes: needed_bytes,
-                smallest_budget_bytes: needed_bytes + (budget_bytes - self.slot_budget),
+                smallest_budget_bytes: self.overhead.budget_for(needed_bytes, &self.tables),
             }));
         }
         let (mut state, mut tries) = (self.lock(), 0);

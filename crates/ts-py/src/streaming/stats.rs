@@ -41,6 +41,7 @@ pub(super) fn stats_dict<'py>(
     dict.set_item("routed", routed)?;
     let tables = PyDict::new(py);
     tables.set_item("rows", stats.tables.rows)?;
+    tables.set_item("cached_rows", stats.tables.cached_rows)?;
     tables.set_item("read_bytes", stats.tables.read_bytes)?;
     dict.set_item("tables", tables)?;
     dict.set_item("plan", plan_dict(py, &stats.plan)?)?;

@@ -129,9 +129,11 @@ class TableStats(TypedDict):
         0
     """
 
-    #: The number of rows that were read.
+    #: The number of rows that were looked up.
     rows: int
-    #: The bytes read for these rows. Aligned direct reads contain more than the rows.
+    #: The number of these rows that were in memory from earlier lookups.
+    cached_rows: int
+    #: The bytes read for the other rows. Aligned direct reads contain more than the rows.
     read_bytes: int
 
 
