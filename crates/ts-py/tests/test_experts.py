@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import tensorstream as ts
 import torch
 import transformers as hf
+from tensorstream.streaming._division import addresses_are_exact
+from tensorstream.streaming._streamed_tensor import with_slice
 from torch import nn
 
 SHAPE = {
@@ -280,6 +283,38 @@ def test_only_chosen_experts_are_read(tmp_path: Path, implementation: str) -> No
         before = read(model)
         model(ids)
     assert touched <= read(model) - before <= most
+
+
+def test_experts_are_read_in_place(tmp_path: Path) -> None:
+    """Slices have the address modulo 64 that the file gives, if products do not depend on it."""
+    saved("qwen3", tmp_path, torch.bfloat16)
+    reference, model = pair(tmp_path, "qwen3", torch.bfloat16, "grouped_mm", budget=1 << 20)
+    file = tmp_path / "model.safetensors"
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + length])
+    experts = model.model.layers[1].mlp.experts
+    moved = 0
+    for own, first in (("gate_up_proj", "gate_proj"), ("down_proj", "down_proj")):
+        for index in range(16):
+            name = f"model.layers.1.mlp.experts.{index}.{first}.weight"
+            phase = (8 + length + header[name]["data_offsets"][0]) % 64
+            parameter = getattr(experts, own)
+            may_move = addresses_are_exact(parameter.dtype, *parameter.shape[1:], phase)
+            moved += may_move and phase != 0
+            found: list[int] = []
+            with_slice(parameter, index, lambda own, found=found: found.append(own.data_ptr() % 64))
+            assert found == [phase if may_move else 0]
+    if moved == 0:
+        pytest.skip("products on this processor depend on the address, or the phases are 0")
+    ids = torch.randint(2, 90, (2, 9))
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, reference(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_experts_of_other_dtypes_keep_their_address(dtype: torch.dtype) -> None:
+    assert not addresses_are_exact(dtype, 64, 64, 8)
+    assert not addresses_are_exact(torch.bfloat16, 64, 64, 7)
 
 
 def test_all_experts_under_the_smallest_budget_are_read_once(tmp_path: Path) -> None:

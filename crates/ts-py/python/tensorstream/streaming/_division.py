@@ -37,6 +37,8 @@ Part = tuple[int, int, int]
 _BATCHED = {"Llama4TextExperts"}
 #: The number of slices with which batched products are tried.
 _TRIED = 8
+#: The number of rows of matrices that are tried at different addresses.
+_TRIED_ROWS = 256
 #: Modules that pass the weights of all modules below them to one operation.
 FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: Embeddings and linear layers below this size are not divided.
@@ -203,6 +205,54 @@ def batches_are_exact(dtype: torch.dtype, rows: int, columns: int) -> bool:
     return True
 
 
+@functools.cache
+def addresses_are_exact(dtype: torch.dtype, rows: int, columns: int, phase: int) -> bool:
+    """Returns whether products do not depend on the address of a matrix.
+
+    Multiplies random matrices at this address modulo 64 and at a multiple of 64, on this processor
+    and with the current number of threads. Tries only bfloat16: kernels of f32 depend on the
+    address, and those of f16 can be so slow that trying them takes seconds.
+
+    Args:
+        dtype: The dtype of the matrix.
+        rows: Its number of rows. Larger matrices are tried with fewer rows.
+        columns: Its number of columns.
+        phase: Its address modulo 64.
+    """
+    if dtype is not torch.bfloat16 or phase % dtype.itemsize:
+        return False
+    generator = torch.Generator().manual_seed(columns)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def placed(matrix: torch.Tensor, phase: int) -> torch.Tensor:
+        room = torch.empty(matrix.numel() + 64 // dtype.itemsize, dtype=dtype)
+        skip = (phase - room.data_ptr()) % 64 // dtype.itemsize
+        return room[skip : skip + matrix.numel()].view_as(matrix).copy_(matrix)
+
+    def products(matrix: torch.Tensor, batch: int) -> Iterator[torch.Tensor]:
+        end = torch.tensor([batch], dtype=torch.int32)
+        for own in (matrix, matrix.T):
+            inputs = given[own.shape[0]][:batch]
+            yield torch.mm(inputs, own)
+            yield nn.functional.linear(inputs, own.T)
+            yield torch.ops.aten._grouped_mm.default(inputs, own.unsqueeze(0), end)
+
+    with torch.inference_mode():
+        matrix = random(min(rows, _TRIED_ROWS), columns)
+        given = {count: random(64, count) for count in matrix.shape}
+        aligned, moved = placed(matrix, 0), placed(matrix, phase)
+        try:
+            return all(
+                torch.equal(a, b)
+                for batch in (1, 2, 3, 4, 16, 64)
+                for a, b in zip(products(aligned, batch), products(moved, batch), strict=True)
+            )
+        except RuntimeError:  # some kernels accept only certain addresses
+            return False
+
+
 def _bounds(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     begin = 0
     for count in counts:
@@ -278,6 +328,18 @@ def slices(
                 rest.insert(0, (file, offset + taken, available - taken))
         divided.append((own, None if phase is None else (phase + begin * row) % 64))
     return divided
+
+
+def one_range(parts: Sequence[Part]) -> Part | None:
+    """Returns the range of a file that these parts make up. ``None`` if they are not adjacent."""
+    if not parts:
+        return None
+    file, begin, length = parts[0]
+    for other, offset, own in parts[1:]:
+        if (other, offset) != (file, begin + length):
+            return None
+        length += own
+    return file, begin, length
 
 
 def selected(

@@ -25,11 +25,13 @@ from ._builder import Builder
 from ._division import (
     FUSED,
     Rows,
+    addresses_are_exact,
     batch_divided,
     block_counts,
     block_rows,
     expert_modules,
     is_divided,
+    one_range,
     route_argument,
     row_divided,
     slices,
@@ -454,6 +456,7 @@ class _UnitBuilder:
     ) -> None:
         self._checkpoint = checkpoint
         self._model = model
+        self._exact = exact
         #: The parameters that are divided into blocks of rows, by ``id``.
         self._row_divided = row_divided(model, rows, exact=exact)
         #: The parameters whose slices are units, although a pass uses all of them, by ``id``.
@@ -590,8 +593,26 @@ class _UnitBuilder:
             # Which other slices a pass uses depends on its input.
             ordered = self._batch_divided | (self._multiplied if blocks else set())
             routed = id(parameter) not in ordered
-            self.specs.append((of_rows, [(of_rows, dtype, own_shape, own, own_phase)], routed))
+            in_place = one_range(own)
+            tensor: TensorSpec = (of_rows, dtype, own_shape, own, own_phase)
+            if in_place is not None and self._is_movable(parameter, in_place[1] % 64):
+                tensor = (of_rows, dtype, own_shape, [in_place], None)
+            self.specs.append((of_rows, [tensor], routed))
             first += count
+
+    def _is_movable(self, parameter: torch.Tensor, phase: int) -> bool:
+        """Returns whether the slices of a parameter may have this address modulo 64.
+
+        This is so for the experts of a mixture if products with them do not depend on the address.
+        """
+        key = id(parameter)
+        return (
+            key not in self._row_divided
+            and key not in self._batch_divided
+            and (
+                not self._exact or addresses_are_exact(parameter.dtype, *parameter.shape[1:], phase)
+            )
+        )
 
     def _table(self, parameter: torch.Tensor, name: str, spec: TensorSpec) -> int | None:
         """Adds a table of the rows of an embedding. Returns its number, or ``None``.
