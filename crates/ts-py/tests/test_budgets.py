@@ -107,3 +107,19 @@ def test_plans_state_the_smallest_budget(checkpoints: dict[str, tuple[Path, Any]
         assert ts.plan(path, budget=low).smallest_budget_bytes <= low, name
         with pytest.raises(ts.BudgetError, match=f"the smallest budget that works is {low} bytes"):
             ts.plan(path, budget=low - 1)
+        # A budget that divides less does not hide it.
+        assert ts.plan(path, budget="1GiB").smallest_budget_bytes == low, name
+
+
+def test_plans_say_what_is_divided_and_what_a_token_needs(tmp_path: Path) -> None:
+    saved("qwen3", tmp_path, torch.float32)
+    plan = ts.plan(tmp_path, budget="1MiB")
+    # Two of sixteen experts in each of three layers.
+    assert plan.expert_bytes_per_token == 3 * 2 * 3 * 128 * 96 * 4
+    lines = {line[:19].strip(): line[19:] for line in str(plan).splitlines()}
+    assert "6.8 MiB" in lines["experts"] and "0.8 MiB" in lines["a token needs"]
+    read = float(lines["a token reads"].split()[0])
+    assert 0 < read <= 0.9
+    assert "all experts are chosen equally often" in lines["a token reads"]
+    dense = ts.plan(tmp_path / "model.safetensors", budget="8MiB")
+    assert dense.expert_bytes_per_token is None and "experts" not in str(dense)

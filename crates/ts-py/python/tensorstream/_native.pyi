@@ -102,6 +102,7 @@ def plan(
     units: list[tuple[str, list[_TensorSpec], _bool]] | None = None,
     together: list[list[int]] = ...,
     tables: Sequence[tuple[Any, torch.dtype]] = ...,
+    smallest: int | None = None,
 ) -> dict[str, Any]: ...
 def connect(
     to: str, settings: dict[str, Any], ca: _Path | None, cert: _Path | None, key: _Path | None

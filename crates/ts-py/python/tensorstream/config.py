@@ -150,7 +150,8 @@ class Config:
             uses the codec that makes it smallest.
         exact: Whether results must be bit-identical to those of the model in memory. If false, a
             layer that is larger than the budget is also streamed in blocks where products with
-            blocks round differently. Without it, such a budget is refused.
+            blocks round differently. Without it, such a budget is refused. Experts of a mixture
+            are also read without a copy where products depend on their address.
 
     Raises:
         ConfigurationError: A field is unknown or invalid, or a setting is given under two names.

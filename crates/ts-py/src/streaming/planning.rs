@@ -19,6 +19,7 @@ use crate::files::checkpoint::Checkpoint;
 ///     units: The units, as for ``Streamer``. None for those that the names of tensors suggest.
 ///     together: Sets of units that one operation needs at the same time.
 ///     tables: The tables, as for ``Streamer``.
+///     smallest: The smallest budget that works if the units may be divided further, in bytes.
 ///
 /// Returns:
 ///     The plan, the units, and a description, with the keys "plan", "units" and "text".
@@ -27,7 +28,8 @@ use crate::files::checkpoint::Checkpoint;
 ///     BudgetError: The budget is too small.
 #[pyfunction]
 #[pyo3(signature = (checkpoint, *, budget, settings=None, units=None, together=Vec::new(),
-    tables=Vec::new()))]
+    tables=Vec::new(), smallest=None))]
+#[allow(clippy::too_many_arguments)] // called from Python, by name
 pub(crate) fn plan<'py>(
     py: Python<'py>,
     checkpoint: &Checkpoint,
@@ -36,6 +38,7 @@ pub(crate) fn plan<'py>(
     units: Option<Vec<UnitSpec>>,
     together: Vec<Vec<u32>>,
     tables: Vec<TableSpec>,
+    smallest: Option<usize>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let tables = tables.into_iter().map(|(spec, _)| spec).collect();
     let config = config(budget, settings.as_ref())?
@@ -48,7 +51,9 @@ pub(crate) fn plan<'py>(
             checkpoint.inner.explain_units(units, &config)
         }
     };
-    let explanation = explanation.map_err(|e| to_python(py, &e))?;
+    let mut explanation = explanation.map_err(|e| to_python(py, &e))?;
+    let least = &mut explanation.plan.smallest_budget_bytes;
+    *least = smallest.unwrap_or(*least).min(*least);
     let dict = PyDict::new(py);
     dict.set_item("plan", plan_dict(py, &explanation.plan)?)?;
     dict.set_item("units", units_list(py, &explanation.units)?)?;

@@ -241,25 +241,36 @@ def attach(
 
 def plan_model(
     model: nn.Module, config: Config, checkpoint: _native.Checkpoint
-) -> tuple[int, dict[str, Any]] | None:
+) -> tuple[int, dict[str, Any], list[Divided]] | None:
     """Plans the streaming of a model that is not offloaded. Does not change it.
 
     Returns:
-        The budget in bytes, and the plan of the native module. ``None`` if tensors would have to be
-        converted first.
+        The budget in bytes, the plan of the native module, and the parameters that are divided.
+        ``None`` if tensors would have to be converted first.
     """
     if derived_of(model):
         return None
     settings, budget = config.settings(), config.working_bytes()
     units, _ = _divided(model, checkpoint, {}, {}, settings, config.exact, lambda *_: budget)
-    return budget, _native.plan(
+    # A smaller budget may divide more parameters than this one.
+    every = _UnitBuilder(model, checkpoint, {}, {}, Rows.ALL, config.exact)
+    smallest, _ = _native.requirement(
+        checkpoint,
+        every.specs,
+        together=every.leased_together(),
+        settings=settings,
+        tables=every.tables,
+    )
+    planned = _native.plan(
         checkpoint,
         budget=budget,
         settings=settings,
         units=units.specs,
         together=units.leased_together(),
         tables=units.tables,
+        smallest=smallest,
     )
+    return budget, planned, units.divided
 
 
 def _divided(
@@ -609,6 +620,7 @@ class _UnitBuilder:
         return (
             key not in self._row_divided
             and key not in self._batch_divided
+            and phase % parameter.itemsize == 0
             and (
                 not self._exact or addresses_are_exact(parameter.dtype, *parameter.shape[1:], phase)
             )

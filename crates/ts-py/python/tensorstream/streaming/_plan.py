@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 from .. import _native
 from ..config import Config
 from ._transformers import plan_checkpoint
+from ._weights import Divided
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Plan:
         smallest_budget_bytes: The smallest budget that works.
         streamed_bytes_per_pass: Bytes that each forward pass reads.
         predicted_pass_s: The predicted time of a forward pass, in seconds.
+        expert_bytes_per_token: The size of the experts that a token needs, in memory or not.
+            ``None`` if there are none, or if their number is unknown.
         bottleneck: The resource that limits the speed, "storage" or "compute".
         units: The name and the size of each unit, and whether it stays in memory.
         text: The table.
@@ -44,6 +49,7 @@ class Plan:
     predicted_pass_s: float
     bottleneck: str
     units: tuple[tuple[str, int, bool], ...]
+    expert_bytes_per_token: int | None
     text: str = field(repr=False)
 
     def __str__(self) -> str:
@@ -63,8 +69,9 @@ def plan(
     Otherwise, units are inferred from tensor names: tensors whose names differ only in the last
     component are one unit.
 
-    The prediction assumes that storage reads 1 GB/s. It ignores units that a pass uses only for
-    some inputs, such as experts. Streaming measures the real speed.
+    The prediction assumes that storage reads 1 GB/s. It ignores experts and rows of embeddings,
+    because inputs decide which of them a pass needs. For experts, the table says what a token reads
+    if all of them are chosen equally often. Streaming measures the real speed.
 
     Args:
         checkpoint: A file, a shard index, a directory with one of them, or a URL.
@@ -89,10 +96,66 @@ def plan(
     config = Config(budget=budget, max_passes=max_passes)
     files = _native.Checkpoint(checkpoint)
     found = plan_checkpoint(checkpoint, files, config)
+    divided: list[Divided] = []
+    chosen: int | None = None
     if found is None:
         budget_bytes = config.working_bytes()
         planned = _native.plan(files, budget=budget_bytes, settings=config.settings())
     else:
-        budget_bytes, planned = found
-    units = tuple((unit["name"], unit["slot_bytes"], unit["resident"]) for unit in planned["units"])
-    return Plan(budget_bytes=budget_bytes, units=units, text=planned["text"], **planned["plan"])
+        budget_bytes, planned, divided, chosen = found
+    experts = [each for each in divided if each.blocks is None and not each.batched]
+    needed = None
+    if experts and chosen is not None:
+        needed = sum(_size(each) // each.shape[0] * min(chosen, each.shape[0]) for each in experts)
+    lines = [
+        planned["text"],
+        *_divided_lines(divided),
+        *_expert_lines(experts, needed, planned["plan"]),
+    ]
+    return Plan(
+        budget_bytes=budget_bytes,
+        units=tuple((own["name"], own["slot_bytes"], own["resident"]) for own in planned["units"]),
+        expert_bytes_per_token=needed,
+        text="\n".join(lines),
+        **planned["plan"],
+    )
+
+
+def _divided_lines(divided: list[Divided]) -> list[str]:
+    """Returns the lines of the table about parameters that are divided, except chosen experts."""
+    kinds = {
+        "by rows": [each for each in divided if each.table is not None],
+        "by blocks of rows": [each for each in divided if each.blocks and each.table is None],
+        "by slices": [each for each in divided if each.batched],
+    }
+    return [
+        _line(f"read {how}", sum(map(_size, own)), ", ".join(each.name for each in own[:3]))
+        for how, own in kinds.items()
+        if own
+    ]
+
+
+def _expert_lines(experts: list[Divided], needed: int | None, plan: dict[str, Any]) -> list[str]:
+    """Returns the lines of the table about experts."""
+    whole = sum(map(_size, experts))
+    if not whole:
+        return []
+    lines = [_line("experts", whole, "each is read when a router chooses it")]
+    if needed is not None:
+        # The memory of units that are streamed is theirs if there are no such units.
+        room = 0 if plan["streamed_bytes_per_pass"] else plan["ring_bytes"]
+        absent = round(needed * max(0.0, 1 - room / whole))
+        lines += [
+            _line("a token needs", needed, "of the experts"),
+            _line("a token reads", absent, "if all experts are chosen equally often"),
+        ]
+    return lines
+
+
+def _line(label: str, size: int, note: str) -> str:
+    return f"{label:<19}{size / 2**20:10.1f} MiB   {note}"
+
+
+def _size(divided: Divided) -> int:
+    """Returns the size of a parameter in bytes."""
+    return math.prod(divided.shape) * divided.dtype.itemsize

@@ -23,6 +23,7 @@ from ..errors import (
 )
 from ._builder import Builder
 from ._offload import Path, attach, checked, plan_model
+from ._weights import Divided
 
 _log = logging.getLogger("tensorstream")
 
@@ -93,13 +94,14 @@ def from_pretrained(
 
 def plan_checkpoint(
     path: Path, checkpoint: _native.Checkpoint, config: Config
-) -> tuple[int, dict[str, Any]] | None:
+) -> tuple[int, dict[str, Any], list[Divided], int | None] | None:
     """Plans the streaming of a checkpoint of transformers.
 
     Returns:
-        The budget in bytes, and the plan of the native module. ``None`` if ``path`` is not the
-        directory of a transformers model, if the model cannot be built, or if its weights would
-        have to be converted.
+        The budget in bytes, the plan of the native module, the parameters that are divided, and the
+        number of experts that a layer uses for a token, or ``None`` if it is unknown. ``None`` if
+        ``path`` is not the directory of a transformers model, if the model cannot be built, or if
+        its weights would have to be converted.
 
     Raises:
         BudgetError: The budget is too small.
@@ -113,7 +115,10 @@ def plan_checkpoint(
         # Without this argument, transformers asks the user whether to run code of the checkpoint.
         model_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         model = _build(transformers, path, checkpoint, None, {"model_config": model_config})
-        return plan_model(model, config, checkpoint)
+        planned = plan_model(model, config, checkpoint)
+        text_config = model_config.get_text_config()
+        chosen = getattr(text_config, "num_experts_per_tok", None)
+        return planned and (*planned, chosen if isinstance(chosen, int) else None)
     except BudgetError:
         raise
     except Exception as error:  # the constructors of models raise errors of any class
