@@ -493,10 +493,20 @@ def test_a_layer_that_always_uses_all_experts_is_read_ahead(tmp_path: Path) -> N
     assert routed["right_guesses"] > 0.8 * routed["guesses"] > 100, routed
 
 
-def test_the_router_of_the_next_layer_guesses_its_experts(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def autocast() -> Iterator[None]:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad, autocast])
+def test_the_router_of_the_next_layer_guesses_its_experts(
+    tmp_path: Path, mode: Any, dtype: torch.dtype
+) -> None:
     """If all layers are the same and hardly change their input, the guesses are right."""
     torch.manual_seed(0)
-    made = hf.Qwen3MoeForCausalLM(qwen3())
+    made = hf.Qwen3MoeForCausalLM(qwen3()).to(dtype)
     state = made.state_dict()
     for name in state:
         layer = name.replace("layers.1.", "layers.0.").replace("layers.2.", "layers.0.")
@@ -505,14 +515,19 @@ def test_the_router_of_the_next_layer_guesses_its_experts(tmp_path: Path) -> Non
             state[name].mul_(1e-3)
     made.load_state_dict(state)
     made.save_pretrained(tmp_path)
-    reference = hf.Qwen3MoeForCausalLM.from_pretrained(tmp_path).eval()
-    least = smallest(tmp_path)
-    model = ts.from_pretrained(tmp_path, budget=least + 12 * 128 * 96 * 3 * 4)
-    with torch.inference_mode():
+    reference = hf.Qwen3MoeForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    least = smallest(tmp_path, dtype=dtype)
+    budget = least + 12 * 128 * 96 * 3 * dtype.itemsize
+    model = ts.from_pretrained(tmp_path, budget=budget, dtype=dtype)
+    with mode():
         for token in range(60):
-            ids = torch.tensor([[token]])
+            ids = torch.tensor([[token], [token // 7]])
             assert torch.equal(model(ids).logits, reference(ids).logits)
     routed = ts.stats(model)["routed"]
+    assert routed["touched"] > routed["hits"] > 0
+    if mode is torch.enable_grad:
+        assert routed["guesses"] == 0  # the router would add to the graph
+        return
     assert routed["guesses"] > 10, routed
     assert routed["right_guesses"] > 0.6 * routed["guesses"], routed
 

@@ -232,6 +232,35 @@ def test_a_tied_head_runs_block_by_block(tmp_path: Path, dtype: torch.dtype, bia
     assert model.head.weight is model.embed.weight
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_inexact_blocks_must_be_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """On a processor where products with blocks round differently, only `exact=False` uses them."""
+    monkeypatch.setattr("tensorstream.streaming._division.products_are_exact", lambda *_: False)
+
+    def make() -> nn.Module:
+        return Tied(dtype, True)
+
+    reference = make().eval().requires_grad_(False)
+    file = stored(reference, tmp_path)
+    least = smallest(make, file)
+    assert least > reference.embed.weight.nbytes
+    budget = reference.embed.weight.nbytes // 3 * 2
+    with pytest.raises(ts.BudgetError):
+        streamed(make, file, budget)
+    config = ts.Config(budget=budget, exact=False)
+    model = ts.offload(make().eval(), config, checkpoint=file)
+    ids = torch.randint(ROWS, (3, 2))
+    for mode in MODES:
+        with mode():
+            for _ in range(3):
+                torch.testing.assert_close(model(ids), reference(ids))
+    stats = ts.stats(model)
+    assert stats["read_bytes"] > 6 * reference.embed.weight.nbytes
+    assert stats["reserved_high_water_bytes"] <= budget
+
+
 def test_gradients_flow_through_a_head_in_blocks(tmp_path: Path) -> None:
     reference = Tied(torch.float32, True).eval().requires_grad_(False)
     file = stored(reference, tmp_path)
