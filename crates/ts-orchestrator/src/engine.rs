@@ -366,9 +366,9 @@ impl<D: Device> Engine<D> {
     /// The reads go out together, and rows with consecutive numbers are read in one piece. The rows
     /// lie one after the other in host memory, at an address that is a multiple of
     /// [`PHASE_ALIGN`](crate::PHASE_ALIGN). They take memory of the budget until the result is
-    /// dropped, and units are evicted to free it. A copy of the last rows stays in a 256th of the
-    /// budget, at most 1 MiB, and is not read again. On a device with its own memory, they take
-    /// staging memory. Only compressed rows are compared with their checksums.
+    /// dropped, and units are evicted to free it. On a device with its own memory, they take
+    /// staging memory. Copies of the last rows stay in host memory, a 256th of the budget and at
+    /// most 1 MiB, and are not read again. Only compressed rows are compared with their checksums.
     ///
     /// # Errors
     /// - [`Error::NoSuchTable`] and [`Error::NoSuchRow`] if they do not exist.

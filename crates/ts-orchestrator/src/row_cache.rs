@@ -12,8 +12,9 @@ use crate::table::{Table, TableId};
 /// memory saves about as much time if units of the same size stay in it.
 const SHARE: usize = 256;
 const MOST_BYTES: usize = 1 << 20;
-/// The approximate memory of a cached row besides its bytes: its entries in the list and the map.
-const ENTRY_BYTES: usize = 48;
+/// The most memory of a cached row besides its bytes: its entries in the list and in the map, which
+/// has twice the room so that it never grows.
+const ENTRY_BYTES: usize = 96;
 
 /// The cached rows of all tables.
 ///
@@ -59,7 +60,7 @@ impl RowCache {
                 capacity,
                 bytes: Vec::with_capacity(capacity * table.row_bytes() as usize),
                 rows: Vec::with_capacity(capacity),
-                by_row: HashMap::with_capacity(capacity),
+                by_row: HashMap::with_capacity(2 * capacity),
                 hand: 0,
             })
         });

@@ -85,8 +85,8 @@ impl Overhead {
         left - left % BLOCK_ALIGN
     }
 
-    /// Returns the smallest budget that leaves `slot_bytes` for slots, in bytes. A larger budget
-    /// also has more bounce buffers and more cached rows.
+    /// Returns a budget that leaves `slot_bytes` for slots, in bytes. Less than one block below it
+    /// can be enough too. A larger budget also has more bounce buffers and more cached rows.
     pub(crate) fn budget_for(&self, slot_bytes: usize, tables: &[Table]) -> usize {
         let slot_bytes = slot_bytes.next_multiple_of(BLOCK_ALIGN);
         let mut budget = slot_bytes;

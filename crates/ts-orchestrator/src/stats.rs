@@ -63,7 +63,7 @@ pub struct RoutedStats {
     pub guessed_bytes: u64,
 }
 
-/// The rows that [`Engine::gather`](crate::Engine::gather) has returned.
+/// The rows that calls of [`Engine::gather`](crate::Engine::gather) asked for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TableStats {

@@ -111,6 +111,22 @@ def test_plans_state_the_smallest_budget(checkpoints: dict[str, tuple[Path, Any]
         assert ts.plan(path, budget="1GiB").smallest_budget_bytes == low, name
 
 
+def test_a_division_does_not_raise_the_smallest_budget(
+    checkpoints: dict[str, tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups need buffers, which an embedding that is a unit does not need."""
+    monkeypatch.setattr("tensorstream.streaming._division.products_are_exact", lambda *_: False)
+    for tied in (True, False):
+        path, reference = checkpoints[f"llama {tied}"]
+        low = smallest(path, 1)
+        assert ts.plan(path, budget="1GiB").smallest_budget_bytes == low
+        model = ts.from_pretrained(path, budget=low)
+        ids = torch.tensor([[3, 1, 3]])
+        with torch.inference_mode():
+            for _ in range(2):
+                assert torch.equal(model(ids).logits, reference(ids).logits)
+
+
 def test_plans_say_what_is_divided_and_what_a_token_needs(tmp_path: Path) -> None:
     saved("qwen3", tmp_path, torch.float32)
     plan = ts.plan(tmp_path, budget="1MiB")

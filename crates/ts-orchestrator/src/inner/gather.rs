@@ -31,6 +31,8 @@ impl<D: Device> EngineInner<D> {
     ) -> Result<TensorBytes<D>, Error> {
         let mut timer = InterruptTimer::new();
         let mut cached = self.row_cache.contains(table, rows);
+        let row_bytes = self.tables[table.index()].row_bytes() as usize;
+        fill_gaps(rows, &mut cached, self.context.sizes.alignment / row_bytes);
         let (mut state, prepared, buffer) = loop {
             let prepared = Arc::new(self.prepare_rows(table, rows, &cached));
             let (state, mut buffer) = self.allocate_for_gather(&prepared, &mut timer, interrupt)?;
@@ -82,6 +84,13 @@ impl<D: Device> EngineInner<D> {
             prepared.layout.reads.retain(|read| !cached[row(read.slot_offset)]);
             let file_len = |file: FileId| sources[file.0 as usize].len();
             prepared.read_bytes = prepared.layout.read_bytes(alignment, file_len);
+            // One range can be read in place, with bytes before it, if none of it is cached. A
+            // refusal must not depend on the cache.
+            if rows.windows(2).all(|pair| pair[0] + 1 == pair[1]) {
+                let whole = table.select(rows, &vec![false; rows.len()]);
+                let whole_bytes = prepare(whole, sources, alignment).slot_bytes;
+                prepared.slot_bytes = prepared.slot_bytes.max(whole_bytes);
+            }
         }
         prepared
     }
@@ -150,5 +159,48 @@ impl<D: Device> EngineInner<D> {
                 }
             };
         }
+    }
+}
+
+/// Clears the flags of up to `most` rows between other rows of the same range, because one read of
+/// them all is faster than two.
+fn fill_gaps(rows: &[u64], cached: &mut [bool], most: usize) {
+    let mut begin = 0;
+    while begin < cached.len() {
+        let same = |&at: &usize| {
+            at < rows.len() && cached[at] == cached[begin] && rows[at] == rows[at - 1] + 1
+        };
+        let end = (begin + 1..).take_while(same).last().unwrap_or(begin) + 1;
+        let between = begin > 0
+            && end < rows.len()
+            && rows[begin] == rows[begin - 1] + 1
+            && rows[end] == rows[end - 1] + 1;
+        if cached[begin] && between && end - begin <= most {
+            cached[begin..end].fill(false);
+        }
+        begin = end;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fill_gaps;
+
+    #[test]
+    fn short_gaps_are_read() {
+        let gaps = |rows: &[u64], flags: &str, most| {
+            let mut cached: Vec<bool> = flags.chars().map(|flag| flag == 'c').collect();
+            fill_gaps(rows, &mut cached, most);
+            cached.iter().map(|cached| if *cached { 'c' } else { '-' }).collect::<String>()
+        };
+        assert_eq!(gaps(&[1, 2, 3, 4, 5], "-c-c-", 1), "-----");
+        assert_eq!(gaps(&[1, 2, 3, 4, 5], "-cc--", 1), "-cc--");
+        assert_eq!(gaps(&[1, 2, 3, 4, 5], "-cc--", 2), "-----");
+        // At the ends, and between rows that are not neighbors.
+        assert_eq!(gaps(&[1, 2, 3], "c-c", 4), "c-c");
+        assert_eq!(gaps(&[1, 3, 4], "-c-", 4), "-c-");
+        assert_eq!(gaps(&[1, 2, 4], "-c-", 4), "-c-");
+        assert_eq!(gaps(&[3, 3, 3], "-c-", 4), "-c-");
+        assert_eq!(gaps(&[], "", 4), "");
     }
 }

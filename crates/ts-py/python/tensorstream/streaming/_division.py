@@ -29,6 +29,9 @@ _LEAST_SLICE_BYTES = 16 << 10
 #: transformers asks for the address of a weight before `grouped_mm` with older versions.
 _DIVIDES = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) > (2, 10)
 
+#: Ranges of compressed tensors begin at this offset. No file has such a range.
+_VIRTUAL_START = 1 << 63
+
 #: A range of a file: the index of the file, the offset, and the length in bytes.
 Part = tuple[int, int, int]
 
@@ -206,20 +209,23 @@ def batches_are_exact(dtype: torch.dtype, rows: int, columns: int) -> bool:
 
 
 @functools.cache
-def addresses_are_exact(dtype: torch.dtype, rows: int, columns: int, phase: int) -> bool:
-    """Returns whether products do not depend on the address of a matrix.
+def addresses_are_exact(
+    dtype: torch.dtype, rows: int, columns: int, phase: int, other: int
+) -> bool:
+    """Returns whether products are the same with a matrix at either of two addresses.
 
-    Multiplies random matrices at this address modulo 64 and at a multiple of 64, on this processor
-    and with the current number of threads. Tries only bfloat16: kernels of f32 depend on the
-    address, and those of f16 can be so slow that trying them takes seconds.
+    Multiplies random matrices on this processor, with the current number of threads. Tries only
+    bfloat16: kernels of f32 depend on the address, and those of f16 can be so slow that trying them
+    takes seconds.
 
     Args:
         dtype: The dtype of the matrix.
         rows: Its number of rows. Larger matrices are tried with fewer rows.
         columns: Its number of columns.
         phase: Its address modulo 64.
+        other: The other address modulo 64.
     """
-    if dtype is not torch.bfloat16 or phase % dtype.itemsize:
+    if dtype is not torch.bfloat16 or phase % dtype.itemsize or other % dtype.itemsize:
         return False
     generator = torch.Generator().manual_seed(columns)
 
@@ -242,12 +248,12 @@ def addresses_are_exact(dtype: torch.dtype, rows: int, columns: int, phase: int)
     with torch.inference_mode():
         matrix = random(min(rows, _TRIED_ROWS), columns)
         given = {count: random(64, count) for count in matrix.shape}
-        aligned, moved = placed(matrix, 0), placed(matrix, phase)
+        first, second = placed(matrix, phase), placed(matrix, other)
         try:
             return all(
                 torch.equal(a, b)
                 for batch in (1, 2, 3, 4, 16, 64)
-                for a, b in zip(products(aligned, batch), products(moved, batch), strict=True)
+                for a, b in zip(products(first, batch), products(second, batch), strict=True)
             )
         except RuntimeError:  # some kernels accept only certain addresses
             return False
@@ -331,8 +337,12 @@ def slices(
 
 
 def one_range(parts: Sequence[Part]) -> Part | None:
-    """Returns the range of a file that these parts make up. ``None`` if they are not adjacent."""
-    if not parts:
+    """Returns the range of a file that these parts make up.
+
+    Returns ``None`` if they are not adjacent, or are compressed, so that they cannot be read in
+    place.
+    """
+    if not parts or parts[0][1] >= _VIRTUAL_START:
         return None
     file, begin, length = parts[0]
     for other, offset, own in parts[1:]:

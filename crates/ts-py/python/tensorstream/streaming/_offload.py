@@ -310,11 +310,13 @@ def _divided(
     except BudgetError:
         budget = 0  # too little memory is available, unless more parameters are divided
     if budget < min(smallest, least):
-        # Checking that products are exact takes time, so it is only done for such budgets.
+        # Checking that products are exact takes time, so a model is loaded without it if possible.
         by_rows, least, _ = build(Rows.ALL)
         budget = fitted(min(smallest, least), whole)
     divides = len(by_rows.divided) > len(units.divided)
-    return (by_rows if divides and budget < whole else units), budget
+    # Lookups need buffers, so that a division can also raise the smallest budget.
+    works = budget >= least or least <= smallest
+    return (by_rows if divides and works and budget < whole else units), budget
 
 
 def stats(model: nn.Module) -> Stats:
@@ -580,6 +582,7 @@ class _UnitBuilder:
                 blocks,
                 self._table(parameter, name, spec) if blocks else None,
                 id(parameter) in self._batch_divided,
+                id(parameter) in self._multiplied,
             )
         )
         counts = blocks or (1,) * shape[0]
@@ -606,23 +609,31 @@ class _UnitBuilder:
             routed = id(parameter) not in ordered
             in_place = one_range(own)
             tensor: TensorSpec = (of_rows, dtype, own_shape, own, own_phase)
-            if in_place is not None and self._is_movable(parameter, in_place[1] % 64):
+            if in_place is not None and self._is_movable(parameter, own_phase, in_place[1] % 64):
                 tensor = (of_rows, dtype, own_shape, [in_place], None)
             self.specs.append((of_rows, [tensor], routed))
             first += count
 
-    def _is_movable(self, parameter: torch.Tensor, phase: int) -> bool:
-        """Returns whether the slices of a parameter may have this address modulo 64.
+    def _is_movable(self, parameter: torch.Tensor, phase: int | None, other: int) -> bool:
+        """Returns whether a slice of a parameter may have another address than its own.
 
         This is so for the experts of a mixture if products with them do not depend on the address.
+
+        Args:
+            parameter: The parameter.
+            phase: The slice's address modulo 64 in the reference, or ``None`` for that of the file.
+            other: The other address modulo 64.
         """
         key = id(parameter)
         return (
-            key not in self._row_divided
+            phase is not None
+            and phase != other
+            and key not in self._row_divided
             and key not in self._batch_divided
-            and phase % parameter.itemsize == 0
+            and other % parameter.itemsize == 0
             and (
-                not self._exact or addresses_are_exact(parameter.dtype, *parameter.shape[1:], phase)
+                not self._exact
+                or addresses_are_exact(parameter.dtype, *parameter.shape[1:], phase, other)
             )
         )
 

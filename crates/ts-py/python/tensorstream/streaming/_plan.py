@@ -124,9 +124,9 @@ def plan(
 def _divided_lines(divided: list[Divided]) -> list[str]:
     """Returns the lines of the table about parameters that are divided, except chosen experts."""
     kinds = {
-        "by rows": [each for each in divided if each.table is not None],
-        "by blocks of rows": [each for each in divided if each.blocks and each.table is None],
-        "by slices": [each for each in divided if each.batched],
+        "by rows": [each for each in divided if each.table is not None and not each.multiplied],
+        "in blocks": [each for each in divided if each.blocks and each.multiplied],
+        "in slices": [each for each in divided if each.batched],
     }
     return [
         _line(f"read {how}", sum(map(_size, own)), ", ".join(each.name for each in own[:3]))

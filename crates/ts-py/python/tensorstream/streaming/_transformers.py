@@ -116,14 +116,21 @@ def plan_checkpoint(
         model_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         model = _build(transformers, path, checkpoint, None, {"model_config": model_config})
         planned = plan_model(model, config, checkpoint)
-        text_config = model_config.get_text_config()
-        chosen = getattr(text_config, "num_experts_per_tok", None)
-        return planned and (*planned, chosen if isinstance(chosen, int) else None)
+        return planned and (*planned, _experts_per_token(model_config))
     except BudgetError:
         raise
     except Exception as error:  # the constructors of models raise errors of any class
         _log.info("%s: planned from the names of tensors: %s", path, error)
         return None
+
+
+def _experts_per_token(model_config: Any) -> int | None:
+    """Returns how many experts a layer uses for a token. ``None`` if the config does not say."""
+    try:
+        chosen = getattr(model_config.get_text_config(), "num_experts_per_tok", None)
+    except ValueError:  # the config has several text configs
+        return None
+    return chosen if isinstance(chosen, int) else None
 
 
 def _build(

@@ -59,6 +59,8 @@ class Divided:
     table: int | None = None
     #: Whether an operation uses all slices, and computes the same with one after the other.
     batched: bool = False
+    #: Whether linear layers multiply by it, so that a pass needs all of it.
+    multiplied: bool = False
 
     def slice_count(self) -> int:
         """Returns the number of slices."""
