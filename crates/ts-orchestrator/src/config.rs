@@ -36,8 +36,8 @@ pub type Clock = Box<dyn Fn() -> u64 + Send + Sync>;
 #[non_exhaustive]
 pub struct EngineConfig {
     /// The most memory that the engine may use for weights, in bytes. On the host, the limit covers
-    /// the memory of units (their slots), the bounce buffers, the decoders' memory and cached rows of
-    /// tables. For a device with its own memory, it covers only the slots on the device.
+    /// the memory of units (their slots), the bounce buffers, the memory of decoders, and cached
+    /// rows of tables. For a device with its own memory, it covers only the slots on the device.
     pub budget_bytes: usize,
     /// The number of units that fit into the staging memory on the host at the same time. The
     /// memory is sized for the largest units. Used only for devices with their own memory; 0 counts
