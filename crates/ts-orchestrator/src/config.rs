@@ -216,12 +216,13 @@ impl EngineConfig {
 /// How the engine decides which [routed](crate::Access::Routed) units stay in memory.
 ///
 /// Those with the highest scores stay. The score of a unit is the number of its uses, where a use
-/// counts half as much after `half_life` passes.
+/// counts half as much after `half_life` passes. If suddenly fewer of the needed units are in
+/// memory, all uses so far count a sixteenth, because other units have become frequent.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Routing {
     /// The number of passes after which a use counts half as much. With `f64::INFINITY`, all uses
-    /// count the same.
+    /// always count the same.
     pub half_life: f64,
     /// The scores of units in an earlier run, from
     /// [`Engine::routing_scores`](crate::Engine::routing_scores). Other units start with 0.
@@ -230,7 +231,7 @@ pub struct Routing {
 
 impl Default for Routing {
     fn default() -> Self {
-        Self { half_life: 64.0, scores: Vec::new() }
+        Self { half_life: 128.0, scores: Vec::new() }
     }
 }
 

@@ -13,6 +13,20 @@ use crate::unit::{Access, UnitId};
 /// If the weight of a visit exceeds this number, all weights are scaled down.
 const LARGEST_WEIGHT: f64 = 1e100;
 
+/// If the share of hits falls by this number, other units are frequent than before.
+const NEW_TOPIC: f64 = 0.1;
+/// The factor by which later visits then count more than earlier ones.
+const FORGETTING: f64 = 16.0;
+/// The share of hits now is that of about this many visits, and the usual share that of the other
+/// number.
+const RECENT_VISITS: f64 = 512.0;
+const USUAL_VISITS: f64 = 4096.0;
+/// The least number of visits before a comparison of these shares.
+const LEAST_VISITS: u64 = 2048;
+/// Expectations of more uses are not compared: passes of many tokens need units that are seldom
+/// needed otherwise.
+const MOST_USES: u32 = 64;
+
 /// How often routed units were expected, and which of them are idle.
 ///
 /// If a unit is expected several times in one pass, the largest number of uses counts. The visits
@@ -34,6 +48,7 @@ pub(crate) struct Routed {
     weight: f64,
     /// The factor by which the weight grows with each pass.
     growth: f64,
+    hits: HitRates,
     /// The number of visits so far.
     visits: u64,
     pub(crate) stats: RoutedStats,
@@ -50,6 +65,32 @@ struct RoutedUnit {
     /// How many tokens of the current pass use the unit.
     uses: u32,
     idle: bool,
+}
+
+/// The share of visits that find their unit in memory, now and usually.
+#[derive(Debug, Default)]
+struct HitRates {
+    visits: u64,
+    recent: f64,
+    usual: f64,
+}
+
+impl HitRates {
+    fn count(&mut self, is_hit: bool) {
+        self.visits += 1;
+        let (hit, visits) = (f64::from(u8::from(is_hit)), self.visits as f64);
+        self.recent += (hit - self.recent) / visits.min(RECENT_VISITS);
+        self.usual += (hit - self.usual) / visits.min(USUAL_VISITS);
+    }
+
+    /// Returns whether hits have become rarer. If so, the usual share is that of now from here on.
+    fn has_dropped(&mut self) -> bool {
+        let dropped = self.visits >= LEAST_VISITS && self.recent < self.usual - NEW_TOPIC;
+        if dropped {
+            *self = Self { visits: RECENT_VISITS as u64, recent: self.recent, usual: self.recent };
+        }
+        dropped
+    }
 }
 
 /// The order in which units are evicted: the lowest score first, then the most recent visit.
@@ -83,6 +124,7 @@ impl Routed {
             counted: Vec::new(),
             weight: 1.0,
             growth: (1.0 / routing.half_life).exp2(),
+            hits: HitRates::default(),
             visits: 0,
             stats: RoutedStats::default(),
         }
@@ -105,6 +147,10 @@ impl Routed {
             }
         }
         self.weight *= self.growth;
+        let ages = self.growth > 1.0;
+        if self.hits.has_dropped() && ages {
+            self.weight *= FORGETTING;
+        }
         if self.weight > LARGEST_WEIGHT {
             self.scale_down();
         }
@@ -143,6 +189,8 @@ impl Routed {
             self.begin_pass();
         }
         self.last_expectation += 1;
+        let compares =
+            uses.iter().map(|&(_, count)| count).fold(0, u32::saturating_add) <= MOST_USES;
         for &(id, count) in uses {
             self.remove_idle(id);
             self.visits += 1;
@@ -157,7 +205,11 @@ impl Routed {
             self.expected.push((self.last_expectation, id));
             self.stats.touched += 1;
             self.stats.touched_bytes += read_bytes;
-            self.stats.hits += u64::from(is_present(id));
+            let is_hit = is_present(id);
+            self.stats.hits += u64::from(is_hit);
+            if compares {
+                self.hits.count(is_hit);
+            }
         }
         self.last_expectation
     }
@@ -213,5 +265,44 @@ impl Routed {
 
     fn unit(&mut self, id: UnitId) -> &mut RoutedUnit {
         self.units[id.index()].as_mut().expect("the callers checked that the unit is routed")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn count(rates: &mut HitRates, visits: u64, hits_of_ten: u64) -> u64 {
+        let mut drops = 0;
+        for visit in 0..visits {
+            rates.count(visit * 7 % 10 < hits_of_ten);
+            drops += u64::from(rates.has_dropped());
+        }
+        drops
+    }
+
+    #[test]
+    fn a_sudden_loss_of_hits_is_noticed_once() {
+        let mut rates = HitRates::default();
+        assert_eq!(count(&mut rates, 10_000, 6), 0);
+        assert_eq!(count(&mut rates, 10_000, 2), 1);
+        // More hits are no loss.
+        assert_eq!(count(&mut rates, 20_000, 8), 0);
+        assert_eq!(count(&mut rates, 10_000, 5), 1);
+    }
+
+    #[test]
+    fn few_visits_are_not_compared() {
+        let mut rates = HitRates::default();
+        assert_eq!(count(&mut rates, LEAST_VISITS / 2, 10), 0);
+        assert_eq!(count(&mut rates, LEAST_VISITS / 2 - 1, 0), 0);
+        assert_eq!(count(&mut rates, 1, 0), 1);
+    }
+
+    #[test]
+    fn a_small_loss_is_no_new_topic() {
+        let mut rates = HitRates::default();
+        count(&mut rates, 10_000, 6);
+        assert_eq!(count(&mut rates, 10_000, 5), 0);
     }
 }
