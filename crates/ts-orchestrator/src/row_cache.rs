@@ -73,8 +73,8 @@ impl RowCache {
         rows.iter().map(|row| table.by_row.contains_key(row)).collect()
     }
 
-    /// Copies the rows with a flag to their places in `into`, where each row has its place. Returns
-    /// `false` if one of them is no longer cached.
+    /// Copies the rows that are flagged in `cached` to their places in `into`, which has room for
+    /// all `rows`. Returns `false` if a flagged row has left the cache.
     pub(crate) fn copy(
         &self,
         table: TableId,
@@ -93,7 +93,7 @@ impl RowCache {
         true
     }
 
-    /// Adds the rows without a flag. `bytes` contains all rows one after the other.
+    /// Adds the rows that are not flagged in `cached`. `bytes` contains all rows, in order.
     pub(crate) fn add(&self, table: TableId, rows: &[u64], cached: &[bool], bytes: &[u8]) {
         let mut table = self.tables[table.index()].lock();
         let row_bytes = table.row_bytes;

@@ -22,7 +22,7 @@ use super::acquire::SHORTAGE_TRIES;
 use super::{EngineInner, InterruptTimer, StateGuard};
 
 impl<D: Device> EngineInner<D> {
-    /// Reads rows of a table that are not cached. Blocks. The rows exist.
+    /// Returns rows of a table, which exist. Blocks until those that are not cached are read.
     pub(crate) fn gather(
         &self,
         table: TableId,
