@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Offloads and restores models: groups parameters into units, and replaces them with stand-ins."""
+"""Offloads and restores models: replaces parameters with stand-ins, and puts them back."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,30 +11,13 @@ import torch
 from torch import nn
 
 from .. import _native
-from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
-from ..config import Config, Settings, expanded
+from ..config import Config, expanded
 from ..errors import (
-    BudgetError,
-    CheckpointError,
     ConfigurationError,
-    MissingTensorError,
     ModelError,
 )
 from ._builder import Builder
-from ._division import (
-    FUSED,
-    Rows,
-    addresses_are_exact,
-    batch_divided,
-    block_counts,
-    block_rows,
-    expert_modules,
-    is_divided,
-    one_range,
-    route_argument,
-    row_divided,
-    slices,
-)
+from ._division import Rows
 from ._forward import (
     Forward,
     Parameters,
@@ -53,15 +35,13 @@ from ._routing import announced
 from ._rules import register_transformers
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
-from ._streamed_tensor import StreamedTensor, StreamedWeight, stand_ins
-from ._symbolic_tensor import Source, SymbolicTensor
+from ._streamed_tensor import StreamedWeight, stand_ins
+from ._symbolic_tensor import Source
+from ._units import TensorSpec, UnitBuilder, units_for_budget
 from ._weights import Divided, Weight, Weights
 
 Path = str | os.PathLike[str]
 M = TypeVar("M", bound=nn.Module)
-#: A tensor of a unit: its name, dtype, shape, parts (file, offset, length), and phase, which is its
-#: address modulo 64. If the phase is ``None``, it is the offset of the first part modulo 64.
-TensorSpec = tuple[str, str, list[int], list[tuple[int, int, int]], int | None]
 
 
 def offload(
@@ -192,7 +172,7 @@ def attach(
     def fitted(smallest: int, whole: int) -> int:
         return config.fitted_bytes(smallest, whole, freed_bytes)
 
-    units, budget = _divided(
+    units, budget = units_for_budget(
         model, checkpoint, converted, orders or {}, settings, config.exact, fitted
     )
     together = units.leased_together()
@@ -251,9 +231,11 @@ def plan_model(
     if derived_of(model):
         return None
     settings, budget = config.settings(), config.working_bytes()
-    units, _ = _divided(model, checkpoint, {}, {}, settings, config.exact, lambda *_: budget)
+    units, _ = units_for_budget(
+        model, checkpoint, {}, {}, settings, config.exact, lambda *_: budget
+    )
     # A smaller budget may divide more parameters than this one.
-    every = _UnitBuilder(model, checkpoint, {}, {}, Rows.ALL, config.exact)
+    every = UnitBuilder(model, checkpoint, {}, {}, Rows.ALL, config.exact)
     smallest, _ = _native.requirement(
         checkpoint,
         every.specs,
@@ -271,52 +253,6 @@ def plan_model(
         smallest=smallest,
     )
     return budget, planned, units.divided
-
-
-def _divided(
-    model: nn.Module,
-    checkpoint: _native.Checkpoint,
-    converted: dict[int, Source],
-    orders: DimensionOrders,
-    settings: Settings,
-    exact: bool,
-    fitted: Callable[[int, int], int],
-) -> tuple[_UnitBuilder, int]:
-    """Divides no more parameters than the budget requires. Returns the units and the budget.
-
-    Args:
-        model: The model.
-        checkpoint: The checkpoint with the weights.
-        converted: The sources of parameters that had to be computed, by ``id``.
-        orders: The stored orders of dimensions, by name, of parameters that are not contiguous.
-        settings: The settings of the engine.
-        exact: Whether products with parts of a parameter must round like those with all of it.
-        fitted: Returns the budget. Its arguments are the smallest budget that works, and the
-            budget that keeps all units in memory.
-    """
-
-    def build(rows: Rows) -> tuple[_UnitBuilder, int, int]:
-        units = _UnitBuilder(model, checkpoint, converted, orders, rows, exact)
-        together, tables = units.leased_together(), units.tables
-        sizes = _native.requirement(
-            checkpoint, units.specs, together=together, settings=settings, tables=tables
-        )
-        return units, *sizes
-
-    units, smallest, whole = build(Rows.NONE)
-    by_rows, least, _ = build(Rows.EMBEDDINGS)
-    try:
-        budget = fitted(min(smallest, least), whole)
-    except BudgetError:
-        budget = 0  # too little memory is available, unless more parameters are divided
-    if budget < min(smallest, least):
-        # Checking that products are exact takes time, so a model is loaded without it if possible.
-        by_rows, least, _ = build(Rows.ALL)
-        budget = fitted(min(smallest, least), whole)
-    divides = len(by_rows.divided) > len(units.divided)
-    # Lookups need buffers, so that a division can also raise the smallest budget.
-    works = budget >= least or least <= smallest
-    return (by_rows if divides and works and budget < whole else units), budget
 
 
 def stats(model: nn.Module) -> Stats:
@@ -452,357 +388,6 @@ def _read_all(
     return tensors
 
 
-class _UnitBuilder:
-    """Groups the parameters of a model into units.
-
-    The parameters that a module owns itself form one unit.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        checkpoint: _native.Checkpoint,
-        converted: dict[int, Source],
-        orders: DimensionOrders,
-        rows: Rows,
-        exact: bool,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._model = model
-        self._exact = exact
-        #: The parameters that are divided into blocks of rows, by ``id``.
-        self._row_divided = row_divided(model, rows, exact=exact)
-        #: The parameters whose slices are units, although a pass uses all of them, by ``id``.
-        self._batch_divided = batch_divided(model, rows, exact=exact)
-        #: The experts that are modules of a list.
-        self._experts = expert_modules(model)
-        self._in_expert = {id(each) for expert in self._experts for each in expert.modules()}
-        #: The tensors whose rows can be read one by one, with their dtypes.
-        self.tables: list[tuple[TensorSpec, torch.dtype]] = []
-        #: The stored orders of dimensions, by name, of parameters that are not contiguous.
-        self._orders = orders
-        #: The sources of parameters that had to be computed, by ``id``.
-        self._converted = converted
-        self._builder = Builder(checkpoint)
-        self._stored = set(checkpoint.names())
-        self.weights: list[Weight] = []
-        #: The divided weights. Their keys follow those of ``weights``.
-        self.divided: list[Divided] = []
-        #: The name and the tensors of each unit, and whether a pass uses the unit only for some
-        #: inputs.
-        self.specs: list[tuple[str, list[TensorSpec], bool]] = []
-        #: Modules with parameters, and the keys of their weights by parameter name.
-        self.modules: list[tuple[nn.Module, dict[str, int]]] = []
-        #: The stored tensor of each parameter, by key.
-        self.sources: dict[int, TensorSpec] = {}
-        #: The keys of weights by ``id`` of the parameter. Those of divided weights are negative
-        #: until all weights are known: -1 for the first one.
-        self._keys: dict[int, int] = {}
-        self._names = _qualified_names(model)
-        self._embedded, self._multiplied = (
-            {
-                id(module.weight)
-                for module in model.modules()
-                if isinstance(module, kind) and isinstance(module.weight, torch.Tensor)
-            }
-            for kind in ((nn.Embedding, nn.EmbeddingBag), nn.Linear)
-        )
-        self._buffers = [
-            (module, f"{prefix}.{name}".lstrip("."), name, buffer)
-            for prefix, module in model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and (isinstance(buffer, SymbolicTensor) or buffer.is_meta)
-        ]
-        for prefix, module in model.named_modules():
-            self._add_module(prefix, module)
-        self.modules = [
-            (module, {name: self._final(key) for name, key in keys.items()})
-            for module, keys in self.modules
-        ]
-        self.sources = {self._final(key): spec for key, spec in self.sources.items()}
-
-    def _final(self, key: int) -> int:
-        """Returns the final key of a weight."""
-        return key if key >= 0 else len(self.weights) - 1 - key
-
-    def _add_module(self, prefix: str, module: nn.Module) -> None:
-        keys: dict[str, int] = {}
-        specs: list[TensorSpec] = []
-        divided: list[tuple[int, nn.Parameter]] = []
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            key = self._keys.get(id(parameter))
-            if key is None:
-                source = self._source(parameter)
-                order = self._orders.get(source.name)
-                divides = is_divided(module, parameter) or id(parameter) in (
-                    self._row_divided | self._batch_divided
-                )
-                is_whole = order is not None or not divides
-                shape = [parameter.shape[dim] for dim in order] if order else list(parameter.shape)
-                dtype = SAFETENSORS_DTYPES[parameter.dtype]
-                spec = (source.name, dtype, shape, list(source.parts), source.phase)
-                if is_whole:
-                    key = len(self.weights)
-                    self.weights.append(self._weight(parameter, spec, len(specs)))
-                    specs.append(spec)
-                else:
-                    key = -1 - len(divided) - len(self.divided)
-                    divided.append((key, parameter))
-                self._keys[id(parameter)] = key
-                self.sources[key] = spec
-            keys[name] = key
-        if specs:
-            routed = id(module) in self._in_expert
-            self.specs.append((prefix or type(module).__name__, specs, routed))
-        for key, parameter in divided:
-            self._divide(parameter, self.sources[key])
-        if keys:
-            self.modules.append((module, keys))
-
-    def _divide(self, parameter: torch.Tensor, spec: TensorSpec) -> None:
-        """Adds a unit for each slice of a parameter along its first dimension."""
-        _, dtype, shape, parts, phase = spec
-        # Not the name of the source, which is that of the first expert if experts were merged.
-        name = self._names[id(parameter)][0]
-        blocks = None
-        if id(parameter) in self._row_divided:
-            blocks = tuple(block_counts(shape[0], block_rows(parameter)))
-        self.divided.append(
-            Divided(
-                name,
-                parameter.dtype,
-                tuple(shape),
-                parameter.requires_grad,
-                tuple(parameter.stride()),
-                len(self.weights),
-                len(self.specs),
-                phase if phase is not None else (parts[0][1] % 64 if parts else 0),
-                blocks,
-                self._table(parameter, name, spec) if blocks else None,
-                id(parameter) in self._batch_divided,
-                id(parameter) in self._multiplied,
-            )
-        )
-        counts = blocks or (1,) * shape[0]
-        first = 0
-        for count, (own, own_phase) in zip(counts, slices(parts, phase, counts), strict=True):
-            of_rows = f"{name}[{first}:{first + count}]" if blocks else f"{name}[{first}]"
-            own_shape = [count, *shape[1:]] if blocks else shape[1:]
-            strides = tuple(parameter.stride())
-            self.weights.append(
-                Weight(
-                    of_rows,
-                    parameter.dtype,
-                    tuple(own_shape),
-                    len(self.specs),
-                    0,
-                    parameter.requires_grad,
-                    strides if blocks else strides[1:],
-                    own_shape,
-                )
-            )
-            # Every pass uses all blocks of a linear layer in order, and all slices of a batch.
-            # Which other slices a pass uses depends on its input.
-            ordered = self._batch_divided | (self._multiplied if blocks else set())
-            routed = id(parameter) not in ordered
-            in_place = one_range(own)
-            tensor: TensorSpec = (of_rows, dtype, own_shape, own, own_phase)
-            if in_place is not None and self._is_movable(parameter, own_phase, in_place[1] % 64):
-                tensor = (of_rows, dtype, own_shape, [in_place], None)
-            self.specs.append((of_rows, [tensor], routed))
-            first += count
-
-    def _is_movable(self, parameter: torch.Tensor, phase: int | None, other: int) -> bool:
-        """Returns whether a slice of a parameter may have another address than its own.
-
-        This is so for the experts of a mixture if products with them do not depend on the address.
-
-        Args:
-            parameter: The parameter.
-            phase: The slice's address modulo 64 in the reference, or ``None`` for that of the file.
-            other: The other address modulo 64.
-        """
-        key = id(parameter)
-        return (
-            phase is not None
-            and phase != other
-            and key not in self._row_divided
-            and key not in self._batch_divided
-            and other % parameter.itemsize == 0
-            and (
-                not self._exact
-                or addresses_are_exact(parameter.dtype, *parameter.shape[1:], phase, other)
-            )
-        )
-
-    def _table(self, parameter: torch.Tensor, name: str, spec: TensorSpec) -> int | None:
-        """Adds a table of the rows of an embedding. Returns its number, or ``None``.
-
-        Rows that have checksums are read with their blocks, which are compared with the checksums.
-        """
-        if not self._checkpoint.can_gather(spec[3]) or id(parameter) not in self._embedded:
-            return None
-        self.tables.append(((name, *spec[1:4], 0), parameter.dtype))
-        return len(self.tables) - 1
-
-    def _weight(self, parameter: torch.Tensor, spec: TensorSpec, index: int) -> Weight:
-        """Returns the weight of a parameter, in the current unit."""
-        name, _, stored_shape, _, _ = spec
-        return Weight(
-            name,
-            parameter.dtype,
-            tuple(parameter.shape),
-            len(self.specs),
-            index,
-            parameter.requires_grad,
-            tuple(parameter.stride()),
-            stored_shape,
-        )
-
-    def leaves(self) -> Iterator[tuple[nn.Module, int]]:
-        """Yields the modules that lease their unit while their forward runs, each with its unit.
-
-        Such a module uses one unit only, has no divided weights, and no module below it has
-        parameters. The weights of other modules are leased for each operation, so that no unit
-        stays leased while another one is needed.
-        """
-        owners = {id(module) for module, _ in self.modules}
-        for module, keys in self.modules:
-            below = any(id(child) in owners for child in module.modules() if child is not module)
-            units = self._units(keys)
-            divides = any(key >= len(self.weights) for key in keys.values())
-            if not below and not divides and len(units) == 1:
-                yield module, units.pop()
-
-    def routed(self) -> Iterator[tuple[nn.Module, list[int]]]:
-        """Yields the modules that choose slices of weights, and the keys of these weights."""
-        count = len(self.weights)
-        for module, keys in self.modules:
-            divided = [
-                key
-                for key in keys.values()
-                if key >= count and self.divided[key - count].blocks is None
-            ]
-            if divided and route_argument(module) is not None:
-                yield module, divided
-
-    def experts(self) -> Iterator[tuple[nn.Module, list[int]]]:
-        """Yields the experts that are modules of a list, and their units in the order of modules.
-
-        Experts that share weights with other modules, or whose weights are divided, may have fewer
-        units.
-        """
-        keys = {id(module): own for module, own in self.modules}
-        for expert in self._experts:
-            owned = (self._units(keys.get(id(each), {})) for each in expert.modules())
-            units = {unit: None for own in owned for unit in sorted(own) if self.specs[unit][2]}
-            if units:
-                yield expert, list(units)
-
-    def expert_units(self) -> dict[str, list[int]]:
-        """Returns the routed units of each module that contains experts, by name of the module."""
-        names = {id(module): name for name, module in self._model.named_modules()}
-        units: dict[str, list[int]] = {}
-        for module, keys in self.routed():
-            for each in (self.divided[key - len(self.weights)] for key in keys):
-                own = range(each.first_unit, each.first_unit + each.slice_count())
-                units.setdefault(names[id(module)], []).extend(own)
-        for expert, numbers in self.experts():
-            units.setdefault(names[id(expert)].rpartition(".")[0], []).extend(numbers)
-        return units
-
-    def _units(self, keys: dict[str, int]) -> set[int]:
-        """Returns the units of those weights that are not divided."""
-        own = (key for key in keys.values() if key < len(self.weights))
-        return {self.weights[key].unit for key in own}
-
-    def leased_together(self) -> list[list[int]]:
-        """Returns sets of units that one operation needs at once.
-
-        The fast path of PyTorch's attention takes all weights of a layer.
-        """
-        units = {id(module): self._units(keys) for module, keys in self.modules}
-        sets = [
-            set().union(*(units.get(id(each), set()) for each in module.modules()))
-            for module in self._model.modules()
-            if isinstance(module, FUSED)
-        ]
-        return [sorted(each) for each in sets if len(each) > 1]
-
-    def read_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """Reads the buffers that are not in memory from the checkpoint."""
-        return [
-            (module, name, self._read_buffer(module, qualified, buffer))
-            for module, qualified, name, buffer in self._buffers
-        ]
-
-    def _read_buffer(self, module: nn.Module, qualified: str, buffer: torch.Tensor) -> torch.Tensor:
-        if isinstance(buffer, SymbolicTensor):
-            return buffer.materialize()
-        if qualified not in self._stored:
-            raise ModelError(
-                f"buffer `{qualified}` of {type(module).__name__} is on the meta device but not in "
-                "the checkpoint; build the model with its buffers in memory"
-            )
-        self._match(buffer, qualified)
-        return self._builder.symbolic(qualified).materialize()
-
-    def _source(self, parameter: torch.Tensor) -> Source:
-        names = self._names[id(parameter)]
-        if isinstance(parameter, StreamedTensor):
-            raise ModelError(
-                f"parameter `{names[0]}` is already streamed, because it belongs to an offloaded "
-                "model or module; restore that model or module first"
-            )
-        if isinstance(parameter, SymbolicTensor):
-            return (
-                parameter.source
-                if isinstance(parameter.source, Source)
-                else self._converted[id(parameter)]
-            )
-        if type(parameter) not in (nn.Parameter, torch.Tensor):
-            raise ModelError(
-                f"cannot stream parameter `{names[0]}`: expected nn.Parameter, got "
-                f"{type(parameter).__name__}"
-            )
-        if parameter.device.type not in ("cpu", "meta"):
-            raise ModelError(
-                f"cannot stream parameter `{names[0]}` on {parameter.device}: expected the CPU or "
-                "the meta device"
-            )
-        name = next((name for name in names if name in self._stored), None)
-        if name is None:
-            files = ", ".join(str(path) for path, _, _ in self._checkpoint.files())
-            raise MissingTensorError(
-                f"the model needs tensor `{names[0]}`, which is not in {files}"
-                + (f" (also looked for {', '.join(names[1:])})" if names[1:] else "")
-            )
-        return self._match(parameter, name)
-
-    def _match(self, tensor: torch.Tensor, name: str) -> Source:
-        """Returns the source of a tensor. Compares its shape and dtype with the checkpoint."""
-        dtype, shape, parts = self._checkpoint.entry(name)
-        order = self._orders.get(name)
-        if order is None and not (tensor.is_meta or tensor.is_contiguous()):
-            raise ModelError(
-                f"parameter `{name}` is not contiguous, but contiguous in the checkpoint: results "
-                "would differ in their last bits; make it contiguous, or offload without a "
-                "checkpoint"
-            )
-        wanted = list(tensor.permute(order).shape) if order else list(tensor.shape)
-        if wanted != shape or tensor.dtype != TORCH_DTYPES.get(dtype):
-            path = self._checkpoint.files()[parts[0][0]][0] if parts else "the checkpoint"
-            at = f" at byte {parts[0][1]}" if parts else ""
-            raise CheckpointError(
-                f"{path}: tensor `{name}`{at} is {dtype} {shape}, but the model has "
-                f"{SAFETENSORS_DTYPES.get(tensor.dtype, tensor.dtype)} {wanted}"
-            )
-        phase = None if tensor.is_meta else tensor.data_ptr() % 64
-        return Source(name, tuple(parts), phase)
-
-
 def _refuse_torchscript(name: str, module: nn.Module) -> None:
     """Refuses TorchScript modules, because their compiled forward cannot be replaced."""
     if isinstance(module, torch.jit.ScriptModule):
@@ -811,11 +396,3 @@ def _refuse_torchscript(name: str, module: nn.Module) -> None:
             f"cannot stream {what}: TorchScript ({type(module).__name__}) is not supported; "
             "offload the Python module instead"
         )
-
-
-def _qualified_names(model: nn.Module) -> dict[int, list[str]]:
-    """Returns the names of each distinct parameter by ``id``. Tied parameters have several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
