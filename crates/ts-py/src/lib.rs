@@ -13,6 +13,8 @@ mod dtype;
 mod errors;
 mod files;
 mod memory;
+#[cfg(target_os = "linux")]
+mod openmp;
 mod remote;
 mod signals;
 mod streaming;

@@ -18,9 +18,6 @@ from ._native import (
     __version__,
     backends,
 )
-from ._openmp import shorten_waits
-
-shorten_waits()
 
 if TYPE_CHECKING:
     from .config import BackendType, Config, MemoryMode, PrefetchStrategy

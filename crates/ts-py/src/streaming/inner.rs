@@ -15,6 +15,8 @@ use super::engine::EngineFactory;
 use super::torch::Torch;
 use super::unit_tensors::{UnitEntry, UnitTensors};
 use super::weight::Weight;
+#[cfg(target_os = "linux")]
+use crate::openmp::IdleTeam;
 use crate::signals::interruptible;
 
 /// Streams the weights of a model.
@@ -50,6 +52,9 @@ pub(super) struct StreamerInner {
     tables: Vec<(Table, Py<PyAny>)>,
     entries: Vec<Mutex<UnitEntry>>,
     pub(super) torch: Torch,
+    /// Present if some weights do not fit into the budget.
+    #[cfg(target_os = "linux")]
+    _idle_team: Option<Arc<IdleTeam>>,
 }
 
 /// A pass that was begun on a thread.
@@ -74,9 +79,24 @@ impl StreamerInner {
         unit_count: usize,
         torch: Torch,
     ) -> PyResult<Self> {
-        let engine = Mutex::new(Arc::new(new_engine(py)?));
-        let entries = (0..unit_count).map(|_| Mutex::default()).collect();
-        Ok(Self { engine, new_engine, weights, tables, entries, torch })
+        let engine = new_engine(py)?;
+        #[cfg(target_os = "linux")]
+        let _idle_team = {
+            let stats = engine.stats();
+            let streams = stats.units.iter().map(|unit| unit.slot_bytes).sum::<usize>()
+                > stats.plan.peak_bytes();
+            if streams { IdleTeam::shared() } else { None }
+        };
+        Ok(Self {
+            engine: Mutex::new(Arc::new(engine)),
+            new_engine,
+            weights,
+            tables,
+            entries: (0..unit_count).map(|_| Mutex::default()).collect(),
+            torch,
+            #[cfg(target_os = "linux")]
+            _idle_team,
+        })
     }
 
     /// Returns the engine. A forked child process creates its own.
