@@ -6,8 +6,9 @@
 #[error("invalid size {0:?}: expected bytes, or a number with a unit such as 600MiB or 1.5GB")]
 pub struct ParseSizeError(String);
 
-/// Parses a size in bytes: a number with an optional unit, case-insensitive. B, KB, MB, GB and TB
-/// are powers of 1000; KiB, MiB, GiB and TiB are powers of 1024. Fractions of a byte are dropped.
+/// Parses a size in bytes: a number with an optional unit, case-insensitive. B, KB, MB, GB and TB,
+/// also without the B, are powers of 1000; KiB, MiB, GiB and TiB are powers of 1024. Fractions of a
+/// byte are dropped.
 ///
 /// # Errors
 /// Returns [`ParseSizeError`] for any other text, for negative or non-finite numbers, and for sizes
@@ -20,7 +21,7 @@ pub struct ParseSizeError(String);
 /// assert!(tensorstream::parse_bytes("12 parsecs").is_err());
 /// ```
 pub fn parse_bytes(text: &str) -> Result<u64, ParseSizeError> {
-    const UNITS: [(&str, f64); 9] = [
+    const UNITS: [(&str, f64); 13] = [
         ("kib", 1024.0),
         ("mib", 1048576.0),
         ("gib", 1073741824.0),
@@ -30,6 +31,10 @@ pub fn parse_bytes(text: &str) -> Result<u64, ParseSizeError> {
         ("gb", 1e9),
         ("tb", 1e12),
         ("b", 1.0),
+        ("k", 1e3),
+        ("m", 1e6),
+        ("g", 1e9),
+        ("t", 1e12),
     ];
     let lower = text.trim().to_ascii_lowercase();
     let unit = UNITS.iter().find_map(|(unit, scale)| Some((lower.strip_suffix(unit)?, *scale)));
@@ -54,6 +59,8 @@ mod tests {
             ("4096", 4096),
             ("10b", 10),
             (" 2kb ", 2000),
+            ("6G", 6_000_000_000),
+            ("0.5m", 500_000),
         ] {
             assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
         }

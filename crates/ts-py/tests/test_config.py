@@ -20,10 +20,14 @@ from torch import nn
 @pytest.mark.parametrize(
     ("field", "value", "wanted"),
     [
-        ("budget", 0, "a positive integer of bytes (below 2**63) or a size such as '600MiB'"),
+        ("budget", 0, "a positive integer of bytes (below 2**63), a size such as '600MiB'"),
         ("budget", -5, "a positive integer"),
         ("budget", "lots", "a positive integer"),
         ("budget", 1.5, "a positive integer"),
+        ("budget", "half%", "a share of the available memory such as '50%'"),
+        ("budget", "0%", "a share above 0%"),
+        ("budget", "101%", "a share above 0% and up to 100%"),
+        ("budget", "nan%", "a share above 0%"),
         ("budget", True, "a positive integer"),
         ("storage_path", 7, "a path"),
         ("max_passes", 0, "an integer from 1 to 64"),
@@ -168,6 +172,19 @@ def test_vram_budget_gb_sets_the_budget() -> None:
     assert ts.Config(vram_budget_gb=1.5).requested_bytes() == 1_500_000_000
     with pytest.raises(ts.ConfigurationError, match="set only one"):
         ts.Config(vram_budget_gb=1.5, budget="1GB")
+
+
+def test_a_budget_may_be_a_share_of_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ts._native, "available_memory", lambda: 10 << 30)
+    shares = {"25%": 0.25, " 12.5 %": 0.125, "auto": 0.5, None: 0.5}
+    for budget, share in shares.items():
+        config = ts.Config(budget=budget)
+        assert config.requested_bytes() is None
+        assert config.fitted_bytes(smallest=1, whole=1 << 40) == share * (10 << 30), budget
+    # Memory for everything else is left.
+    everything = ts.Config(budget="100%").fitted_bytes(smallest=1, whole=1 << 40)
+    assert 9 << 30 < everything < 10 << 30
+    assert ts.Config(budget="6G").requested_bytes() == 6 * 10**9
 
 
 def test_memory_modes_are_presets(monkeypatch: pytest.MonkeyPatch) -> None:

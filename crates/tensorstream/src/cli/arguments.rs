@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use crate::parse_bytes;
+use crate::{available_bytes, parse_bytes};
 
 /// The path of a checkpoint.
 #[derive(Debug, clap::Args)]
@@ -21,9 +21,19 @@ pub(super) struct Jobs {
     pub(super) jobs: usize,
 }
 
-/// Parses a positive number of bytes.
+/// Parses a positive number of bytes, or a share of the available memory such as `50%`.
 pub(super) fn budget(text: &str) -> Result<usize, String> {
-    let bytes = parse_bytes(text).map_err(|e| e.to_string())?;
+    let bytes = match text.trim().strip_suffix('%') {
+        Some(share) => {
+            let share: f64 = share.parse().map_err(|_| format!("invalid share {text:?}"))?;
+            let available = available_bytes().ok_or("the available memory cannot be detected")?;
+            if !(share > 0.0 && share <= 100.0) {
+                return Err(format!("invalid share {text:?}: expected above 0% and up to 100%"));
+            }
+            (available as f64 * share / 100.0) as u64
+        }
+        None => parse_bytes(text).map_err(|e| e.to_string())?,
+    };
     usize::try_from(bytes)
         .ok()
         .filter(|&bytes| bytes > 0)

@@ -12,7 +12,8 @@ use crate::{Checkpoint, Error, available_bytes};
 pub(super) struct Arguments {
     #[command(flatten)]
     checkpoint: CheckpointPath,
-    /// The memory for weights, such as 600MiB. By default, half of the available memory.
+    /// The memory for weights, such as 600MiB, or a share of the available memory, such as 25%. By
+    /// default, half of the available memory.
     #[arg(long, value_parser = budget)]
     budget: Option<usize>,
     /// Number of forward passes that can run at the same time.

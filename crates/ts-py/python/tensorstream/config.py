@@ -118,9 +118,9 @@ class Config:
     """The settings of ``offload`` and ``from_pretrained``. Every field has a default.
 
     Args:
-        budget: The memory for weights: bytes, or a size such as ``"600MiB"`` or ``"1.5GB"``. The
-            default is a share of the available memory, set by ``memory_mode``. It is logged to the
-            logger "tensorstream" at level INFO.
+        budget: The memory for weights: bytes, a size such as ``"600MiB"`` or ``"1.5GB"``, or a
+            share of the available memory such as ``"50%"``. The default, ``"auto"``, is the share
+            that ``memory_mode`` sets. A share is logged to the logger "tensorstream" at level INFO.
         storage_path: A directory. Its purpose depends on the call:
 
             - ``offload`` of a model with weights, without a ``checkpoint``, writes the weights to
@@ -242,15 +242,19 @@ class Config:
             )
 
     def requested_bytes(self) -> int | None:
-        """Returns the budget in bytes, or ``None`` if it is not set."""
-        if self.budget is not None:
-            return parse_budget(self.budget)
+        """Returns the budget in bytes, or ``None`` if it is a share of the available memory."""
         if self.vram_budget_gb is not None:
             return max(1, int(self.vram_budget_gb * 1e9))
-        return None
+        budget = None if self.budget is None else parse_budget(self.budget)
+        return budget if isinstance(budget, int) else None
+
+    def share(self) -> float:
+        """Returns the share of the available memory that is the budget if it is not a size."""
+        share = None if self.budget is None else parse_budget(self.budget)
+        return share if isinstance(share, float) else SHARES[MemoryMode(self.memory_mode)]
 
     def share_bytes(self, freed_bytes: int = 0) -> int:
-        """Returns the default budget of ``memory_mode``, in bytes.
+        """Returns the budget in bytes if it is a share of the available memory.
 
         Args:
             freed_bytes: Memory that offloading will free, which counts as available.
@@ -258,7 +262,7 @@ class Config:
         Raises:
             ConfigurationError: The available memory cannot be detected.
         """
-        return int(self._available_bytes(freed_bytes) * SHARES[MemoryMode(self.memory_mode)])
+        return max(1, int(self._available_bytes(freed_bytes) * self.share()))
 
     def working_bytes(self) -> int:
         """Returns the configured or default budget in bytes, even if less memory is available.
@@ -415,18 +419,36 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.0f}"
 
 
-def parse_budget(budget: int | str) -> int:
-    """Converts a budget, such as 1000 or ``"600MiB"``, to bytes.
+def parse_budget(budget: int | str) -> int | float | None:
+    """Converts a budget to bytes (``int``) or to a share of the available memory (``float``).
+
+    Args:
+        budget: A number of bytes, a size such as ``"600MiB"``, a share such as ``"50%"``, or
+            ``"auto"``, which gives ``None``.
 
     Raises:
-        ConfigurationError: The budget is neither a positive integer below 2**63 nor a size.
+        ConfigurationError: The budget is none of these, or not positive, or a share above 100%.
     """
-    wanted = "a positive integer of bytes (below 2**63) or a size such as '600MiB'"
+    wanted = (
+        "a positive integer of bytes (below 2**63), a size such as '600MiB', a share of the "
+        "available memory such as '50%', or 'auto'"
+    )
     if isinstance(budget, str):
+        text = budget.strip()
+        if text.lower() == "auto":
+            return None
+        share = None
         try:
-            budget = _native.parse_bytes(budget)
+            if text.endswith("%"):
+                share = float(text[:-1]) / 100
+            else:
+                budget = _native.parse_bytes(text)
         except ValueError as error:
             raise invalid("budget", budget, wanted) from error
+        if share is not None:
+            if not 0 < share <= 1:
+                raise invalid("budget", budget, "a share above 0% and up to 100%")
+            return share
     if isinstance(budget, bool) or not isinstance(budget, int) or not 0 < budget < 2**63:
         raise invalid("budget", budget, wanted)
     return budget
