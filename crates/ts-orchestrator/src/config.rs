@@ -68,7 +68,9 @@ pub struct EngineConfig {
     /// When to compare units with their checksums, if they have any.
     pub verify: Verify,
     /// The number of threads that compare checksums, decode chunks, and copy bytes that cannot be
-    /// read directly into a slot; 0 counts as 1.
+    /// read directly into a slot; 0 counts as 1. If chunks are decoded, a small budget has fewer
+    /// threads, because each needs about 2 MiB. The default is the number of processors, at most 4:
+    /// four threads decode more than 10 GB/s, which few devices deliver.
     pub workers: usize,
     /// The number of threads that pre-fault the host memory for units when the engine is created; 0
     /// for none. Pre-faulted pages stay allocated even if no unit ever uses them.
@@ -83,6 +85,10 @@ pub struct EngineConfig {
     pub rates: Rates,
     /// The clock for all measurements.
     pub clock: Clock,
+}
+
+fn default_workers() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(4)
 }
 
 impl EngineConfig {
@@ -101,7 +107,7 @@ impl EngineConfig {
             request_bytes: 4 << 20,
             prefetch: Prefetch::default(),
             verify: Verify::EveryRead,
-            workers: 1,
+            workers: default_workers(),
             populate: 0,
             watch_writes: false,
             routing: Routing::default(),

@@ -24,6 +24,9 @@ const LEAST_BOUNCE_COUNT: usize = 2;
 /// The share of the budget for bounce buffers is the budget divided by this number. The minimum
 /// number of buffers can exceed this share.
 const BOUNCE_SHARE: usize = 16;
+/// The share of the budget for decoders is the budget divided by this number. One decoder can
+/// exceed this share.
+const DECODER_SHARE: usize = 32;
 
 /// The sizes of everything that an engine reserves, and its first plan.
 #[derive(Debug)]
@@ -33,6 +36,8 @@ pub(crate) struct Sizing {
     pub(crate) requests: RequestSizes,
     /// The size of all bounce buffers together, in bytes.
     pub(crate) bounce_total: usize,
+    /// The number of threads that copy, decode and verify.
+    pub(crate) workers: usize,
     /// The size of all decoders together, in bytes.
     pub(crate) decoder_total: usize,
     /// The size of the cached rows of tables, in bytes.
@@ -41,59 +46,83 @@ pub(crate) struct Sizing {
     pub(crate) staging_total: usize,
     /// The part of the budget that is left for slots, in bytes. A multiple of the block size.
     pub(crate) slot_budget: usize,
-    /// The size of the decoders and of the minimum number of bounce buffers, in bytes. The smallest
+    /// The size of one decoder and of the minimum number of bounce buffers, in bytes. The smallest
     /// budget includes this size. 0 if units live on a device with its own memory.
     pub(crate) least_buffer_bytes: usize,
     pub(crate) overhead: Overhead,
     pub(crate) plan: Plan,
 }
 
-/// The memory that an engine reserves besides its slots.
+/// What an engine reserves besides its slots.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Overhead {
     /// The size of one bounce buffer, in bytes.
     bounce_bytes: usize,
-    /// A bounce buffer for each read in flight and each worker.
+    /// Two bounce buffers for each read in flight and each worker: one that is in use, and one for
+    /// what follows.
     wanted_bounces: usize,
-    decoder_total: usize,
+    wanted_workers: usize,
+    /// Whether each worker needs a decoder.
+    decodes: bool,
     /// Whether units live on a device with its own memory. Its budget is for slots only.
     staged: bool,
 }
 
+/// How much of its overhead an engine reserves.
+#[derive(Debug, Clone, Copy)]
+struct Buffers {
+    bounces: usize,
+    workers: usize,
+    row_cache_bytes: usize,
+}
+
 impl Overhead {
-    /// Returns the number of bounce buffers with this budget: all that are wanted, or as many as
-    /// fit their share of the budget.
-    fn bounce_count(&self, budget_bytes: usize) -> usize {
-        let share = budget_bytes / BOUNCE_SHARE / self.bounce_bytes.max(1);
-        share.min(self.wanted_bounces).max(LEAST_BOUNCE_COUNT)
+    /// Returns what an engine with this budget reserves: all that is wanted, or as much as fits the
+    /// shares of the budget.
+    fn buffers(&self, budget_bytes: usize, row_cache_bytes: usize) -> Buffers {
+        let bounces = budget_bytes / BOUNCE_SHARE / self.bounce_bytes.max(1);
+        let decoders =
+            if self.decodes { budget_bytes / DECODER_SHARE / DECODER_BYTES } else { usize::MAX };
+        Buffers {
+            bounces: bounces.min(self.wanted_bounces).max(LEAST_BOUNCE_COUNT),
+            workers: decoders.min(self.wanted_workers).max(1),
+            row_cache_bytes,
+        }
+    }
+
+    /// Returns the least that an engine can reserve.
+    fn least_buffers(&self) -> Buffers {
+        let workers = if self.decodes { 1 } else { self.wanted_workers };
+        Buffers { bounces: LEAST_BOUNCE_COUNT, workers, row_cache_bytes: 0 }
+    }
+
+    fn decoder_total(&self, buffers: Buffers) -> usize {
+        if self.decodes { buffers.workers * DECODER_BYTES } else { 0 }
+    }
+
+    /// Returns how much of the budget the buffers take, in bytes.
+    fn bytes(&self, buffers: Buffers) -> usize {
+        if self.staged {
+            return 0;
+        }
+        buffers.bounces * self.bounce_bytes + self.decoder_total(buffers) + buffers.row_cache_bytes
     }
 
     /// Returns the part of the budget that is left for slots, in bytes. A multiple of the block
     /// size.
-    fn slot_budget(
-        &self,
-        budget_bytes: usize,
-        bounce_count: usize,
-        row_cache_bytes: usize,
-    ) -> usize {
-        let reserved = if self.staged {
-            0
-        } else {
-            bounce_count * self.bounce_bytes + self.decoder_total + row_cache_bytes
-        };
-        let left = budget_bytes.saturating_sub(reserved);
+    fn slot_budget(&self, budget_bytes: usize, buffers: Buffers) -> usize {
+        let left = budget_bytes.saturating_sub(self.bytes(buffers));
         left - left % BLOCK_ALIGN
     }
 
     /// Returns a budget that leaves `slot_bytes` for slots, in bytes. Less than one block below it
-    /// can be enough too. A larger budget also has more bounce buffers and more cached rows.
+    /// can be enough too. A larger budget also has more buffers and more cached rows.
     pub(crate) fn budget_for(&self, slot_bytes: usize, tables: &[Table]) -> usize {
         let slot_bytes = slot_bytes.next_multiple_of(BLOCK_ALIGN);
         let mut budget = slot_bytes;
         loop {
-            let rows = RowCache::bytes(tables, budget);
-            let left = self.slot_budget(budget, self.bounce_count(budget), rows);
-            match slot_bytes.saturating_sub(left) {
+            let buffers = self.buffers(budget, RowCache::bytes(tables, budget));
+            match slot_bytes.saturating_sub(self.slot_budget(budget, buffers)) {
                 0 => return budget,
                 missing => budget += missing,
             }
@@ -131,19 +160,17 @@ impl Sizing {
         let reads = || units.iter().flat_map(|unit| &unit.layout.reads);
         let decodes = reads().any(|read| matches!(read.kind, ReadKind::Decoded { .. }))
             || config.tables.iter().any(|table| !table.tensor().chunks.is_empty());
-        let decoder_total = if decodes { config.workers.max(1) * DECODER_BYTES } else { 0 };
         let overhead = Overhead {
             bounce_bytes: requests.bounce_bytes.next_multiple_of(BLOCK_ALIGN),
-            wanted_bounces: config.io.in_flight + config.workers.max(1),
-            decoder_total,
+            wanted_bounces: 2 * (config.io.in_flight + config.workers.max(1)),
+            wanted_workers: config.workers.max(1),
+            decodes,
             staged,
         };
-        let least_buffer_bytes =
-            if staged { 0 } else { LEAST_BOUNCE_COUNT * overhead.bounce_bytes + decoder_total };
+        let least_buffer_bytes = overhead.bytes(overhead.least_buffers());
         let demands: Vec<_> = units.iter().map(|unit| unit.demand(None)).collect();
-        let attempt = |bounce_count: usize, row_cache_bytes: usize| {
-            let slot_budget =
-                overhead.slot_budget(config.budget_bytes, bounce_count, row_cache_bytes);
+        let attempt = |buffers: Buffers| {
+            let slot_budget = overhead.slot_budget(config.budget_bytes, buffers);
             let request = PlanRequest {
                 units: &demands,
                 order: &order,
@@ -158,16 +185,14 @@ impl Sizing {
                 smallest_budget_bytes: e.smallest_budget_bytes.saturating_add(least_buffer_bytes),
                 ..e
             })?;
-            let bounce_total = bounce_count * overhead.bounce_bytes;
-            Ok::<_, NeverFits>((plan, bounce_total, row_cache_bytes, slot_budget))
+            Ok::<_, NeverFits>((plan, buffers, slot_budget))
         };
-        // Provides only the minimum of bounce buffers, and then no memory for rows, if more would
-        // leave too little memory for a plan.
-        let many = overhead.bounce_count(config.budget_bytes);
+        // Reserves only the minimum, and then no memory for rows, if more would leave too little
+        // memory for a plan.
         let rows = RowCache::bytes(&config.tables, config.budget_bytes);
-        let (plan, bounce_total, row_cache_bytes, slot_budget) = attempt(many, rows)
-            .or_else(|_| attempt(LEAST_BOUNCE_COUNT, rows))
-            .or_else(|_| attempt(LEAST_BOUNCE_COUNT, 0))?;
+        let (plan, buffers, slot_budget) = attempt(overhead.buffers(config.budget_bytes, rows))
+            .or_else(|_| attempt(Buffers { row_cache_bytes: rows, ..overhead.least_buffers() }))
+            .or_else(|_| attempt(overhead.least_buffers()))?;
         let mut sizes: Vec<usize> = units.iter().map(|unit| unit.slot_bytes).collect();
         sizes.sort_unstable_by(|a, b| b.cmp(a));
         let staging_total =
@@ -176,9 +201,10 @@ impl Sizing {
             units,
             order,
             requests,
-            bounce_total,
-            decoder_total,
-            row_cache_bytes,
+            bounce_total: buffers.bounces * overhead.bounce_bytes,
+            workers: buffers.workers,
+            decoder_total: overhead.decoder_total(buffers),
+            row_cache_bytes: buffers.row_cache_bytes,
             staging_total,
             slot_budget,
             least_buffer_bytes,

@@ -38,6 +38,7 @@ impl<D: Device> EngineInner<D> {
             order,
             requests,
             bounce_total,
+            workers: worker_count,
             decoder_total,
             row_cache_bytes,
             staging_total,
@@ -77,8 +78,7 @@ impl<D: Device> EngineInner<D> {
         )?;
         let (prefetch, verify) = (config.prefetch, config.verify);
         let checks = verify != Verify::Never && units.iter().any(|unit| !unit.checks.is_empty());
-        let workers =
-            (checks || bounces.is_some()).then(|| Workers::new(config.workers.max(1), &events));
+        let workers = (checks || bounces.is_some()).then(|| Workers::new(worker_count, &events));
         let workers = workers.transpose()?;
         let timeout = config.io.timeout;
         let context = EngineContext {
