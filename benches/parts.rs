@@ -33,8 +33,8 @@ fn pool(c: &mut Criterion) {
     group.finish();
 }
 
-/// Measures planning a model of 22 layers with 9 units each. The budget is about half of the
-/// model's size.
+/// Measures planning a model of 22 layers with 9 units each, and a model of 10,000 units that can
+/// be kept compressed. The budget is about half of the model's size.
 fn planner(c: &mut Criterion) {
     let sizes = [
         8_392_704, 1_052_672, 1_052_672, 8_392_704, 23_072_768, 23_072_768, 23_072_768, 8192, 8192,
@@ -48,6 +48,19 @@ fn planner(c: &mut Criterion) {
     let order: Vec<_> = (0..units.len() as u32).map(UnitId).collect();
     c.bench_function("plan/198 units", |b| {
         let request = PlanRequest::new(&units, &order, 1 << 30);
+        b.iter(|| plan(black_box(&request)).unwrap());
+    });
+    let units: Vec<_> = (0..10_000)
+        .map(|i| {
+            let bytes = sizes[i % sizes.len()] / 8;
+            UnitDemand::new(format!("u{i}"), bytes)
+                .with_compute_s(bytes as f64 / 1e10)
+                .with_compressed(bytes * 2 / 3, bytes as f64 / 3e9)
+        })
+        .collect();
+    let order: Vec<_> = (0..units.len() as u32).map(UnitId).collect();
+    c.bench_function("plan/10000 units, compressed or not", |b| {
+        let request = PlanRequest::new(&units, &order, 4 << 30);
         b.iter(|| plan(black_box(&request)).unwrap());
     });
 }

@@ -17,13 +17,28 @@ pub struct UnitDemand {
     pub read_bytes: u64,
     /// The duration of the computation in one visit to the unit, in seconds.
     pub compute_s: f64,
+    /// The memory that the unit occupies while it is kept compressed, in bytes. `None` if it cannot
+    /// be kept compressed.
+    pub compressed_bytes: Option<usize>,
+    /// The processor time to decode the compressed unit, in seconds.
+    pub decode_s: f64,
+    /// Whether the unit is compressed on storage, so that it is decoded whenever it is read.
+    pub stored_compressed: bool,
 }
 
 impl UnitDemand {
     /// Returns the demand of a unit of `slot_bytes` bytes. All of them are read, and the
     /// computation takes no time.
     pub fn new(name: impl Into<String>, slot_bytes: usize) -> Self {
-        Self { name: name.into(), slot_bytes, read_bytes: slot_bytes as u64, compute_s: 0.0 }
+        Self {
+            name: name.into(),
+            slot_bytes,
+            read_bytes: slot_bytes as u64,
+            compute_s: 0.0,
+            compressed_bytes: None,
+            decode_s: 0.0,
+            stored_compressed: false,
+        }
     }
 
     /// Sets [`read_bytes`](Self::read_bytes).
@@ -37,9 +52,21 @@ impl UnitDemand {
     pub fn with_compute_s(self, compute_s: f64) -> Self {
         Self { compute_s, ..self }
     }
+
+    /// Sets [`compressed_bytes`](Self::compressed_bytes) and [`decode_s`](Self::decode_s).
+    #[must_use]
+    pub fn with_compressed(self, compressed_bytes: usize, decode_s: f64) -> Self {
+        Self { compressed_bytes: Some(compressed_bytes), decode_s, ..self }
+    }
+
+    /// Sets [`stored_compressed`](Self::stored_compressed).
+    #[must_use]
+    pub fn with_stored_compressed(self, stored_compressed: bool) -> Self {
+        Self { stored_compressed, ..self }
+    }
 }
 
-/// The speed of storage.
+/// The speed of storage and of the processors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Rates {
@@ -47,19 +74,38 @@ pub struct Rates {
     pub read_bytes_per_s: f64,
     /// The latency of loading a unit, in seconds, in addition to the time for its bytes.
     pub read_latency_s: f64,
+    /// The rate at which one processor decodes, in decoded bytes per second.
+    pub decode_bytes_per_s: f64,
+    /// The number of processors that decode at the same time; 0 counts as 1. The computation uses
+    /// the same ones.
+    pub processors: usize,
 }
 
 impl Rates {
     /// Returns rates with this bandwidth, in bytes per second, and this latency, in seconds.
+    /// Otherwise like the default.
     pub fn new(read_bytes_per_s: f64, read_latency_s: f64) -> Self {
-        Self { read_bytes_per_s, read_latency_s }
+        Self { read_bytes_per_s, read_latency_s, ..Self::default() }
+    }
+
+    /// Sets [`decode_bytes_per_s`](Self::decode_bytes_per_s).
+    #[must_use]
+    pub fn with_decode_bytes_per_s(self, decode_bytes_per_s: f64) -> Self {
+        Self { decode_bytes_per_s, ..self }
+    }
+
+    /// Sets [`processors`](Self::processors).
+    #[must_use]
+    pub fn with_processors(self, processors: usize) -> Self {
+        Self { processors, ..self }
     }
 }
 
 impl Default for Rates {
-    /// Returns the rates of a slow NVMe device: 1 GB/s and 100 µs.
+    /// Returns the rates of a slow NVMe device, 1 GB/s and 100 µs, and of one processor, which
+    /// decodes 3 GB/s.
     fn default() -> Self {
-        Self { read_bytes_per_s: 1e9, read_latency_s: 1e-4 }
+        Self { read_bytes_per_s: 1e9, read_latency_s: 1e-4, decode_bytes_per_s: 3e9, processors: 1 }
     }
 }
 
@@ -78,7 +124,7 @@ pub struct PlanRequest<'a> {
     pub budget_bytes: usize,
     /// The number of passes that may run at the same time; 0 counts as 1.
     pub max_passes: usize,
-    /// The speed of storage.
+    /// The speed of storage and of the processors.
     pub rates: Rates,
     /// The minimum memory to leave for streamed units, if possible, in bytes. With 0, only the
     /// predicted speed decides.
@@ -125,12 +171,14 @@ impl<'a> PlanRequest<'a> {
     }
 }
 
-/// Whether a plan keeps a unit in memory or reads it for each visit.
+/// Whether a plan keeps a unit in memory, and how, or reads it for each visit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Residency {
     /// The unit is read once and kept in memory.
     Resident,
+    /// The unit is read once, kept in memory compressed, and decoded for each visit.
+    Compressed,
     /// The unit is read for each visit and evicted afterwards.
     Streamed,
 }
@@ -141,6 +189,8 @@ pub enum Residency {
 pub enum Bottleneck {
     /// Reading from storage.
     Storage,
+    /// Decoding compressed units.
+    Decoding,
     /// Computation.
     Compute,
 }
@@ -149,6 +199,7 @@ impl fmt::Display for Bottleneck {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Bottleneck::Storage => "storage",
+            Bottleneck::Decoding => "decoding",
             Bottleneck::Compute => "compute",
         })
     }
@@ -162,9 +213,12 @@ pub struct Plan {
     pub residency: Vec<Residency>,
     /// The memory for resident units, in bytes.
     pub resident_bytes: usize,
-    /// The memory for streamed units, in bytes; 0 if no unit is streamed.
+    /// The memory for units that are kept compressed, in bytes.
+    pub compressed_bytes: usize,
+    /// The memory for units while they are used, in bytes, except resident ones; 0 if all units are
+    /// resident.
     pub ring_bytes: usize,
-    /// The size of the largest streamed unit, in bytes.
+    /// The size of the largest unit that is not resident, in bytes.
     pub largest_streamed_bytes: usize,
     /// The number of bytes read by each pass after the first.
     pub streamed_bytes_per_pass: u64,
@@ -185,7 +239,7 @@ impl Plan {
 
     /// Returns the most memory that the plan uses, in bytes.
     pub fn peak_bytes(&self) -> usize {
-        self.resident_bytes + self.ring_bytes
+        self.resident_bytes + self.compressed_bytes + self.ring_bytes
     }
 
     /// Returns the duration of a pass, plus a tiny share of it for each byte of the ring. Among

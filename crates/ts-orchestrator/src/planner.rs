@@ -4,8 +4,12 @@
 //! The planner is a pure function of sizes, order, budget and rates. Passes scan all units in a
 //! cycle, which is the worst case for least-recently-used (LRU) eviction: LRU evicts each unit just
 //! before it is needed again. So a plan keeps some units in memory and streams the others through a
-//! ring buffer, which is filled ahead of the computation. The planner simulates a pass for each
-//! candidate ring size, and chooses the size with the fastest pass.
+//! ring buffer, which is filled ahead of the computation.
+//!
+//! A unit that is kept compressed takes less memory, but time of the processors for each visit. So
+//! the best use of memory depends on what is short, storage or processors: for each of several
+//! weights of the two, the planner gives memory to the units that save the most per byte. It
+//! simulates a pass for each choice and each candidate ring size, and takes the fastest.
 
 use std::collections::VecDeque;
 
@@ -150,18 +154,50 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
         return Err(NeverFits { budget_bytes, largest_unit, largest_bytes, smallest_budget_bytes });
     }
     let planner = Planner::new(request, sets, smallest.budget_bytes);
-    let rings = planner.ring_candidates();
-    let mut candidates: Vec<Plan> =
-        rings.into_iter().filter_map(|ring| planner.try_ring(ring)).collect();
+    let storage_is_short = Preference::STORAGE_IS_SHORT;
     // The plan for the smallest budget also works under every larger budget, but the greedy choice
     // of `try_ring` may miss it.
-    candidates.extend(planner.fill(smallest.residency, smallest.ring_bytes));
-    let cheaper = |a: &&Plan, b: &&Plan| a.cost().total_cmp(&b.cost());
-    let wide =
-        |p: &&Plan| p.streamed_bytes_per_pass == 0 || p.ring_bytes >= request.least_ring_bytes;
-    let best = candidates.iter().filter(wide).min_by(cheaper);
-    let best = best.or_else(|| candidates.iter().min_by(cheaper));
-    Ok(best.expect("the plan for the smallest budget is a candidate").clone())
+    let steps = planner.steps(storage_is_short);
+    let works = planner.fill(smallest.residency, smallest.ring_bytes, &steps);
+    let mut best = works.expect("the smallest plan keeps the budget");
+    if request.units.len() <= EXHAUSTIVE_UNITS {
+        planner.all_plans().into_iter().for_each(|plan| planner.improve(&mut best, plan));
+    }
+    let compressible = request.units.iter().any(|unit| unit.compressed_bytes.is_some());
+    planner.best_ring(&steps, &mut best);
+    if !compressible {
+        return Ok(best);
+    }
+    // Where units are read, decoded or neither in turn, a larger ring evens this out.
+    let none = Preference { compressible: 0.0, ..storage_is_short };
+    let ring = planner.best_ring(&planner.steps(none), &mut best);
+    let rings = [1, 2, 8].map(|times| ring.saturating_mul(times).min(request.budget_bytes));
+    let mut attempt = |preference: Preference| {
+        let steps = planner.steps(preference);
+        let plans = rings.iter().filter_map(|&ring| planner.try_ring(ring, &steps));
+        let cost = |plan: Plan| {
+            let cost = plan.cost();
+            planner.improve(&mut best, plan);
+            cost
+        };
+        plans.map(cost).fold(f64::INFINITY, f64::min)
+    };
+    for tenths in [0, 3, 6] {
+        attempt(Preference { storage_share: f64::from(tenths) / 10.0, ..storage_is_short });
+    }
+    // If units are alike, all or none of them would be compressed. A mix can be better.
+    let mut mix = |compressible| attempt(Preference { compressible, ..storage_is_short });
+    let costs = (0..=4).map(|quarters| f64::from(quarters) / 4.0).map(|share| (mix(share), share));
+    let cheaper = |a: &(f64, f64), b: &(f64, f64)| a.0.total_cmp(&b.0);
+    let mut found = costs.min_by(cheaper).expect("there are five");
+    for width in (3..8).map(|power| 0.5f64.powi(power)) {
+        let beside = [found.1 - width, found.1 + width].map(|share| share.clamp(0.0, 1.0));
+        let beside = beside.map(|share| (mix(share), share));
+        found = beside.into_iter().chain([found]).min_by(cheaper).expect("there are three");
+    }
+    let found = Preference { compressible: found.1, ..storage_is_short };
+    planner.best_ring(&planner.steps(found), &mut best);
+    Ok(best)
 }
 
 /// Returns the plan with this `residency`, or `None` if the plan exceeds the budget.
@@ -173,15 +209,38 @@ pub fn predict(request: &PlanRequest<'_>, residency: &[Residency]) -> Option<Pla
     let sets = WorkingSets::new(request.units, request.together, request.max_passes);
     let smallest = smallest(&sets).budget_bytes;
     let planner = Planner::new(request, sets, smallest);
-    let ring = request.budget_bytes.checked_sub(planner.resident_bytes(residency))?;
+    let ring = request.budget_bytes.checked_sub(planner.kept_bytes(residency))?;
     planner.evaluate(residency.to_vec(), ring)
 }
+
+/// What a plan gives memory to.
+#[derive(Debug, Clone, Copy)]
+struct Preference {
+    /// The weight of the time of storage in the cost of a unit. The rest is the weight of the time
+    /// of the processors.
+    storage_share: f64,
+    /// The share of the visits whose units may be kept compressed, from 0 to 1.
+    compressible: f64,
+}
+
+impl Preference {
+    /// The weight of the processors is so small that it only makes units that need no decoding
+    /// better than compressed ones.
+    const STORAGE_IS_SHORT: Self = Self { storage_share: 0.99, compressible: 1.0 };
+}
+
+/// The most units for which all plans are tried.
+const EXHAUSTIVE_UNITS: usize = 6;
 
 struct Planner<'a> {
     request: &'a PlanRequest<'a>,
     sets: WorkingSets<'a>,
     /// How many times a pass visits each unit.
     visits: Vec<u32>,
+    /// A rank for each unit, such that for any n, the n units with the lowest ranks are spread
+    /// evenly over the pass. The rank is the bit-reversed position of the unit in the order (a van
+    /// der Corput sequence), or the lowest one if the unit is visited several times.
+    spread: Vec<u32>,
     smallest_budget_bytes: usize,
 }
 
@@ -192,10 +251,45 @@ impl<'a> Planner<'a> {
         smallest_budget_bytes: usize,
     ) -> Self {
         let mut visits = vec![0; request.units.len()];
-        for unit in request.order {
-            visits[unit.index()] += 1;
+        let mut spread = vec![u32::MAX; request.units.len()];
+        for (position, unit) in (0u32..).zip(request.order) {
+            let i = unit.index();
+            visits[i] += 1;
+            spread[i] = spread[i].min(position.reverse_bits());
         }
-        Self { request, sets, visits, smallest_budget_bytes }
+        Self { request, sets, visits, spread, smallest_budget_bytes }
+    }
+
+    /// Replaces a plan by another one that is better: one that is faster, or that has the least
+    /// ring where the other has not.
+    fn improve(&self, best: &mut Plan, other: Plan) {
+        let least = self.request.least_ring_bytes;
+        let rank = |plan: &Plan| (plan.ring_bytes > 0 && plan.ring_bytes < least, plan.cost());
+        if rank(&other) < rank(best) {
+            *best = other;
+        }
+    }
+
+    /// Tries rings of all sizes. Returns the size of the ring of the fastest plan, in bytes.
+    fn best_ring(&self, steps: &[Step], best: &mut Plan) -> usize {
+        let mut found = (f64::INFINITY, self.request.budget_bytes);
+        let mut attempt = |ring: usize, found: &mut (f64, usize)| {
+            if let Some(plan) = self.try_ring(ring, steps) {
+                if plan.cost() < found.0 {
+                    *found = (plan.cost(), ring);
+                }
+                self.improve(best, plan);
+            }
+        };
+        for ring in self.ring_candidates() {
+            attempt(ring, &mut found);
+        }
+        // The candidates grow in large steps.
+        for eighths in [5, 6, 7, 9, 10, 12, 14] {
+            let ring = (found.1 / 8).saturating_mul(eighths);
+            attempt(ring.min(self.request.budget_bytes), &mut found);
+        }
+        found.1
     }
 
     fn size(&self, i: usize) -> usize {
@@ -203,7 +297,7 @@ impl<'a> Planner<'a> {
     }
 
     /// Returns the ring sizes to try, in bytes: 0, the whole budget, the sizes of the working sets,
-    /// and larger sizes in steps of a quarter.
+    /// and multiples of them by powers of two.
     fn ring_candidates(&self) -> Vec<usize> {
         let budget = self.request.budget_bytes;
         let slots = self.sets.all.iter().map(|set| self.sets.set_bytes(set, |_| true));
@@ -214,8 +308,8 @@ impl<'a> Planner<'a> {
         // Most models have few distinct sizes. If a model has many, at most 64 of them are tried.
         let step = sizes.len().div_ceil(64).max(1);
         for &size in sizes.iter().rev().step_by(step) {
-            let growth = std::iter::successors(Some(size), |&s| Some(s + s.div_ceil(4)));
-            rings.extend(growth.take_while(|&s| s <= budget).take(16));
+            let growth = std::iter::successors(Some(size), |&s| s.checked_mul(2));
+            rings.extend(growth.take_while(|&s| s <= budget).take(7));
         }
         rings.push(budget);
         rings.sort_unstable();
@@ -224,9 +318,9 @@ impl<'a> Planner<'a> {
     }
 
     /// Returns a plan with a ring of about `ring` bytes, or `None` if there is none. First makes
-    /// units resident until the others fit into the ring. Then makes more units resident in the
-    /// rest of the budget.
-    fn try_ring(&self, ring: usize) -> Option<Plan> {
+    /// units resident until the others fit into the ring. Then keeps more units in the rest of the
+    /// budget, as [`fill`](Self::fill) does.
+    fn try_ring(&self, ring: usize, steps: &[Step]) -> Option<Plan> {
         let mut residency = vec![Residency::Streamed; self.request.units.len()];
         let mut room = self.request.budget_bytes - ring;
         // Makes the largest members of a set resident until the others fit.
@@ -240,50 +334,120 @@ impl<'a> Planner<'a> {
                 residency[next] = Residency::Resident;
             }
         }
-        self.fill(residency, ring)
+        self.fill(residency, ring, steps)
     }
 
-    /// Makes more units resident, in the memory that the resident units and the ring do not use.
-    fn fill(&self, mut residency: Vec<Residency>, ring: usize) -> Option<Plan> {
+    /// Keeps more units, in the memory that the kept units and the ring do not use, by taking all
+    /// steps that fit.
+    fn fill(&self, mut residency: Vec<Residency>, ring: usize, steps: &[Step]) -> Option<Plan> {
         let mut room =
-            (self.request.budget_bytes - ring).checked_sub(self.resident_bytes(&residency))?;
-        // Units that save the most time per byte come first. Units that save about the same, such
-        // as the layers of a model, are chosen evenly over the pass. Reading ahead works best if
-        // resident and streamed units alternate.
-        let streamed = |i: &usize| residency[*i] == Residency::Streamed && self.visits[*i] > 0;
-        let mut order: Vec<usize> = (0..residency.len()).filter(streamed).collect();
-        let spread = self.spread();
-        order.sort_by_key(|&i| (std::cmp::Reverse(self.worth(i)), spread[i]));
-        for i in order {
-            if let Some(left) = room.checked_sub(self.size(i)) {
-                residency[i] = Residency::Resident;
+            (self.request.budget_bytes - ring).checked_sub(self.kept_bytes(&residency))?;
+        for step in steps {
+            if residency[step.unit] == step.from
+                && let Some(left) = room.checked_sub(step.bytes)
+            {
+                residency[step.unit] = step.to;
                 room = left;
             }
         }
         self.evaluate(residency, ring)
     }
 
+    /// Returns the ways to keep more of the units, the best first.
+    fn steps(&self, preference: Preference) -> Vec<Step> {
+        let visited = (0..self.visits.len()).filter(|&i| self.visits[i] > 0);
+        let of_unit = |i: usize| {
+            let last = preference.compressible * f64::from(u32::MAX);
+            let may_compress = f64::from(self.spread[i]) <= last;
+            self.steps_of(i, preference.storage_share, may_compress)
+        };
+        let mut steps: Vec<Step> = visited.flat_map(of_unit).flatten().collect();
+        // Steps that save the most time per byte come first. Units that save about the same, such
+        // as the layers of a model, are chosen evenly over the pass. Reading ahead works best if
+        // kept and streamed units alternate.
+        steps.sort_unstable_by_key(|step| {
+            (std::cmp::Reverse(step.worth), step.is_second(), self.spread[step.unit], step.unit)
+        });
+        steps
+    }
+
+    /// Returns the ways to keep more of a unit, each of which saves less per byte than the one
+    /// before: to keep it compressed, and then to keep it decoded. If the first saves less than the
+    /// second, or is not allowed, returns only the step to the decoded unit.
+    fn steps_of(&self, i: usize, storage_share: f64, may_compress: bool) -> [Option<Step>; 2] {
+        let unit = &self.request.units[i];
+        let decode_s = unit.decode_s / self.request.rates.processors.max(1) as f64;
+        let decoded = (1.0 - storage_share) * decode_s;
+        let read = storage_share * self.read_s(i);
+        let streamed = if unit.stored_compressed { read + decoded } else { read };
+        let step = |from, to, bytes: usize, saved_s: f64| {
+            let per_byte = f64::from(self.visits[i]) * saved_s / bytes.max(1) as f64;
+            // On a logarithmic scale, in steps of about a fifth.
+            let worth = (per_byte.max(1e-30).ln() * 5.0).round() as i32;
+            (saved_s > 0.0).then_some(Step { unit: i, from, to, bytes, worth })
+        };
+        let whole = step(Residency::Streamed, Residency::Resident, unit.slot_bytes, streamed);
+        let Some(bytes) =
+            unit.compressed_bytes.filter(|&bytes| may_compress && bytes < unit.slot_bytes)
+        else {
+            return [whole, None];
+        };
+        let saved_s = streamed - decoded;
+        if saved_s / bytes.max(1) as f64 <= streamed / unit.slot_bytes as f64 {
+            return [whole, None];
+        }
+        [
+            step(Residency::Streamed, Residency::Compressed, bytes, saved_s),
+            step(Residency::Compressed, Residency::Resident, unit.slot_bytes - bytes, decoded),
+        ]
+    }
+
+    /// Returns all plans that keep the budget.
+    fn all_plans(&self) -> Vec<Plan> {
+        let units = &self.request.units;
+        let mut all = vec![Vec::new()];
+        for unit in *units {
+            let compressed = unit.compressed_bytes.map(|_| Residency::Compressed);
+            let choices = [Some(Residency::Streamed), compressed, Some(Residency::Resident)];
+            let with = |before: Vec<Residency>| {
+                choices.into_iter().flatten().map(move |own| [&before[..], &[own]].concat())
+            };
+            all = all.into_iter().flat_map(with).collect();
+        }
+        let ring = |residency: &[Residency]| {
+            self.request.budget_bytes.checked_sub(self.kept_bytes(residency))
+        };
+        let plan = |residency: Vec<Residency>| {
+            let ring = ring(&residency)?;
+            self.evaluate(residency, ring)
+        };
+        all.into_iter().filter_map(plan).collect()
+    }
+
+    /// Returns the memory that the units take which are kept, compressed or not, in bytes.
+    fn kept_bytes(&self, residency: &[Residency]) -> usize {
+        self.resident_bytes(residency).saturating_add(self.compressed_bytes(residency))
+    }
+
     fn resident_bytes(&self, residency: &[Residency]) -> usize {
         let kept = |i: &usize| residency[*i] == Residency::Resident;
-        (0..residency.len()).filter(kept).map(|i| self.size(i)).sum()
+        (0..residency.len()).filter(kept).map(|i| self.size(i)).fold(0, usize::saturating_add)
     }
 
-    /// Returns the time per byte that a resident unit saves, on a logarithmic scale that is rounded
-    /// to steps of about a fifth.
-    fn worth(&self, i: usize) -> i32 {
-        let per_byte = f64::from(self.visits[i]) * self.read_s(i) / self.size(i).max(1) as f64;
-        (per_byte.max(1e-30).ln() * 5.0).round() as i32
+    fn compressed_bytes(&self, residency: &[Residency]) -> usize {
+        let kept = |i: &usize| residency[*i] == Residency::Compressed;
+        let bytes = |i: usize| self.request.units[i].compressed_bytes.unwrap_or(usize::MAX);
+        (0..residency.len()).filter(kept).map(bytes).fold(0, usize::saturating_add)
     }
 
-    /// Returns a rank for each unit, such that for any n, the n units with the lowest ranks are
-    /// spread evenly over the pass. The rank is the bit-reversed position of the unit in the order
-    /// (a van der Corput sequence), or the lowest one if the unit is visited several times.
-    fn spread(&self) -> Vec<u32> {
-        let mut rank = vec![u32::MAX; self.request.units.len()];
-        for (position, unit) in (0u32..).zip(self.request.order) {
-            rank[unit.index()] = rank[unit.index()].min(position.reverse_bits());
+    /// Returns the processor time to decode a unit for a visit, in seconds.
+    fn decode_s(&self, i: usize, residency: Residency) -> f64 {
+        let unit = &self.request.units[i];
+        match residency {
+            Residency::Compressed => unit.decode_s,
+            Residency::Streamed if unit.stored_compressed => unit.decode_s,
+            _ => 0.0,
         }
-        rank
     }
 
     fn read_s(&self, i: usize) -> f64 {
@@ -291,33 +455,44 @@ impl<'a> Planner<'a> {
         rates.read_latency_s + self.request.units[i].read_bytes as f64 / rates.read_bytes_per_s
     }
 
-    /// Returns the plan for a residency, or `None` if the ring cannot hold its streamed units.
+    /// Returns the plan for a residency, or `None` if the ring cannot hold the other units.
     fn evaluate(&self, residency: Vec<Residency>, ring: usize) -> Option<Plan> {
-        let streamed = |i: &usize| residency[*i] == Residency::Streamed;
+        let in_ring = |i: &usize| residency[*i] != Residency::Resident;
         let all = 0..residency.len();
-        if self.sets.ring_bytes(|i| streamed(&i)) > ring {
+        if self.sets.ring_bytes(|i| in_ring(&i)) > ring {
             return None;
         }
-        let largest = all.clone().filter(streamed).map(|i| self.size(i)).max().unwrap_or(0);
-        let resident_bytes = self.resident_bytes(&residency);
-        let streamed_bytes = all.clone().filter(streamed).map(|i| self.size(i)).sum::<usize>();
-        // The ring also gets the memory that no resident unit uses.
-        let ring_bytes = (self.request.budget_bytes - resident_bytes).min(streamed_bytes);
+        let largest = all.clone().filter(in_ring).map(|i| self.size(i)).max().unwrap_or(0);
+        let (resident_bytes, compressed_bytes) =
+            (self.resident_bytes(&residency), self.compressed_bytes(&residency));
+        let in_ring_bytes = all.clone().filter(in_ring).map(|i| self.size(i)).sum::<usize>();
+        // The ring also gets the memory that no kept unit uses.
+        let ring_bytes =
+            (self.request.budget_bytes - resident_bytes - compressed_bytes).min(in_ring_bytes);
         let read: u64 = all
-            .filter(streamed)
+            .filter(|&i| residency[i] == Residency::Streamed)
             .map(|i| self.request.units[i].read_bytes * u64::from(self.visits[i]))
             .sum();
-        let compute_s: f64 =
-            self.request.order.iter().map(|u| self.request.units[u.index()].compute_s).sum();
-        let predicted_pass_s = self.simulate(&residency, ring_bytes);
-        let bottleneck = if predicted_pass_s > 1.05 * compute_s {
-            Bottleneck::Storage
-        } else {
+        let (mut compute_s, mut decode_s) = (0.0, 0.0);
+        for unit in self.request.order {
+            let i = unit.index();
+            compute_s += self.request.units[i].compute_s;
+            decode_s += self.decode_s(i, residency[i]);
+        }
+        // The computation uses all processors, so decoding takes time from it.
+        let processors_s = compute_s + decode_s / self.request.rates.processors.max(1) as f64;
+        let predicted_pass_s = self.simulate(&residency, ring_bytes).max(processors_s);
+        let bottleneck = if predicted_pass_s <= 1.05 * compute_s {
             Bottleneck::Compute
+        } else if predicted_pass_s <= 1.05 * processors_s {
+            Bottleneck::Decoding
+        } else {
+            Bottleneck::Storage
         };
         Some(Plan {
             residency,
             resident_bytes,
+            compressed_bytes,
             ring_bytes,
             largest_streamed_bytes: largest,
             streamed_bytes_per_pass: read,
@@ -329,37 +504,65 @@ impl<'a> Planner<'a> {
 
     /// Simulates passes, and returns the duration of a pass in the steady state, in seconds.
     ///
-    /// One device reads streamed units in order, as soon as the ring has room. One processor
-    /// computes visits in order, as soon as their unit is in memory.
+    /// Storage reads streamed units in order, as soon as the ring has room. The processors decode
+    /// units in order, and compute visits in order, as soon as their unit is decoded. Decoding and
+    /// computing do not slow each other down here.
     fn simulate(&self, residency: &[Residency], ring: usize) -> f64 {
         const PASSES: usize = 3;
+        let processors = self.request.rates.processors.max(1) as f64;
         // The size of each unit in the ring, and the time at which it is released.
         let mut held: VecDeque<(usize, f64)> = VecDeque::new();
         let (mut held_bytes, mut room_at) = (0, 0.0f64);
-        let (mut device, mut processor, mut begun) = (0.0f64, 0.0f64, 0.0f64);
+        let (mut storage, mut decoder, mut compute, mut begun) = (0.0f64, 0.0f64, 0.0f64, 0.0f64);
         for pass in 0..PASSES {
             if pass == PASSES - 1 {
-                begun = processor;
+                begun = compute;
             }
             for unit in self.request.order {
                 let i = unit.index();
-                if residency[i] == Residency::Streamed {
+                if residency[i] != Residency::Resident {
                     // Units leave the ring in the order in which they came.
                     while held_bytes + self.size(i) > ring {
                         let (bytes, released) =
-                            held.pop_front().expect("each streamed unit fits into the ring");
+                            held.pop_front().expect("each unit fits into the ring");
                         held_bytes -= bytes;
                         room_at = released;
                     }
-                    device = device.max(room_at) + self.read_s(i);
-                    processor = processor.max(device);
-                    held.push_back((self.size(i), processor + self.request.units[i].compute_s));
+                    let mut ready = room_at;
+                    if residency[i] == Residency::Streamed {
+                        storage = storage.max(room_at) + self.read_s(i);
+                        ready = storage;
+                    }
+                    let decode_s = self.decode_s(i, residency[i]);
+                    if decode_s > 0.0 {
+                        decoder = decoder.max(ready) + decode_s / processors;
+                        ready = decoder;
+                    }
+                    compute = compute.max(ready);
+                    held.push_back((self.size(i), compute + self.request.units[i].compute_s));
                     held_bytes += self.size(i);
                 }
-                processor += self.request.units[i].compute_s;
+                compute += self.request.units[i].compute_s;
             }
         }
-        processor - begun
+        compute - begun
+    }
+}
+
+/// A way to keep more of a unit in memory.
+struct Step {
+    unit: usize,
+    from: Residency,
+    to: Residency,
+    /// The additional memory, in bytes.
+    bytes: usize,
+    /// How much time each of these bytes saves. Only the order of the numbers has a meaning.
+    worth: i32,
+}
+
+impl Step {
+    fn is_second(&self) -> bool {
+        self.from == Residency::Compressed
     }
 }
 

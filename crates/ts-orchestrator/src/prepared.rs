@@ -41,6 +41,9 @@ impl PreparedUnit {
             slot_bytes: self.slot_bytes,
             read_bytes: self.read_bytes,
             compute_s: compute_s.unwrap_or_else(|| estimate_compute_s(self.slot_bytes)),
+            compressed_bytes: None,
+            decode_s: 0.0,
+            stored_compressed: false,
         }
     }
 }

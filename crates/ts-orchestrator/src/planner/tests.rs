@@ -2,6 +2,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::plan::Rates;
 
 fn units(sizes: &[usize]) -> Vec<UnitDemand> {
     let unit = |(i, &size): (usize, &usize)| {
@@ -113,7 +114,129 @@ fn the_least_ring_is_kept_if_possible() {
     assert!(ask(1_000_000_000, usize::MAX).peak_bytes() <= 1_000_000_000);
 }
 
+/// Returns units that shrink to two thirds, and are compressed on storage if `stored`.
+fn compressible(sizes: &[usize], stored: bool) -> Vec<UnitDemand> {
+    let with = |unit: UnitDemand| {
+        let (size, bytes) = (unit.slot_bytes, unit.slot_bytes * 2 / 3);
+        let unit = unit.with_compressed(bytes, size as f64 / 3e9).with_stored_compressed(stored);
+        if stored { unit.with_read_bytes(bytes as u64) } else { unit }
+    };
+    units(sizes).into_iter().map(with).collect()
+}
+
+#[test]
+fn units_are_kept_compressed_where_storage_is_slower_than_decoding() {
+    let order = order(20);
+    let ask = |read_bytes_per_s, processors, budget| {
+        let rates = Rates::new(read_bytes_per_s, 1e-4).with_processors(processors);
+        let units = compressible(&[50_000_000; 20], true);
+        plan(&PlanRequest::new(&units, &order, budget).with_rates(rates)).unwrap()
+    };
+    let count = |plan: &Plan, kind| plan.residency.iter().filter(|&&r| r == kind).count();
+    // All units fit if they are compressed, and slow storage is not needed any more.
+    let slow = ask(0.3e9, 4, 850_000_000);
+    assert_eq!((slow.streamed_bytes_per_pass, count(&slow, Residency::Streamed)), (0, 0));
+    assert!(count(&slow, Residency::Compressed) > 5, "{slow:?}");
+    assert_eq!(slow.bottleneck, Bottleneck::Decoding);
+    // Fast storage leaves no reason to decode what is in memory.
+    let fast = ask(50e9, 1, 850_000_000);
+    assert_eq!(count(&fast, Residency::Compressed), 0);
+    // What fits decoded is kept decoded.
+    let whole = ask(0.3e9, 4, 1_000_000_000);
+    assert_eq!(count(&whole, Residency::Resident), 20);
+    assert!(slow.peak_bytes() <= 850_000_000 && fast.peak_bytes() <= 850_000_000);
+}
+
+/// Returns a bound that no plan can beat: for each weight of storage and processors, the least
+/// weighted time if units could be divided.
+fn lower_bound(request: &PlanRequest<'_>) -> f64 {
+    let (rates, processors) = (request.rates, request.rates.processors as f64);
+    let compute: f64 = request.order.iter().map(|u| request.units[u.index()].compute_s).sum();
+    let bound = |share: f64| {
+        let mut total = (1.0 - share) * compute;
+        let mut steps = Vec::new();
+        for unit in request.order.iter().map(|id| &request.units[id.index()]) {
+            let (decoded, slot) =
+                ((1.0 - share) * unit.decode_s / processors, unit.slot_bytes as f64);
+            let read = share * unit.read_bytes as f64 / rates.read_bytes_per_s;
+            let streamed = read + if unit.stored_compressed { decoded } else { 0.0 };
+            total += streamed;
+            let bytes = unit.compressed_bytes.map_or(slot, |bytes| bytes as f64);
+            let compressed = (streamed - decoded) / bytes;
+            if compressed > streamed / slot {
+                steps.push((compressed, bytes));
+                steps.push((decoded / (slot - bytes), slot - bytes));
+            } else {
+                steps.push((streamed / slot, slot));
+            }
+        }
+        steps.sort_by(|a, b| b.0.total_cmp(&a.0));
+        let mut room = request.budget_bytes as f64;
+        for (per_byte, bytes) in steps {
+            total -= per_byte * bytes.min(room);
+            room = (room - bytes).max(0.0);
+        }
+        total
+    };
+    (0..=100).map(|percent| bound(f64::from(percent) / 100.0)).fold(compute, f64::max)
+}
+
+#[test]
+fn plans_for_ten_thousand_units_are_nearly_optimal() {
+    let sizes: Vec<usize> =
+        (0..10_000).map(|i| [8, 1, 1, 8, 23, 23, 23][i % 7] * 100_000).collect();
+    let total: usize = sizes.iter().sum();
+    let order = order(sizes.len());
+    for (stored, read_bytes_per_s, processors) in
+        [(true, 2e9, 2), (false, 2e9, 2), (true, 0.5e9, 2), (false, 5e9, 16), (true, 0.2e9, 1)]
+    {
+        let units = compressible(&sizes, stored);
+        let rates = Rates::new(read_bytes_per_s, 0.0).with_processors(processors);
+        for tenths in [1, 3, 5, 7, 9] {
+            let budget = total / 10 * tenths;
+            let request = PlanRequest::new(&units, &order, budget).with_rates(rates);
+            let (plan, bound) = (plan(&request).unwrap(), lower_bound(&request));
+            let ratio = plan.predicted_pass_s / bound;
+            assert!(
+                ratio < 1.02,
+                "{ratio} of the bound with {stored} {rates:?} and {tenths} tenths of the model"
+            );
+        }
+    }
+}
+
 proptest! {
+    #[test]
+    fn plans_for_few_units_are_optimal(
+        sizes in prop::collection::vec((1usize..1000, 1usize..1000, any::<bool>()), 1..6),
+        visits in prop::collection::vec(any::<prop::sample::Index>(), 1..12),
+        spare in 0usize..3000,
+        read in 1e4..1e7f64,
+        processors in 1usize..5,
+    ) {
+        let unit = |(i, &(slot, compressed, stored)): (usize, &(usize, usize, bool))| {
+            UnitDemand::new(format!("u{i}"), slot)
+                .with_compute_s(slot as f64 / 1e7)
+                .with_compressed(compressed, slot as f64 / 3e6)
+                .with_stored_compressed(stored)
+        };
+        let units: Vec<_> = sizes.iter().enumerate().map(unit).collect();
+        let order: Vec<_> = visits.iter().map(|v| UnitId(v.index(units.len()) as u32)).collect();
+        let budget = smallest_budget(&units, &[], 1) + spare;
+        let rates = Rates::new(read, 1e-6).with_processors(processors);
+        let request = PlanRequest::new(&units, &order, budget).with_rates(rates);
+        let found = plan(&request).unwrap();
+        prop_assert!(found.peak_bytes() <= budget);
+        let kinds = [Residency::Streamed, Residency::Compressed, Residency::Resident];
+        for code in 0..3usize.pow(units.len() as u32) {
+            let kind = |i: usize| kinds[code / 3usize.pow(i as u32) % 3];
+            let residency: Vec<_> = (0..units.len()).map(kind).collect();
+            if let Some(other) = predict(&request, &residency) {
+                prop_assert!(found.cost() <= other.cost(), "{found:?} is worse than {other:?}");
+            }
+        }
+    }
+
     #[test]
     fn every_plan_keeps_the_budget_and_no_refusal_is_wrong(
         sizes in prop::collection::vec(1usize..1000, 1..150),
