@@ -72,6 +72,10 @@ pub struct EngineConfig {
     /// threads, because each needs about 2 MiB. The default is the number of processors, at most 4:
     /// four threads decode more than 10 GB/s, which few devices deliver.
     pub workers: usize,
+    /// Whether units that are compressed on storage may be kept in memory compressed. Those that
+    /// are take less of the budget, and are decoded for each use. Off by default: it pays where
+    /// storage is slow or many processors are idle.
+    pub keep_compressed: bool,
     /// The number of threads that pre-fault the host memory for units when the engine is created; 0
     /// for none. Pre-faulted pages stay allocated even if no unit ever uses them.
     pub populate: usize,
@@ -81,7 +85,8 @@ pub struct EngineConfig {
     pub watch_writes: bool,
     /// Which routed units stay in memory.
     pub routing: Routing,
-    /// The speed of storage that the first plan assumes. Later plans use the measured bandwidth.
+    /// The speed of storage and of the processors that the first plan assumes. Later plans use
+    /// measured rates.
     pub rates: Rates,
     /// The clock for all measurements.
     pub clock: Clock,
@@ -108,10 +113,11 @@ impl EngineConfig {
             prefetch: Prefetch::default(),
             verify: Verify::EveryRead,
             workers: default_workers(),
+            keep_compressed: false,
             populate: 0,
             watch_writes: false,
             routing: Routing::default(),
-            rates: Rates::default(),
+            rates: Rates::default().with_processors(default_workers()),
             clock: Box::new(ts_io::monotonic_ns),
         }
     }
@@ -186,6 +192,12 @@ impl EngineConfig {
     #[must_use]
     pub fn with_workers(self, workers: usize) -> Self {
         Self { workers, ..self }
+    }
+
+    /// Sets [`keep_compressed`](Self::keep_compressed).
+    #[must_use]
+    pub fn with_keep_compressed(self, keep_compressed: bool) -> Self {
+        Self { keep_compressed, ..self }
     }
 
     /// Sets [`populate`](Self::populate).

@@ -6,7 +6,7 @@ use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use ts_io::Source;
-use ts_pool::HostPool;
+use ts_pool::{Buffer, HostPool};
 use ts_streams::Device;
 
 use crate::config::{Prefetch, Verify};
@@ -29,4 +29,12 @@ pub(crate) struct EngineContext<D: Device> {
     /// The timeout of a read.
     pub(crate) timeout: Duration,
     pub(crate) events: Sender<Event<D>>,
+}
+
+impl<D: Device> EngineContext<D> {
+    /// Allocates memory for the compressed unit with this index. Returns `None` if there is too
+    /// little memory, or if the unit is not kept compressed.
+    pub(crate) fn allocate_image(&self, unit: usize) -> Option<Buffer> {
+        self.slots.host.allocate(self.units[unit].image.as_ref()?.len).ok()
+    }
 }

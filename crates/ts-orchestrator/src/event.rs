@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 use std::thread::ThreadId;
+use std::time::Duration;
 
 use ts_format::Chunk;
 use ts_io::Completion;
@@ -16,12 +17,15 @@ use crate::unit::UnitId;
 pub(crate) enum Event<D: Device> {
     /// A read of the backend ended.
     Read(Completion),
-    /// A worker copied or decoded a bounce buffer into its part of a slot.
+    /// A worker copied or decoded bytes into a part of a slot.
     PartFilled {
         token: u64,
-        bounce: Buffer,
         target: Buffer,
+        /// The part of the compressed unit in memory that was filled too.
+        kept: Option<Buffer>,
         damage: Option<DamagedChunk>,
+        /// The length of the decoded chunk in bytes, and the processor time.
+        decoded: Option<(usize, Duration)>,
     },
     /// A worker compared a unit with its checksums.
     Checked {

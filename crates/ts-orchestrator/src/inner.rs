@@ -233,8 +233,12 @@ impl<D: Device> EngineInner<D> {
             let mut state = self.lock();
             match event {
                 Event::Read(completion) => state.on_read(&self.context, completion, now_ns),
-                Event::PartFilled { token, bounce, target, damage } => {
-                    state.on_part_filled(&self.context, token, bounce, target, damage, now_ns);
+                Event::PartFilled { token, target, kept, damage, decoded } => {
+                    if let Some((bytes, duration)) = decoded {
+                        state.counters.decoded_bytes += bytes as u64;
+                        state.counters.decode_ns += duration.as_nanos() as u64;
+                    }
+                    state.on_part_filled(&self.context, token, (target, kept), damage, now_ns);
                 }
                 Event::Checked { load, slot, mismatch } => {
                     state.on_checked(&self.context, load, slot, mismatch, now_ns);

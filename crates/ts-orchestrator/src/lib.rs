@@ -61,6 +61,7 @@ mod engine;
 mod error;
 mod event;
 mod expectation;
+mod image;
 mod inner;
 mod layout;
 mod lease;

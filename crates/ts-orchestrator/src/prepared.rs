@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use crate::layout::SlotLayout;
+use crate::image::ImageLayout;
+use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::plan::UnitDemand;
 use crate::stats::UnitStats;
 use crate::unit::{Access, Unit};
@@ -18,6 +19,8 @@ pub(crate) struct PreparedUnit {
     pub(crate) slot_bytes: usize,
     /// The number of bytes that a load reads.
     pub(crate) read_bytes: u64,
+    /// The layout of the compressed unit. `None` if it is not kept compressed.
+    pub(crate) image: Option<ImageLayout>,
     /// The checksums of the tensors that have checksums.
     pub(crate) checks: Arc<[TensorCheck]>,
 }
@@ -34,16 +37,22 @@ impl PreparedUnit {
     }
 
     /// Returns the input of the planner for this unit. `compute_s` is the measured duration of a
-    /// visit, in seconds. If it is `None`, the duration is estimated.
-    pub(crate) fn demand(&self, compute_s: Option<f64>) -> UnitDemand {
+    /// visit, in seconds. If it is `None`, the duration is estimated. `decode_bytes_per_s` is the
+    /// rate at which one processor decodes.
+    pub(crate) fn demand(&self, compute_s: Option<f64>, decode_bytes_per_s: f64) -> UnitDemand {
+        let decoded = |read: &SlotRead| match read.kind {
+            ReadKind::Decoded { raw_len, .. } => raw_len,
+            _ => 0,
+        };
+        let decoded_bytes: usize = self.layout.reads.iter().map(decoded).sum();
         UnitDemand {
             name: self.unit.name.clone(),
             slot_bytes: self.slot_bytes,
             read_bytes: self.read_bytes,
             compute_s: compute_s.unwrap_or_else(|| estimate_compute_s(self.slot_bytes)),
-            compressed_bytes: None,
-            decode_s: 0.0,
-            stored_compressed: false,
+            compressed_bytes: self.image.as_ref().map(ImageLayout::bytes),
+            decode_s: decoded_bytes as f64 / decode_bytes_per_s,
+            stored_compressed: decoded_bytes > 0,
         }
     }
 }

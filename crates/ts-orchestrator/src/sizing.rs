@@ -9,6 +9,7 @@ use ts_pool::BLOCK_ALIGN;
 
 use crate::Error;
 use crate::config::EngineConfig;
+use crate::image::ImageLayout;
 use crate::layout::{ReadKind, SlotLayout};
 use crate::plan::{NeverFits, Plan, PlanRequest};
 use crate::planner::plan;
@@ -168,7 +169,14 @@ impl Sizing {
             staged,
         };
         let least_buffer_bytes = overhead.bytes(overhead.least_buffers());
-        let demands: Vec<_> = units.iter().map(|unit| unit.demand(None)).collect();
+        let mut units = units;
+        // Units on a device with its own memory are not kept compressed on the host.
+        if config.keep_compressed && !staged {
+            let ordered = units.iter_mut().filter(|unit| unit.unit.access == Access::Ordered);
+            ordered.for_each(|unit| unit.image = ImageLayout::new(&unit.layout, requests));
+        }
+        let decode_rate = config.rates.decode_bytes_per_s;
+        let demands: Vec<_> = units.iter().map(|unit| unit.demand(None, decode_rate)).collect();
         let attempt = |buffers: Buffers| {
             let slot_budget = overhead.slot_budget(config.budget_bytes, buffers);
             let request = PlanRequest {
@@ -265,5 +273,5 @@ pub(crate) fn prepare(unit: Unit, sources: &[Arc<Source>], alignment: usize) -> 
         Some(TensorCheck { tensor: index, range, digest: Arc::clone(digest) })
     });
     let checks = digests.collect();
-    PreparedUnit { unit, layout, slot_bytes, read_bytes, checks }
+    PreparedUnit { unit, layout, slot_bytes, read_bytes, image: None, checks }
 }

@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 
 use ts_io::{Backend, ReadPath};
-use ts_pool::{Buffer, WatchedBuffer};
+use ts_pool::{Buffer, SharedBuffer, WatchedBuffer};
 use ts_streams::Device;
 
 use crate::Error;
@@ -27,7 +27,7 @@ use crate::prepared::PreparedUnit;
 use crate::slot_pool::Slot;
 use crate::stats::UnitStats;
 use crate::unit::UnitId;
-use crate::unit_load::{QueuedRead, UnitLoad};
+use crate::unit_load::{QueuedDecode, QueuedRead, UnitLoad};
 use crate::unit_memory::UnitMemory;
 use crate::worker::Workers;
 
@@ -82,14 +82,28 @@ pub(crate) struct EngineState<D: Device> {
     in_flight: usize,
     /// The time at which the current period with reads in flight began, in nanoseconds.
     busy_since_ns: u64,
-    /// The parts of slots that wait for a read into a bounce buffer, by token. The range is the
-    /// part of the bounce buffer to copy or decode.
-    targets: HashMap<u64, (Buffer, Range<usize>, ReadKind)>,
+    /// The parts of compressed units to decode that a call waits for, most urgent first.
+    urgent_decodes: VecDeque<QueuedDecode>,
+    /// All other parts of compressed units to decode, in order.
+    decodes: VecDeque<QueuedDecode>,
+    /// The parts of slots that wait for a read into a bounce buffer, by token.
+    targets: HashMap<u64, Target>,
     /// The number of parts that workers are copying or decoding.
     filling: usize,
     /// `None` once the engine is dropped.
     pub(crate) backend: Option<Box<dyn Backend>>,
     pub(crate) workers: Option<Workers<D>>,
+}
+
+/// A part of a slot that waits for a read into a bounce buffer.
+#[derive(Debug)]
+struct Target {
+    buffer: Buffer,
+    /// The part of the compressed unit in memory that is filled too.
+    kept: Option<Buffer>,
+    /// The part of the bounce buffer to copy or decode.
+    stored: Range<usize>,
+    kind: ReadKind,
 }
 
 /// The state of one unit.
@@ -99,6 +113,12 @@ pub(crate) struct UnitState<D: Device> {
     pub(crate) resident: bool,
     /// The slot that is reserved for a resident unit while the unit is not loaded.
     reserved: Option<Slot<D>>,
+    /// Whether the unit is kept compressed.
+    compressed: bool,
+    /// The compressed unit, once it was read.
+    image: Option<SharedBuffer>,
+    /// The memory that is reserved for the compressed unit until it was read.
+    reserved_image: Option<Buffer>,
     /// The threads that use the unit, one entry for each lease.
     pub(crate) users: Vec<ThreadId>,
     /// The number of calls that wait for the unit.
@@ -156,6 +176,9 @@ pub(crate) struct EngineCounters {
     pub(crate) replans: u64,
     /// The time during which at least one read was in flight.
     pub(crate) busy_ns: u64,
+    /// The bytes that were decoded, and the processor time that this took.
+    pub(crate) decoded_bytes: u64,
+    pub(crate) decode_ns: u64,
 }
 
 impl<D: Device> EngineState<D> {
@@ -194,6 +217,8 @@ impl<D: Device> EngineState<D> {
             queue: VecDeque::new(),
             in_flight: 0,
             busy_since_ns: 0,
+            urgent_decodes: VecDeque::new(),
+            decodes: VecDeque::new(),
             targets: HashMap::new(),
             filling: 0,
             backend: Some(backend),
@@ -223,24 +248,30 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the current residency of each unit. Fewer units may be resident than in the plan.
     pub(crate) fn residency(&self) -> Vec<Residency> {
-        let residency = |unit: &UnitState<D>| {
-            if unit.resident { Residency::Resident } else { Residency::Streamed }
+        let residency = |unit: &UnitState<D>| match (unit.resident, unit.compressed) {
+            (true, _) => Residency::Resident,
+            (false, true) => Residency::Compressed,
+            (false, false) => Residency::Streamed,
         };
         self.units.iter().map(residency).collect()
     }
 
-    /// Reserves the slots of resident units. Call this before other allocations, so that the slots
-    /// are adjacent and the ring is one piece of memory.
+    /// Reserves the memory of units that are kept. Call this before other allocations, so that this
+    /// memory is adjacent and the ring is one piece of memory.
     fn reserve_residents(&mut self, context: &EngineContext<D>) {
         for (i, unit) in self.units.iter_mut().enumerate() {
-            unit.reserved = None;
+            (unit.reserved, unit.image, unit.reserved_image) = (None, None, None);
             unit.resident = self.plan.residency[i] == Residency::Resident;
-            unit.stats.resident = unit.resident;
+            unit.compressed = self.plan.residency[i] == Residency::Compressed;
+            (unit.stats.resident, unit.stats.compressed) = (unit.resident, unit.compressed);
         }
         for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.resident) {
             // An empty pool has room for all slots. If some memory is not free yet, the slot is
             // allocated when the unit is loaded.
             unit.reserved = context.slots.allocate(context.units[i].layout.len).ok();
+        }
+        for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.compressed) {
+            unit.reserved_image = context.allocate_image(i);
         }
     }
 
@@ -264,8 +295,9 @@ impl<D: Device> EngineState<D> {
         self.horizon = 0;
         for i in 0..self.units.len() {
             self.routed.remove_idle(UnitId(i as u32));
-            self.units[i].presence = Presence::Absent;
-            self.units[i].reserved = None;
+            let unit = &mut self.units[i];
+            unit.presence = Presence::Absent;
+            (unit.reserved, unit.image, unit.reserved_image) = (None, None, None);
         }
         context.slots.coalesce();
         self.reserve_residents(context);
@@ -306,9 +338,13 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Returns the sizes and measured times of all units, for the planner.
-    pub(crate) fn demands(&self, context: &EngineContext<D>) -> Vec<UnitDemand> {
+    pub(crate) fn demands(
+        &self,
+        context: &EngineContext<D>,
+        decode_bytes_per_s: f64,
+    ) -> Vec<UnitDemand> {
         let demand = |(prepared, unit): (&Arc<PreparedUnit>, &UnitState<D>)| {
-            prepared.demand(unit.fastest_use_ns.map(|ns| ns as f64 / 1e9))
+            prepared.demand(unit.fastest_use_ns.map(|ns| ns as f64 / 1e9), decode_bytes_per_s)
         };
         context.units.iter().zip(&self.units).map(demand).collect()
     }
@@ -504,6 +540,9 @@ impl<D: Device> UnitState<D> {
             presence: Presence::Absent,
             resident: false,
             reserved: None,
+            compressed: false,
+            image: None,
+            reserved_image: None,
             users: Vec::new(),
             waiters: 0,
             evicted: Vec::new(),

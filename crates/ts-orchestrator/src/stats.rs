@@ -13,6 +13,8 @@ pub struct UnitStats {
     pub name: String,
     /// Whether the unit is resident.
     pub resident: bool,
+    /// Whether the unit is kept in memory compressed.
+    pub compressed: bool,
     /// Whether data select the unit ([`Access::Routed`](crate::Access::Routed)).
     pub routed: bool,
     /// Whether the unit is in memory now.

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The load of one unit: its slot is split into parts, and at most one read fills each part.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use ts_format::FileId;
 use ts_io::ReadPath;
-use ts_pool::{Buffer, DeviceBuffer};
+use ts_pool::{Buffer, DeviceBuffer, SharedBuffer};
 use ts_streams::Device;
 
 use crate::event::DamagedChunk;
+use crate::image::Image;
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::LoadBuffers;
@@ -41,6 +43,27 @@ pub(crate) struct QueuedRead {
     /// The part of the slot that the read fills.
     pub(crate) target: Buffer,
     pub(crate) kind: ReadKind,
+    /// The part of the compressed unit in memory that the read also fills.
+    pub(crate) kept: Option<Buffer>,
+}
+
+/// A part of a compressed unit in memory that is not decoded yet.
+#[derive(Debug)]
+pub(crate) struct QueuedDecode {
+    pub(crate) token: u64,
+    pub(crate) image: SharedBuffer,
+    /// The range of the image to copy or decode.
+    pub(crate) stored: Range<usize>,
+    pub(crate) kind: ReadKind,
+    /// The part of the slot to fill.
+    pub(crate) target: Buffer,
+}
+
+/// What must be done to load a unit.
+#[derive(Debug, Default)]
+pub(crate) struct LoadWork {
+    pub(crate) reads: Vec<QueuedRead>,
+    pub(crate) decodes: Vec<QueuedDecode>,
 }
 
 /// A unit that is being loaded.
@@ -55,6 +78,10 @@ pub(crate) struct UnitLoad<D: Device> {
     parts: Vec<Part>,
     /// The number of parts that are not filled yet.
     pending: usize,
+    /// Whether the load also fills the compressed unit in memory.
+    keeps: bool,
+    /// The compressed unit, after all parts were filled.
+    pub(crate) image: Option<Buffer>,
     pub(crate) error: Option<Error>,
     /// Whether the unit was only likely to be used when the load started.
     pub(crate) guessed: bool,
@@ -66,8 +93,12 @@ pub(crate) struct UnitLoad<D: Device> {
 
 #[derive(Debug)]
 struct Part {
+    /// Whether nothing fills the part.
+    is_gap: bool,
     /// `None` while a read or a job uses the buffer.
     buffer: Option<Buffer>,
+    /// The part of the compressed unit that was filled with it.
+    kept: Option<Buffer>,
     slot_offset: usize,
     len: usize,
     file: FileId,
@@ -85,53 +116,80 @@ pub(crate) fn split_token(token: u64) -> (u32, usize) {
 }
 
 impl<D: Device> UnitLoad<D> {
-    /// Splits the memory for a unit into parts, and returns the reads that fill them.
+    /// Splits the memory for a unit into parts, and returns the work that fills them.
     pub(crate) fn new(
         load_id: u32,
         id: Option<UnitId>,
         prepared: &Arc<PreparedUnit>,
         LoadBuffers { host, device }: LoadBuffers<D>,
+        image: Image,
         sizes: RequestSizes,
         now_ns: u64,
-    ) -> (Self, Vec<QueuedRead>) {
+    ) -> (Self, LoadWork) {
         let mut load = Self {
             id,
             prepared: Arc::clone(prepared),
             device,
             parts: Vec::new(),
             pending: 0,
+            keeps: matches!(image, Image::Empty(_)),
+            image: None,
             error: None,
             guessed: false,
             cancelled: false,
             started_ns: now_ns,
             read_bytes: Vec::new(),
         };
-        let (mut rest, mut queue, mut at) = (host, Vec::new(), 0);
-        for read in prepared.layout.reads.iter().flat_map(|read| requests(read, sizes)) {
+        let reads: Vec<SlotRead> = match (&image, &prepared.image) {
+            (Image::None, _) | (_, None) => {
+                prepared.layout.reads.iter().flat_map(|read| requests(read, sizes)).collect()
+            }
+            (_, Some(layout)) => layout.reads.clone(),
+        };
+        let (mut rest, mut work, mut at) = (host, LoadWork::default(), 0);
+        let (mut image, mut stored_at) = (image, 0);
+        for read in reads {
             load.push_gap(take_front(&mut rest, read.slot_offset - at), at);
             let target = take_front(&mut rest, read.len);
             at = read.slot_offset + read.len;
-            queue.push(QueuedRead {
-                token: token(load_id, load.parts.len()),
-                file: read.file,
-                offset: read.file_offset,
-                required: read.required,
-                target,
-                kind: read.kind,
-            });
+            let (token, kind) = (token(load_id, load.parts.len()), read.kind);
+            let stored = stored_at..stored_at + read.required;
+            stored_at = stored.end;
+            if let Image::Filled(image) = &image {
+                let image = image.clone();
+                work.decodes.push(QueuedDecode { token, image, stored, kind, target });
+            } else {
+                let kept = match &mut image {
+                    Image::Empty(rest) => Some(take_front(rest, read.required)),
+                    _ => None,
+                };
+                let (file, offset, required) = (read.file, read.file_offset, read.required);
+                work.reads.push(QueuedRead { token, file, offset, required, target, kind, kept });
+            }
             load.pending += 1;
             let SlotRead { slot_offset, file, file_offset, len, .. } = read;
-            load.parts.push(Part { buffer: None, slot_offset, len, file, file_offset });
+            let (buffer, kept) = (None, None);
+            load.parts.push(Part {
+                is_gap: false,
+                buffer,
+                kept,
+                slot_offset,
+                len,
+                file,
+                file_offset,
+            });
         }
         load.push_gap(rest, at);
-        (load, queue)
+        (load, work)
     }
 
     /// Adds a part that no read fills.
     fn push_gap(&mut self, buffer: Buffer, slot_offset: usize) {
         let len = buffer.len();
         self.parts.push(Part {
+            is_gap: true,
             buffer: Some(buffer),
+            kept: None,
             slot_offset,
             len,
             file: FileId(0),
@@ -148,6 +206,22 @@ impl<D: Device> UnitLoad<D> {
         *returned = buffer;
         self.pending -= 1;
         self.pending == 0
+    }
+
+    /// Takes back the part of the compressed unit that was filled with a part of the slot.
+    pub(crate) fn return_kept(&mut self, part: usize, kept: Option<Buffer>) {
+        self.parts[part].kept = kept;
+    }
+
+    /// Joins the parts of the compressed unit. Returns `None` if the load does not fill it, or has
+    /// lost a part of it. Call this before [`join`](Self::join).
+    pub(crate) fn join_kept(&mut self) -> Option<Buffer> {
+        if !self.keeps {
+            return None;
+        }
+        let filled = self.parts.iter_mut().filter(|part| !part.is_gap);
+        let parts: Option<Vec<Buffer>> = filled.map(|part| part.kept.take()).collect();
+        join(parts?)
     }
 
     /// Returns the name of the unit.
@@ -203,13 +277,18 @@ impl<D: Device> UnitLoad<D> {
     /// The memory is then freed when the system can no longer write to that part.
     pub(crate) fn join(&mut self) -> Option<Buffer> {
         let parts: Option<Vec<Buffer>> = self.parts.drain(..).map(|part| part.buffer).collect();
-        let mut parts = parts?.into_iter();
-        let mut slot = parts.next().expect("a slot has at least one part");
-        for part in parts {
-            slot.unsplit(part).expect("the parts are adjacent and in order");
-        }
-        Some(slot)
+        join(parts?)
     }
+}
+
+/// Joins adjacent parts. Returns `None` if there are none.
+fn join(parts: Vec<Buffer>) -> Option<Buffer> {
+    let mut parts = parts.into_iter();
+    let mut whole = parts.next()?;
+    for part in parts {
+        whole.unsplit(part).expect("the parts are adjacent and in order");
+    }
+    Some(whole)
 }
 
 /// Splits the first `len` bytes off `rest`.
@@ -244,6 +323,20 @@ fn requests(read: &SlotRead, sizes: RequestSizes) -> impl Iterator<Item = SlotRe
             ..*read
         }
     })
+}
+
+/// Splits a read of a layout into requests that all go through bounce buffers, for units that are
+/// also kept compressed.
+pub(crate) fn copied_requests(
+    read: &SlotRead,
+    sizes: RequestSizes,
+) -> impl Iterator<Item = SlotRead> {
+    let read = match read.kind {
+        // The rest of a read in place has no meaning.
+        ReadKind::InPlace => SlotRead { len: read.required, kind: ReadKind::Copied, ..*read },
+        _ => *read,
+    };
+    requests(&read, sizes).collect::<Vec<_>>().into_iter()
 }
 
 /// The longest read that is copied from a bounce buffer, in bytes. Longer ranges are split.

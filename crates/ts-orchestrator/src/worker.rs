@@ -5,10 +5,11 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use ts_format::{CHUNK_LEN, DecodeError, Digest, Scratch, decode_chunk};
-use ts_pool::Buffer;
+use ts_pool::{Buffer, SharedBuffer};
 use ts_streams::{
     AllocationStrategy, CpuDevice, Device, HostFn, Stream, StreamPool, StreamPriority,
 };
@@ -20,20 +21,39 @@ use crate::layout::ReadKind;
 /// A job for a worker.
 #[derive(Debug)]
 pub(crate) enum Job {
-    /// Copies or decodes a bounce buffer into a part of a slot. The result is an
-    /// [`Event::PartFilled`].
+    /// Copies or decodes bytes into a part of a slot. The result is an [`Event::PartFilled`].
     FillPart {
         token: u64,
-        bounce: Buffer,
-        /// The range of the bounce buffer to copy or decode.
+        from: Stored,
+        /// The range of `from` to copy or decode.
         stored: Range<usize>,
         kind: ReadKind,
         /// Whether to compare a chunk with its checksum.
         verify: bool,
         target: Buffer,
+        /// Memory for a copy of the stored bytes.
+        kept: Option<Buffer>,
     },
     /// Compares a unit with its checksums. The result is an [`Event::Checked`].
     Check { load: u32, slot: Buffer, checks: Arc<[TensorCheck]> },
+}
+
+/// Bytes to copy or decode.
+#[derive(Debug)]
+pub(crate) enum Stored {
+    /// A buffer that was read. It is free after the job.
+    Bounce(Buffer),
+    /// A compressed unit that is kept in memory.
+    Image(SharedBuffer),
+}
+
+impl Stored {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Stored::Bounce(buffer) => buffer,
+            Stored::Image(buffer) => buffer,
+        }
+    }
 }
 
 /// The checksums of a tensor.
@@ -50,6 +70,7 @@ pub(crate) struct TensorCheck {
 #[derive(Debug)]
 pub(crate) struct Workers<D: Device> {
     streams: StreamPool<CpuDevice>,
+    pub(crate) threads: usize,
     /// The idle decoders. There are at most as many decoders as threads.
     decoders: Arc<Mutex<Vec<Decoder>>>,
     events: Sender<Event<D>>,
@@ -71,7 +92,7 @@ impl<D: Device> Workers<D> {
         };
         let streams =
             new().map_err(|e| Error::System(format!("cannot create the engine's workers: {e}")))?;
-        Ok(Self { streams, decoders: Arc::default(), events: events.clone() })
+        Ok(Self { streams, threads, decoders: Arc::default(), events: events.clone() })
     }
 
     /// Queues a job. Urgent jobs start before all queued jobs that are not urgent.
@@ -100,12 +121,22 @@ impl Job {
 
     fn run<D: Device>(self, decoders: &Mutex<Vec<Decoder>>) -> Event<D> {
         match self {
-            Job::FillPart { token, bounce, stored, kind, verify, mut target } => {
+            Job::FillPart { token, from, stored, kind, verify, mut target, mut kept } => {
                 let idle = || decoders.lock();
                 let mut decoder = idle().pop().unwrap_or_default();
-                let damage = decoder.fill(&bounce[stored], kind, verify, &mut target).err();
+                let (stored, started) = (&from.bytes()[stored], Instant::now());
+                let damage = decoder.fill(stored, kind, verify, &mut target).err();
+                let decoding = started.elapsed();
+                if let Some(kept) = &mut kept {
+                    kept.copy_from_slice(stored);
+                }
                 idle().push(decoder);
-                Event::PartFilled { token, bounce, target, damage }
+                let decoded = match kind {
+                    ReadKind::Decoded { raw_len, .. } => Some((raw_len, decoding)),
+                    _ => None,
+                };
+                drop(from);
+                Event::PartFilled { token, target, kept, damage, decoded }
             }
             Job::Check { load, slot, checks } => {
                 let mismatch = checks.iter().find_map(|check| check.mismatch(&slot));

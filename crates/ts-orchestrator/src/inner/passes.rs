@@ -83,7 +83,8 @@ impl<D: Device> EngineInner<D> {
     /// Computes a plan from the measurements, and makes it the pending plan if it is worth
     /// switching to.
     fn propose_plan(&self, state: &mut EngineState<D>) {
-        let demands = state.demands(&self.context);
+        let rates = self.measured_rates(state);
+        let demands = state.demands(&self.context, rates.decode_bytes_per_s);
         let order = state.passes.order().to_vec();
         let least = self.context.prefetch.least_ring_bytes(self.slot_budget);
         let request = PlanRequest {
@@ -92,15 +93,16 @@ impl<D: Device> EngineInner<D> {
             together: &state.together,
             budget_bytes: self.slot_budget,
             max_passes: self.max_passes,
-            rates: self.measured_rates(state),
+            rates,
             // Assumes that the streamed units will need as much memory as before.
             least_ring_bytes: least.max(state.streamed_high_water),
         };
         let Ok(better) = plan(&request) else { return };
         let kept = predict(&request, &state.residency());
-        // A new plan reads its resident units again, and this must pay off within a few passes. All
+        // A new plan reads the units that it keeps again, and this must pay off within a few passes. All
         // slots together have the size of the first plan's peak, so a larger plan cannot be used.
-        let fresh_start_s = better.resident_bytes as f64 / request.rates.read_bytes_per_s;
+        let kept_bytes = better.resident_bytes + better.compressed_bytes;
+        let fresh_start_s = kept_bytes as f64 / request.rates.read_bytes_per_s;
         let pays = kept.as_ref().is_none_or(|kept| {
             let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
             gain_s > REPLAN_GAIN * kept.predicted_pass_s && gain_s * REPLAN_PASSES > fresh_start_s
@@ -115,14 +117,22 @@ impl<D: Device> EngineInner<D> {
         }
     }
 
-    /// Returns rates with the bandwidth that was measured while reads were in flight. Returns the
-    /// configured rates if too little was measured.
+    /// Returns the bandwidth while reads were in flight, and the rate of decoding. Where too little
+    /// was measured, returns the configured rate.
     fn measured_rates(&self, state: &EngineState<D>) -> Rates {
         const SAMPLE_NS: u64 = 20_000_000;
-        let (bytes, busy_ns) = (state.read_bytes(), state.counters.busy_ns);
-        if bytes == 0 || busy_ns < SAMPLE_NS {
-            return self.rates;
+        let rate = |bytes: u64, ns: u64, assumed: f64| {
+            if bytes == 0 || ns < SAMPLE_NS { assumed } else { bytes as f64 / (ns as f64 / 1e9) }
+        };
+        let (counters, assumed) = (&state.counters, self.rates);
+        Rates {
+            read_bytes_per_s: rate(state.read_bytes(), counters.busy_ns, assumed.read_bytes_per_s),
+            decode_bytes_per_s: rate(
+                counters.decoded_bytes,
+                counters.decode_ns,
+                assumed.decode_bytes_per_s,
+            ),
+            ..assumed
         }
-        Rates { read_bytes_per_s: bytes as f64 / (busy_ns as f64 / 1e9), ..self.rates }
     }
 }

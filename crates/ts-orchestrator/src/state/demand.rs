@@ -11,6 +11,7 @@ use crate::context::EngineContext;
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::{AllocationError, LoadBuffers};
 use crate::unit::UnitId;
+use crate::unit_load::LoadWork;
 
 use super::{EngineState, GatheredRows, Presence, UnitState};
 
@@ -44,8 +45,13 @@ impl<D: Device> EngineState<D> {
             match self.allocate_all(context, &self.absent(set)) {
                 Ok(buffers) => {
                     for (id, buffers) in buffers.into_iter().rev() {
-                        let reads = self.start_load(context, id, buffers, now_ns, false);
+                        let LoadWork { reads, decodes } =
+                            self.start_load(context, id, buffers, now_ns, false);
                         reads.into_iter().rev().for_each(|read| self.urgent.push_front(read));
+                        decodes
+                            .into_iter()
+                            .rev()
+                            .for_each(|own| self.urgent_decodes.push_front(own));
                     }
                     self.submit_reads(context, now_ns);
                     return Ok(());
@@ -152,8 +158,9 @@ impl<D: Device> EngineState<D> {
         Ok(allocated.into_iter().map(|(id, buffers, _)| (id, buffers)).collect())
     }
 
-    /// Evicts a resident unit that no thread uses, or frees its reserved slot. Returns whether
-    /// there was such a unit. Takes the last such unit, so that free memory stays in one piece.
+    /// Evicts a resident unit that no thread uses, or frees its reserved slot. If there is none,
+    /// frees a compressed unit. Returns whether there was such a unit. Takes the last such unit, so
+    /// that free memory stays in one piece.
     fn evict_resident(&mut self, context: &EngineContext<D>, set: &[UnitId]) -> bool {
         let evictable = |unit: &UnitState<D>| {
             let free = match &unit.presence {
@@ -163,13 +170,22 @@ impl<D: Device> EngineState<D> {
             };
             unit.resident && unit.users.is_empty() && unit.waiters == 0 && free
         };
-        let Some(last) = self.units.iter().rposition(evictable) else { return false };
+        let has_image = |unit: &UnitState<D>| {
+            unit.image.is_some() || (unit.compressed && unit.reserved_image.is_some())
+        };
+        if let Some(last) = self.units.iter().rposition(evictable) {
+            self.evict(UnitId(last as u32));
+            let unit = &mut self.units[last];
+            unit.reserved = None;
+            (unit.resident, unit.stats.resident) = (false, false);
+        } else if let Some(last) = self.units.iter().rposition(has_image) {
+            let unit = &mut self.units[last];
+            (unit.image, unit.reserved_image) = (None, None);
+            (unit.compressed, unit.stats.compressed) = (false, false);
+        } else {
+            return false;
+        }
         self.plan_outdated = true;
-        self.evict(UnitId(last as u32));
-        let unit = &mut self.units[last];
-        unit.reserved = None;
-        unit.resident = false;
-        unit.stats.resident = false;
         let occupies_ring = |unit: &mut UnitState<D>| match unit.presence {
             Presence::Absent => unit.referenced_evictions() > 0,
             _ => !unit.resident,

@@ -211,8 +211,8 @@ impl<D: Device> EngineState<D> {
                 guess.started = true;
             }
             self.routed.stats.guesses += 1;
-            let reads = self.start_load(context, id, buffers, now_ns, true);
-            self.guesses.reads.extend(reads);
+            let work = self.start_load(context, id, buffers, now_ns, true);
+            self.guesses.reads.extend(work.reads);
         }
     }
 }

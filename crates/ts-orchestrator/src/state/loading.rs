@@ -11,19 +11,20 @@ use crate::Error;
 use crate::config::Verify;
 use crate::context::EngineContext;
 use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, UploadResult};
+use crate::image::Image;
 use crate::layout::ReadKind;
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::{LoadBuffers, Slot};
 use crate::stats::add_bytes;
 use crate::unit::UnitId;
-use crate::unit_load::{QueuedRead, UnitLoad, split_token};
-use crate::worker::Job;
+use crate::unit_load::{LoadWork, QueuedDecode, UnitLoad, split_token};
+use crate::worker::{Job, Stored};
 
-use super::{EngineState, Presence};
+use super::{EngineState, Presence, Target};
 
 impl<D: Device> EngineState<D> {
-    /// Starts to load a unit. Returns the reads to queue. `guessed` says whether the unit is only
+    /// Starts to load a unit. Returns the work to queue. `guessed` says whether the unit is only
     /// likely to be used.
     pub(super) fn start_load(
         &mut self,
@@ -32,15 +33,26 @@ impl<D: Device> EngineState<D> {
         buffers: LoadBuffers<D>,
         now_ns: u64,
         guessed: bool,
-    ) -> Vec<QueuedRead> {
+    ) -> LoadWork {
         let load_id = self.next_load();
         let prepared = &context.units[id.index()];
-        let (mut load, reads) =
-            UnitLoad::new(load_id, Some(id), prepared, buffers, context.sizes, now_ns);
+        let unit = &mut self.units[id.index()];
+        let image = match &unit.image {
+            Some(image) => Image::Filled(image.clone()),
+            None if unit.compressed => {
+                let memory = unit.reserved_image.take();
+                memory
+                    .or_else(|| context.allocate_image(id.index()))
+                    .map_or(Image::None, Image::Empty)
+            }
+            None => Image::None,
+        };
+        unit.presence = Presence::Loading;
+        let (mut load, work) =
+            UnitLoad::new(load_id, Some(id), prepared, buffers, image, context.sizes, now_ns);
         load.guessed = guessed;
-        self.units[id.index()].presence = Presence::Loading;
         self.begin_load(context, load_id, load, now_ns);
-        reads
+        work
     }
 
     /// Starts to read a unit that exists only for this load. The reads come before all others.
@@ -54,10 +66,11 @@ impl<D: Device> EngineState<D> {
     ) -> u32 {
         let load_id = self.next_load();
         let buffers = LoadBuffers { host, device: None };
-        let (load, reads) = UnitLoad::new(load_id, None, prepared, buffers, context.sizes, now_ns);
+        let (load, work) =
+            UnitLoad::new(load_id, None, prepared, buffers, Image::None, context.sizes, now_ns);
         self.gathers.insert(load_id, None);
         self.begin_load(context, load_id, load, now_ns);
-        reads.into_iter().rev().for_each(|read| self.urgent.push_front(read));
+        work.reads.into_iter().rev().for_each(|read| self.urgent.push_front(read));
         self.submit_reads(context, now_ns);
         load_id
     }
@@ -93,8 +106,25 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Submits queued reads to the backend, as many as keep it busy.
+    /// Submits queued decodes to the workers, as many as keep them busy.
+    fn submit_decodes(&mut self) {
+        let Some(workers) = &self.workers else { return };
+        while self.filling < 2 * workers.threads {
+            let urgent = self.urgent_decodes.pop_front();
+            let is_urgent = urgent.is_some();
+            let Some(decode) = urgent.or_else(|| self.decodes.pop_front()) else { return };
+            let QueuedDecode { token, image, stored, kind, target } = decode;
+            let (from, verify, kept) = (Stored::Image(image), false, None);
+            let job = Job::FillPart { token, from, stored, kind, verify, target, kept };
+            self.filling += 1;
+            workers.submit(job, is_urgent);
+        }
+    }
+
+    /// Submits queued reads to the backend, and queued decodes to the workers, as many as keep them
+    /// busy.
     pub(super) fn submit_reads(&mut self, context: &EngineContext<D>, now_ns: u64) {
+        self.submit_decodes();
         let Some(backend) = &self.backend else { return };
         // Twice the maximum number of reads in flight, so that the backend has work until this
         // thread is scheduled again.
@@ -125,7 +155,9 @@ impl<D: Device> EngineState<D> {
                         let (path, offset) = (source.path().into(), read.offset);
                         let (len, timeout) = (read.required, context.timeout);
                         let result = Err(ts_io::Error::TimedOut { path, offset, len, timeout });
-                        self.targets.insert(read.token, (read.target, 0..0, read.kind));
+                        let (buffer, kept, kind) = (read.target, read.kept, read.kind);
+                        let target = Target { buffer, kept, stored: 0..0, kind };
+                        self.targets.insert(read.token, target);
                         self.in_flight += 1;
                         rejected.push(Completion {
                             token: read.token,
@@ -141,7 +173,9 @@ impl<D: Device> EngineState<D> {
                 let mut bounce = bounce;
                 // A backend fills the memory that it is given.
                 drop(bounce.split_off(required.next_multiple_of(alignment)));
-                self.targets.insert(read.token, (read.target, skip..required, read.kind));
+                let (buffer, kept, kind) = (read.target, read.kept, read.kind);
+                let target = Target { buffer, kept, stored: skip..required, kind };
+                self.targets.insert(read.token, target);
                 ReadRequest::new(read.token, source, offset, required, bounce)
             } else {
                 ReadRequest::new(read.token, source, read.offset, read.required, read.target)
@@ -190,16 +224,18 @@ impl<D: Device> EngineState<D> {
         let id = load.id;
         match self.targets.remove(&token) {
             None => self.return_part(context, load_id, part, buffer, now_ns),
-            Some((target, stored, kind)) if delivered => {
+            Some(Target { buffer: target, kept, stored, kind }) if delivered => {
                 let workers =
                     self.workers.as_ref().expect("an engine with bounce buffers has workers");
                 let bounce = buffer.expect("a completed read returns its buffer");
                 self.filling += 1;
                 let (urgent, verify) = self.urgency(context, id);
-                let job = Job::FillPart { token, bounce, stored, kind, verify, target };
+                let from = Stored::Bounce(bounce);
+                let job = Job::FillPart { token, from, stored, kind, verify, target, kept };
                 workers.submit(job, urgent);
             }
-            Some((target, ..)) => {
+            Some(Target { buffer: target, kept, .. }) => {
+                load.return_kept(part, kept);
                 // Frees the bounce buffer for the next read. If the system may still write to the
                 // buffer after a timeout, the buffer returns to its pool later.
                 drop(buffer);
@@ -208,21 +244,21 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Handles a part that a worker copied or decoded.
+    /// Handles a part that a worker copied or decoded, with the part of the compressed unit that it
+    /// filled too.
     pub(crate) fn on_part_filled(
         &mut self,
         context: &EngineContext<D>,
         token: u64,
-        bounce: Buffer,
-        target: Buffer,
+        (target, kept): (Buffer, Option<Buffer>),
         damage: Option<DamagedChunk>,
         now_ns: u64,
     ) {
-        drop(bounce);
         self.filling -= 1;
         let (load_id, part) = split_token(token);
+        let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
+        load.return_kept(part, kept);
         if let Some(damage) = damage {
-            let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
             let file = load.file(part);
             let path = context.sources[file.0 as usize].path().to_path_buf();
             load.fail_damaged(part, path, damage);
@@ -272,6 +308,7 @@ impl<D: Device> EngineState<D> {
     /// Continues a load when all its reads have ended. Verifies the unit first if necessary.
     fn on_all_read(&mut self, context: &EngineContext<D>, load_id: u32, now_ns: u64) {
         let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
+        load.image = load.join_kept();
         let slot = load.join();
         let (checks, failed, id) =
             (Arc::clone(&load.prepared.checks), load.error.is_some() || load.cancelled, load.id);
@@ -367,6 +404,13 @@ impl<D: Device> EngineState<D> {
             return;
         };
         let unit = &mut self.units[id.index()];
+        // The unit may have been evicted from memory for good meanwhile.
+        let image = load.image.take().filter(|_| unit.compressed);
+        if load.error.is_some() || load.cancelled {
+            unit.reserved_image = image;
+        } else if let Some(image) = image {
+            unit.image = Some(image.freeze());
+        }
         let read_bytes: u64 = load.read_bytes.iter().map(|&(_, bytes)| bytes).sum();
         unit.stats.read_bytes += read_bytes;
         if load.guessed {

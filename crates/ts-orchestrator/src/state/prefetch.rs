@@ -36,8 +36,9 @@ impl<D: Device> EngineState<D> {
                     // Loads in flight may free memory when they end.
                     Err(AllocationError::StagingFull | AllocationError::Device(_)) => break,
                 };
-                let reads = self.start_load(context, id, buffers, now_ns, false);
-                self.queue.extend(reads);
+                let work = self.start_load(context, id, buffers, now_ns, false);
+                self.queue.extend(work.reads);
+                self.decodes.extend(work.decodes);
             }
             self.load_guessed(context, now_ns);
         }
@@ -57,8 +58,9 @@ impl<D: Device> EngineState<D> {
                 continue;
             }
             let Some(buffers) = self.allocate_over_idle(context, id) else { return };
-            let reads = self.start_load(context, id, buffers, now_ns, false);
-            self.urgent.extend(reads);
+            // Routed units are never kept compressed, so there is nothing to decode in memory.
+            let work = self.start_load(context, id, buffers, now_ns, false);
+            self.urgent.extend(work.reads);
         }
     }
 

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Units that are kept in memory compressed.
+
+mod common;
+
+use std::path::Path;
+
+use common::{quiet, with_compression};
+use tensorstream::format::Compression;
+use tensorstream::orchestrator::{Engine, EngineConfig, Rates, Residency, UnitId};
+use tensorstream::{Checkpoint, convert};
+
+const UNITS: usize = 8;
+const UNIT_BYTES: usize = 3 << 20;
+
+/// Returns the bytes of a unit: bf16 values with few exponents, like weights.
+fn weights(unit: usize) -> Vec<u8> {
+    let mut state = unit as u32 + 1;
+    let mut value = |_| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let (random, exponent) = (state >> 16, 118 + (state >> 9 & 3));
+        ((random & 0x807f) as u16 | (exponent << 7) as u16).to_le_bytes()
+    };
+    (0..UNIT_BYTES / 2).flat_map(&mut value).collect()
+}
+
+/// Writes a safetensors file with one tensor for each unit.
+fn write_checkpoint(path: &Path) {
+    let tensor = |i: usize| {
+        let (begin, end) = (i * UNIT_BYTES, (i + 1) * UNIT_BYTES);
+        let len = UNIT_BYTES / 2;
+        format!(
+            r#""u{i}.weight":{{"dtype":"BF16","shape":[{len}],"data_offsets":[{begin},{end}]}}"#
+        )
+    };
+    let header = format!("{{{}}}", (0..UNITS).map(tensor).collect::<Vec<_>>().join(","));
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    (0..UNITS).for_each(|i| file.extend(weights(i)));
+    std::fs::write(path, file).unwrap();
+}
+
+/// Runs a pass, compares all bytes, and returns how many were read.
+fn pass(engine: &Engine, expected: &[Vec<u8>]) -> u64 {
+    let before = engine.stats().total_read_bytes();
+    let pass = engine.begin_pass();
+    for (i, expected) in expected.iter().enumerate() {
+        let lease = engine.acquire(Some(pass), UnitId(i as u32)).unwrap();
+        assert!(lease.tensor(0)[..] == expected[..], "unit {i} has the right bytes");
+    }
+    engine.end_pass(pass);
+    engine.stats().total_read_bytes() - before
+}
+
+#[test]
+fn compressed_units_are_decoded_from_memory_and_read_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let (raw, file) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
+    write_checkpoint(&raw);
+    convert(&raw, &file, with_compression(Compression::Auto, 0), &mut quiet).unwrap();
+    let expected: Vec<_> = (0..UNITS).map(weights).collect();
+    let checkpoint = Checkpoint::open(&file).unwrap();
+    let stored_bytes = std::fs::metadata(&file).unwrap().len();
+    let engine = |budget_bytes, keep_compressed| {
+        let slow_storage = Rates::new(1e8, 1e-4).with_processors(4);
+        let config = EngineConfig::with_budget(budget_bytes)
+            .with_keep_compressed(keep_compressed)
+            .with_rates(slow_storage);
+        checkpoint.engine(checkpoint.units_by_module(), config).unwrap()
+    };
+
+    // With this budget, the decoded units do not fit, but the compressed ones do.
+    let all = engine(26 << 20, true);
+    let count = |engine: &Engine, kind| {
+        engine.plan().residency.iter().filter(|&&residency| residency == kind).count()
+    };
+    assert_eq!(count(&all, Residency::Streamed), 0, "{:?}", all.plan());
+    assert!(count(&all, Residency::Compressed) >= 2, "{:?}", all.plan());
+    assert!(pass(&all, &expected) > 0);
+    for _ in 0..3 {
+        assert_eq!(pass(&all, &expected), 0, "nothing is read again");
+    }
+    let stats = all.stats();
+    assert!(stats.total_read_bytes() < stored_bytes + (1 << 20));
+    assert!(stats.reserved_high_water_bytes <= stats.budget_bytes);
+    let decoded = stats.units.iter().filter(|unit| unit.compressed);
+    assert!(decoded.clone().count() >= 2 && decoded.clone().all(|unit| unit.loads >= 4));
+
+    // With this one, some units are kept and the others are streamed.
+    let some = engine(20 << 20, true);
+    let none = engine(20 << 20, false);
+    assert!(count(&some, Residency::Compressed) > 0, "{:?}", some.plan());
+    assert_eq!(count(&none, Residency::Compressed), 0);
+    pass(&some, &expected);
+    pass(&none, &expected);
+    for _ in 0..2 {
+        let (with, without) = (pass(&some, &expected), pass(&none, &expected));
+        assert!(with < without, "{with} of {without} bytes are read");
+    }
+}
+
+#[test]
+fn memory_of_compressed_units_is_given_up_before_a_call_fails() {
+    let directory = tempfile::tempdir().unwrap();
+    let (raw, file) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
+    write_checkpoint(&raw);
+    convert(&raw, &file, with_compression(Compression::Auto, 0), &mut quiet).unwrap();
+    let checkpoint = Checkpoint::open(&file).unwrap();
+    let rates = Rates::new(1e8, 1e-4).with_processors(4);
+    let config = EngineConfig::with_budget(26 << 20).with_keep_compressed(true).with_rates(rates);
+    let engine = checkpoint.engine(checkpoint.units_by_module(), config).unwrap();
+    let expected: Vec<_> = (0..UNITS).map(weights).collect();
+    pass(&engine, &expected);
+    // Six decoded units fit only without the compressed ones.
+    let ids: Vec<_> = (0..6).map(UnitId).collect();
+    let leases = engine.acquire_all(None, &ids).unwrap();
+    for (i, lease) in leases.iter().enumerate() {
+        assert!(lease.tensor(0)[..] == expected[i][..]);
+    }
+    drop(leases);
+    pass(&engine, &expected);
+    pass(&engine, &expected);
+}
