@@ -99,8 +99,9 @@ impl<D: Device> EngineInner<D> {
         };
         let Ok(better) = plan(&request) else { return };
         let kept = predict(&request, &state.residency());
-        // A new plan reads the units that it keeps again, and this must pay off within a few passes. All
-        // slots together have the size of the first plan's peak, so a larger plan cannot be used.
+        // A new plan reads the units that it keeps again, and this must pay off within a few
+        // passes. All slots together have the size of the first plan's peak, so a larger plan
+        // cannot be used.
         let kept_bytes = better.resident_bytes + better.compressed_bytes;
         let fresh_start_s = kept_bytes as f64 / request.rates.read_bytes_per_s;
         let pays = kept.as_ref().is_none_or(|kept| {
