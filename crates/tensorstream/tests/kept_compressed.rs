@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Units that are kept in memory compressed.
 
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
+
 mod common;
 
 use std::path::Path;
