@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
+#[allow(dead_code)] // other tests use all of it
 mod common;
 
 use std::path::Path;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Helpers that write files.
 
-#![allow(dead_code)] // each test program uses only a part of this module
-
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
