@@ -12,8 +12,8 @@ use ts_streams::Device;
 use crate::config::{Prefetch, Verify};
 use crate::event::Event;
 use crate::prepared::PreparedUnit;
+use crate::requests::RequestSizes;
 use crate::slot_pool::SlotPool;
-use crate::unit_load::RequestSizes;
 
 /// The immutable part of an engine, for the methods of [`EngineState`](crate::state::EngineState).
 #[derive(Debug)]

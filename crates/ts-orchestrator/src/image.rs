@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Units that are kept in memory compressed: the bytes of their chunks as they are on storage.
 
-use ts_pool::{BLOCK_ALIGN, SharedBuffer};
+use ts_pool::BLOCK_ALIGN;
 
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
-use crate::unit_load::{RequestSizes, copied_requests};
+use crate::requests::{RequestSizes, copied_requests};
 
 /// The layout of a compressed unit in memory.
 #[derive(Debug)]
@@ -34,15 +34,4 @@ impl ImageLayout {
     pub(crate) fn bytes(&self) -> usize {
         self.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN)
     }
-}
-
-/// Where a load finds or keeps the compressed unit.
-#[derive(Debug)]
-pub(crate) enum Image {
-    /// Nowhere.
-    None,
-    /// The load fills this memory.
-    Empty(ts_pool::Buffer),
-    /// The load decodes this memory, and reads nothing.
-    Filled(SharedBuffer),
 }

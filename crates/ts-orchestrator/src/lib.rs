@@ -70,6 +70,7 @@ mod plan;
 mod planner;
 mod populate;
 mod prepared;
+mod requests;
 mod row_cache;
 mod sizing;
 mod slot_pool;

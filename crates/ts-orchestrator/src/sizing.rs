@@ -14,10 +14,11 @@ use crate::layout::{ReadKind, SlotLayout};
 use crate::plan::{NeverFits, Plan, PlanRequest};
 use crate::planner::plan;
 use crate::prepared::PreparedUnit;
+use crate::requests::RequestSizes;
 use crate::row_cache::RowCache;
 use crate::table::Table;
 use crate::unit::{Access, PHASE_ALIGN, RangeDigest, Unit, UnitId};
-use crate::unit_load::{RequestSizes, bounce_bytes, gather_bounce_bytes};
+use crate::unit_load::{bounce_bytes, gather_bounce_bytes};
 use crate::worker::{DECODER_BYTES, TensorCheck};
 
 /// The minimum number of bounce buffers.

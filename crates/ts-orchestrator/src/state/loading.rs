@@ -11,14 +11,13 @@ use crate::Error;
 use crate::config::Verify;
 use crate::context::EngineContext;
 use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, UploadResult};
-use crate::image::Image;
 use crate::layout::ReadKind;
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::{LoadBuffers, Slot};
 use crate::stats::add_bytes;
 use crate::unit::UnitId;
-use crate::unit_load::{LoadWork, QueuedDecode, UnitLoad, split_token};
+use crate::unit_load::{Image, LoadWork, QueuedDecode, UnitLoad, split_token};
 use crate::worker::{Job, Stored};
 
 use super::{EngineState, Presence, Target};
