@@ -15,9 +15,10 @@ use crate::expectation::Expectation;
 use crate::inner::EngineInner;
 use crate::lease::{Lease, TensorBytes};
 use crate::pass::PassId;
-use crate::plan::{Plan, Residency};
+use crate::plan::{CurvePoint, Plan, Residency};
 use crate::populate::Populator;
-use crate::sizing::Sizing;
+use crate::prepared::PreparedUnit;
+use crate::sizing::{Preparation, Sizing};
 use crate::stats::{EngineStats, UnitStats};
 use crate::table::TableId;
 use crate::unit::{Unit, UnitId};
@@ -119,6 +120,26 @@ impl Engine {
         });
         let stats = stats.collect();
         Ok((plan.with_buffers(least_buffer_bytes), stats))
+    }
+
+    /// Returns what passes of an engine in host memory would be like with each of these budgets, in
+    /// bytes. Leaves out budgets that are too small. Ignores the budget in `config`.
+    ///
+    /// Reserves no memory for weights, starts no threads and reads nothing.
+    ///
+    /// # Errors
+    /// Returns the errors of [`preview`](Self::preview), except those of a budget.
+    pub fn preview_curve(
+        units: Vec<Unit>,
+        sources: &[Arc<Source>],
+        config: &EngineConfig,
+        budgets: &[usize],
+    ) -> Result<Vec<CurvePoint>, Error> {
+        let Preparation { units, order, overhead, .. } =
+            Preparation::new(units, sources, config, false)?;
+        let demands = PreparedUnit::demands(&units, &config.compute, config.rates);
+        let request = config.plan_request(&demands, &order);
+        Ok(overhead.curve(request, &config.tables, config.prefetch, budgets))
     }
 }
 
@@ -445,6 +466,12 @@ impl<D: Device> Engine<D> {
     /// Returns the current plan.
     pub fn plan(&self) -> Plan {
         self.inner.plan()
+    }
+
+    /// Returns what passes would be like with each of these budgets, in bytes, as far as the
+    /// measurements so far can tell. Leaves out budgets that are too small.
+    pub fn curve(&self, budgets: &[usize]) -> Vec<CurvePoint> {
+        self.inner.curve(budgets)
     }
 
     /// Returns all measurements so far. Does not block on I/O.

@@ -17,7 +17,7 @@ use ts_pool::{Budget, HostPool, Reservation, WriteWatch};
 use ts_streams::Device;
 
 use crate::Error;
-use crate::config::{Clock, Interrupt};
+use crate::config::{Clock, ComputeTimes, Interrupt};
 use crate::context::EngineContext;
 use crate::event::Event;
 use crate::layout::Placement;
@@ -51,7 +51,10 @@ pub(crate) struct EngineInner<D: Device> {
     /// budget includes this size. 0 if units live on a device with its own memory.
     least_buffer_bytes: usize,
     overhead: Overhead,
+    /// The configured rates and durations of computations.
     rates: Rates,
+    compute: ComputeTimes,
+    worker_count: usize,
     clock: Clock,
     /// The id of the process that created the engine.
     process: u32,
@@ -216,6 +219,11 @@ impl<D: Device> EngineInner<D> {
             wasted_loads: state.counters.wasted_loads,
             replans: state.counters.replans,
             plan: state.plan.clone().with_buffers(self.least_buffer_bytes),
+            recent_passes: state.pass_log.passes(),
+            recent_ns: state.pass_log.span_ns(),
+            workers: self.worker_count,
+            rates: self.measured_rates(&state),
+            compute: state.compute_times(&self.compute),
             routed: state.routed.stats,
             tables: TableStats {
                 rows: state.counters.gathered_rows,

@@ -83,14 +83,18 @@ mod unit_memory;
 mod upload;
 mod worker;
 
-pub use config::{Clock, EngineConfig, Interrupt, Prefetch, Routing, Verify, never_interrupt};
+pub use config::{
+    Clock, ComputeTimes, EngineConfig, Interrupt, Prefetch, Routing, Verify, never_interrupt,
+};
 pub use engine::Engine;
 pub use error::{Error, ErrorKind};
 pub use expectation::Expectation;
 pub use lease::{Lease, TensorBytes};
 pub use pass::PassId;
-pub use plan::{Bottleneck, NeverFits, Plan, PlanRequest, Rates, Residency, UnitDemand};
+pub use plan::{
+    Bottleneck, CurvePoint, NeverFits, Plan, PlanRequest, Rates, Residency, UnitDemand,
+};
 pub use planner::{plan, predict, smallest_budget};
-pub use stats::{EngineStats, RoutedStats, TableStats, UnitStats};
+pub use stats::{EngineStats, PassTimes, RoutedStats, TableStats, UnitStats};
 pub use table::{Table, TableId};
 pub use unit::{Access, PHASE_ALIGN, Phase, RangeDigest, Unit, UnitId, UnitTensor};

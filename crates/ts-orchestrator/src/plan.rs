@@ -79,6 +79,8 @@ pub struct Rates {
     /// The number of processors that decode at the same time; 0 counts as 1. The computation uses
     /// the same ones.
     pub processors: usize,
+    /// How many bytes are read in one second of processor time.
+    pub read_bytes_per_processor_s: f64,
 }
 
 impl Rates {
@@ -99,13 +101,25 @@ impl Rates {
     pub fn with_processors(self, processors: usize) -> Self {
         Self { processors, ..self }
     }
+
+    /// Sets [`read_bytes_per_processor_s`](Self::read_bytes_per_processor_s).
+    #[must_use]
+    pub fn with_read_bytes_per_processor_s(self, read_bytes_per_processor_s: f64) -> Self {
+        Self { read_bytes_per_processor_s, ..self }
+    }
 }
 
 impl Default for Rates {
     /// Returns the rates of a slow NVMe device, 1 GB/s and 100 µs, and of one processor, which
-    /// decodes 3 GB/s.
+    /// decodes 3 GB/s. Reading takes no processor time.
     fn default() -> Self {
-        Self { read_bytes_per_s: 1e9, read_latency_s: 1e-4, decode_bytes_per_s: 3e9, processors: 1 }
+        Self {
+            read_bytes_per_s: 1e9,
+            read_latency_s: 1e-4,
+            decode_bytes_per_s: 3e9,
+            processors: 1,
+            read_bytes_per_processor_s: f64::INFINITY,
+        }
     }
 }
 
@@ -129,11 +143,16 @@ pub struct PlanRequest<'a> {
     /// The minimum memory to leave for streamed units, if possible, in bytes. With 0, only the
     /// predicted speed decides.
     pub least_ring_bytes: usize,
+    /// How many visits ahead of its use a unit may be read; 0 means that it is read when the
+    /// computation needs it.
+    pub reach: usize,
+    /// The duration of the computation of a pass outside of its visits, in seconds.
+    pub other_compute_s: f64,
 }
 
 impl<'a> PlanRequest<'a> {
-    /// Returns a request for one pass at a time, with default rates and no sets of units that are
-    /// needed together.
+    /// Returns a request for one pass at a time, with default rates, no limit of reading
+    /// ahead, and no sets of units that are needed together.
     pub fn new(units: &'a [UnitDemand], order: &'a [UnitId], budget_bytes: usize) -> Self {
         Self {
             units,
@@ -143,6 +162,8 @@ impl<'a> PlanRequest<'a> {
             max_passes: 1,
             rates: Rates::default(),
             least_ring_bytes: 0,
+            reach: usize::MAX,
+            other_compute_s: 0.0,
         }
     }
 
@@ -168,6 +189,18 @@ impl<'a> PlanRequest<'a> {
     #[must_use]
     pub fn with_least_ring_bytes(self, least_ring_bytes: usize) -> Self {
         Self { least_ring_bytes, ..self }
+    }
+
+    /// Sets [`reach`](Self::reach).
+    #[must_use]
+    pub fn with_reach(self, reach: usize) -> Self {
+        Self { reach, ..self }
+    }
+
+    /// Sets [`other_compute_s`](Self::other_compute_s).
+    #[must_use]
+    pub fn with_other_compute_s(self, other_compute_s: f64) -> Self {
+        Self { other_compute_s, ..self }
     }
 }
 
@@ -247,6 +280,20 @@ impl Plan {
     pub(crate) fn cost(&self) -> f64 {
         self.predicted_pass_s * (1.0 + 1e-12 * self.ring_bytes as f64)
     }
+}
+
+/// What passes would be like with another budget.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct CurvePoint {
+    /// The budget, in bytes.
+    pub budget_bytes: usize,
+    /// The predicted duration of each pass after the first, in seconds.
+    pub predicted_pass_s: f64,
+    /// The number of bytes that each pass after the first reads.
+    pub streamed_bytes_per_pass: u64,
+    /// The predicted bottleneck of each pass after the first.
+    pub bottleneck: Bottleneck,
 }
 
 /// The budget is too small for any plan.

@@ -450,6 +450,13 @@ impl<'a> Planner<'a> {
         }
     }
 
+    /// Returns the duration of the computation of a visit, with a share of the computation outside
+    /// of visits, in seconds.
+    fn compute_s(&self, i: usize) -> f64 {
+        let request = self.request;
+        request.units[i].compute_s + request.other_compute_s / request.order.len() as f64
+    }
+
     fn read_s(&self, i: usize) -> f64 {
         let rates = self.request.rates;
         rates.read_latency_s + self.request.units[i].read_bytes as f64 / rates.read_bytes_per_s
@@ -476,11 +483,13 @@ impl<'a> Planner<'a> {
         let (mut compute_s, mut decode_s) = (0.0, 0.0);
         for unit in self.request.order {
             let i = unit.index();
-            compute_s += self.request.units[i].compute_s;
+            compute_s += self.compute_s(i);
             decode_s += self.decode_s(i, residency[i]);
         }
-        // The computation uses all processors, so decoding takes time from it.
-        let processors_s = compute_s + decode_s / self.request.rates.processors.max(1) as f64;
+        // The computation uses all processors, so decoding and reading take time from it.
+        let rates = self.request.rates;
+        let other_s = decode_s + read as f64 / rates.read_bytes_per_processor_s;
+        let processors_s = compute_s + other_s / rates.processors.max(1) as f64;
         let predicted_pass_s = self.simulate(&residency, ring_bytes).max(processors_s);
         let bottleneck = if predicted_pass_s <= 1.05 * compute_s {
             Bottleneck::Compute
@@ -504,9 +513,9 @@ impl<'a> Planner<'a> {
 
     /// Simulates passes, and returns the duration of a pass in the steady state, in seconds.
     ///
-    /// Storage reads streamed units in order, as soon as the ring has room. The processors decode
-    /// units in order, and compute visits in order, as soon as their unit is decoded. Decoding and
-    /// computing do not slow each other down here.
+    /// Storage reads streamed units in order, as soon as the ring has room and the computation is
+    /// near enough. The processors decode units in order, and compute visits in order, as soon as
+    /// their unit is decoded. Decoding and computing do not slow each other down here.
     fn simulate(&self, residency: &[Residency], ring: usize) -> f64 {
         const PASSES: usize = 3;
         let processors = self.request.rates.processors.max(1) as f64;
@@ -514,12 +523,21 @@ impl<'a> Planner<'a> {
         let mut held: VecDeque<(usize, f64)> = VecDeque::new();
         let (mut held_bytes, mut room_at) = (0, 0.0f64);
         let (mut storage, mut decoder, mut compute, mut begun) = (0.0f64, 0.0f64, 0.0f64, 0.0f64);
+        // The times at which the last visits asked for their unit, at most `reach` of them.
+        let mut recent: VecDeque<f64> = VecDeque::new();
+        let reach = self.request.reach.min(PASSES * self.request.order.len());
         for pass in 0..PASSES {
             if pass == PASSES - 1 {
                 begun = compute;
             }
             for unit in self.request.order {
                 let i = unit.index();
+                let near = match reach {
+                    0 => compute,
+                    _ if recent.len() < reach => 0.0,
+                    _ => recent.pop_front().expect("the reach is not 0"),
+                };
+                recent.push_back(compute);
                 if residency[i] != Residency::Resident {
                     // Units leave the ring in the order in which they came.
                     while held_bytes + self.size(i) > ring {
@@ -528,9 +546,9 @@ impl<'a> Planner<'a> {
                         held_bytes -= bytes;
                         room_at = released;
                     }
-                    let mut ready = room_at;
+                    let mut ready = room_at.max(near);
                     if residency[i] == Residency::Streamed {
-                        storage = storage.max(room_at) + self.read_s(i);
+                        storage = storage.max(ready) + self.read_s(i);
                         ready = storage;
                     }
                     let decode_s = self.decode_s(i, residency[i]);
@@ -539,10 +557,10 @@ impl<'a> Planner<'a> {
                         ready = decoder;
                     }
                     compute = compute.max(ready);
-                    held.push_back((self.size(i), compute + self.request.units[i].compute_s));
+                    held.push_back((self.size(i), compute + self.compute_s(i)));
                     held_bytes += self.size(i);
                 }
-                compute += self.request.units[i].compute_s;
+                compute += self.compute_s(i);
             }
         }
         compute - begun

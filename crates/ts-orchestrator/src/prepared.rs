@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Units with their layout in memory.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::config::ComputeTimes;
 use crate::image::ImageLayout;
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
-use crate::plan::UnitDemand;
+use crate::plan::{Rates, UnitDemand};
 use crate::stats::UnitStats;
-use crate::unit::{Access, Unit};
+use crate::unit::{Access, Unit, UnitId};
 use crate::worker::TensorCheck;
 
 /// A unit with its layout.
@@ -36,10 +38,23 @@ impl PreparedUnit {
         }
     }
 
+    /// Returns the input of the planner for these units.
+    pub(crate) fn demands<'a>(
+        units: impl IntoIterator<Item = &'a Self>,
+        compute: &ComputeTimes,
+        rates: Rates,
+    ) -> Vec<UnitDemand> {
+        let known: HashMap<UnitId, f64> = compute.units.iter().copied().collect();
+        let demand = |(i, unit): (u32, &Self)| {
+            unit.demand(known.get(&UnitId(i)).copied(), rates.decode_bytes_per_s)
+        };
+        (0u32..).zip(units).map(demand).collect()
+    }
+
     /// Returns the input of the planner for this unit. `compute_s` is the measured duration of a
     /// visit, in seconds. If it is `None`, the duration is estimated. `decode_bytes_per_s` is the
     /// rate at which one processor decodes.
-    pub(crate) fn demand(&self, compute_s: Option<f64>, decode_bytes_per_s: f64) -> UnitDemand {
+    fn demand(&self, compute_s: Option<f64>, decode_bytes_per_s: f64) -> UnitDemand {
         let decoded = |read: &SlotRead| match read.kind {
             ReadKind::Decoded { raw_len, .. } => raw_len,
             _ => 0,

@@ -8,10 +8,10 @@ use ts_io::Source;
 use ts_pool::BLOCK_ALIGN;
 
 use crate::Error;
-use crate::config::EngineConfig;
+use crate::config::{EngineConfig, Prefetch};
 use crate::image::ImageLayout;
 use crate::layout::{ReadKind, SlotLayout};
-use crate::plan::{NeverFits, Plan, PlanRequest};
+use crate::plan::{CurvePoint, NeverFits, Plan, PlanRequest};
 use crate::planner::plan;
 use crate::prepared::PreparedUnit;
 use crate::requests::RequestSizes;
@@ -117,6 +117,62 @@ impl Overhead {
         left - left % BLOCK_ALIGN
     }
 
+    /// Returns the size of one decoder and of the minimum number of bounce buffers, in bytes.
+    fn least_bytes(&self) -> usize {
+        self.bytes(self.least_buffers())
+    }
+
+    /// Returns the plan for a budget, and what to reserve besides its slots. Reserves only the
+    /// minimum, and then no memory for rows, if more would leave too little memory for a plan.
+    ///
+    /// The memory for slots in `request` does not matter.
+    fn plan(
+        &self,
+        request: PlanRequest<'_>,
+        tables: &[Table],
+        prefetch: Prefetch,
+        budget_bytes: usize,
+    ) -> Result<(Plan, Buffers), NeverFits> {
+        let attempt = |buffers: Buffers| {
+            let slot_budget = self.slot_budget(budget_bytes, buffers);
+            let least_ring_bytes = prefetch.least_ring_bytes(slot_budget);
+            let plan =
+                plan(&PlanRequest { budget_bytes: slot_budget, least_ring_bytes, ..request });
+            let smallest =
+                |e: &NeverFits| e.smallest_budget_bytes.saturating_add(self.least_bytes());
+            plan.map(|plan| (plan, buffers)).map_err(|e| NeverFits {
+                budget_bytes,
+                smallest_budget_bytes: smallest(&e),
+                ..e
+            })
+        };
+        let rows = RowCache::bytes(tables, budget_bytes);
+        attempt(self.buffers(budget_bytes, rows))
+            .or_else(|_| attempt(Buffers { row_cache_bytes: rows, ..self.least_buffers() }))
+            .or_else(|_| attempt(self.least_buffers()))
+    }
+
+    /// Returns what passes would be like with each of these budgets, in bytes, except those that
+    /// are too small.
+    pub(crate) fn curve(
+        &self,
+        request: PlanRequest<'_>,
+        tables: &[Table],
+        prefetch: Prefetch,
+        budgets: &[usize],
+    ) -> Vec<CurvePoint> {
+        let point = |&budget_bytes: &usize| {
+            let (plan, _) = self.plan(request, tables, prefetch, budget_bytes).ok()?;
+            Some(CurvePoint {
+                budget_bytes,
+                predicted_pass_s: plan.predicted_pass_s,
+                streamed_bytes_per_pass: plan.streamed_bytes_per_pass,
+                bottleneck: plan.bottleneck,
+            })
+        };
+        budgets.iter().filter_map(point).collect()
+    }
+
     /// Returns a budget that leaves `slot_bytes` for slots, in bytes. Less than one block below it
     /// can be enough too. A larger budget also has more buffers and more cached rows.
     pub(crate) fn budget_for(&self, slot_bytes: usize, tables: &[Table]) -> usize {
@@ -135,6 +191,50 @@ impl Overhead {
 impl Sizing {
     /// Computes all sizes and the first plan. `staged` means that units live on a device with its
     /// own memory.
+    pub(crate) fn new(
+        units: Vec<Unit>,
+        sources: &[Arc<Source>],
+        config: &EngineConfig,
+        staged: bool,
+    ) -> Result<Self, Error> {
+        let Preparation { units, order, requests, overhead } =
+            Preparation::new(units, sources, config, staged)?;
+        let demands = PreparedUnit::demands(&units, &config.compute, config.rates);
+        let request = config.plan_request(&demands, &order);
+        let (plan, buffers) =
+            overhead.plan(request, &config.tables, config.prefetch, config.budget_bytes)?;
+        let slot_budget = overhead.slot_budget(config.budget_bytes, buffers);
+        let mut sizes: Vec<usize> = units.iter().map(|unit| unit.slot_bytes).collect();
+        sizes.sort_unstable_by(|a, b| b.cmp(a));
+        let staging_total =
+            if staged { sizes.iter().take(config.staging_units.max(1)).sum() } else { 0 };
+        Ok(Self {
+            units,
+            order,
+            requests,
+            bounce_total: buffers.bounces * overhead.bounce_bytes,
+            workers: buffers.workers,
+            decoder_total: overhead.decoder_total(buffers),
+            row_cache_bytes: buffers.row_cache_bytes,
+            staging_total,
+            slot_budget,
+            least_buffer_bytes: overhead.least_bytes(),
+            overhead,
+            plan,
+        })
+    }
+}
+
+/// Units with their layouts, and the sizes that do not depend on the budget.
+#[derive(Debug)]
+pub(crate) struct Preparation {
+    pub(crate) units: Vec<PreparedUnit>,
+    pub(crate) order: Vec<UnitId>,
+    pub(crate) requests: RequestSizes,
+    pub(crate) overhead: Overhead,
+}
+
+impl Preparation {
     pub(crate) fn new(
         units: Vec<Unit>,
         sources: &[Arc<Source>],
@@ -169,57 +269,13 @@ impl Sizing {
             decodes,
             staged,
         };
-        let least_buffer_bytes = overhead.bytes(overhead.least_buffers());
         let mut units = units;
         // Units on a device with its own memory are not kept compressed on the host.
         if config.keep_compressed && !staged {
             let ordered = units.iter_mut().filter(|unit| unit.unit.access == Access::Ordered);
             ordered.for_each(|unit| unit.image = ImageLayout::new(&unit.layout, requests));
         }
-        let decode_rate = config.rates.decode_bytes_per_s;
-        let demands: Vec<_> = units.iter().map(|unit| unit.demand(None, decode_rate)).collect();
-        let attempt = |buffers: Buffers| {
-            let slot_budget = overhead.slot_budget(config.budget_bytes, buffers);
-            let request = PlanRequest {
-                units: &demands,
-                order: &order,
-                together: &config.together,
-                budget_bytes: slot_budget,
-                max_passes: config.max_passes,
-                rates: config.rates,
-                least_ring_bytes: config.prefetch.least_ring_bytes(slot_budget),
-            };
-            let plan = plan(&request).map_err(|e| NeverFits {
-                budget_bytes: config.budget_bytes,
-                smallest_budget_bytes: e.smallest_budget_bytes.saturating_add(least_buffer_bytes),
-                ..e
-            })?;
-            Ok::<_, NeverFits>((plan, buffers, slot_budget))
-        };
-        // Reserves only the minimum, and then no memory for rows, if more would leave too little
-        // memory for a plan.
-        let rows = RowCache::bytes(&config.tables, config.budget_bytes);
-        let (plan, buffers, slot_budget) = attempt(overhead.buffers(config.budget_bytes, rows))
-            .or_else(|_| attempt(Buffers { row_cache_bytes: rows, ..overhead.least_buffers() }))
-            .or_else(|_| attempt(overhead.least_buffers()))?;
-        let mut sizes: Vec<usize> = units.iter().map(|unit| unit.slot_bytes).collect();
-        sizes.sort_unstable_by(|a, b| b.cmp(a));
-        let staging_total =
-            if staged { sizes.iter().take(config.staging_units.max(1)).sum() } else { 0 };
-        Ok(Self {
-            units,
-            order,
-            requests,
-            bounce_total: buffers.bounces * overhead.bounce_bytes,
-            workers: buffers.workers,
-            decoder_total: overhead.decoder_total(buffers),
-            row_cache_bytes: buffers.row_cache_bytes,
-            staging_total,
-            slot_budget,
-            least_buffer_bytes,
-            overhead,
-            plan,
-        })
+        Ok(Self { units, order, requests, overhead })
     }
 }
 

@@ -5,6 +5,7 @@
 mod demand;
 mod guesses;
 mod loading;
+mod pass_times;
 mod prefetch;
 mod routed;
 
@@ -18,14 +19,14 @@ use ts_pool::{Buffer, SharedBuffer, WatchedBuffer};
 use ts_streams::Device;
 
 use crate::Error;
-use crate::config::{Routing, Verify};
+use crate::config::{ComputeTimes, Routing, Verify};
 use crate::context::EngineContext;
 use crate::layout::ReadKind;
 use crate::pass::Passes;
-use crate::plan::{Plan, Residency, UnitDemand};
+use crate::plan::{Plan, Residency};
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::Slot;
-use crate::stats::UnitStats;
+use crate::stats::{PassTimes, UnitStats};
 use crate::unit::UnitId;
 use crate::unit_load::{QueuedDecode, QueuedRead, UnitLoad};
 use crate::unit_memory::UnitMemory;
@@ -33,6 +34,7 @@ use crate::worker::Workers;
 
 pub(crate) use demand::Shortage;
 use guesses::Guesses;
+use pass_times::PassLog;
 use routed::Routed;
 
 /// The mutable state of an engine.
@@ -54,6 +56,7 @@ pub(crate) struct EngineState<D: Device> {
     /// Whether prefetching is paused until loads in flight have ended.
     pub(crate) paused: bool,
     pub(crate) counters: EngineCounters,
+    pub(crate) pass_log: PassLog,
     /// The threads that wait for memory.
     pub(crate) waiting_for_memory: HashSet<ThreadId>,
     /// The threads that wait to begin a pass.
@@ -203,6 +206,7 @@ impl<D: Device> EngineState<D> {
             streamed_high_water: 0,
             paused: false,
             counters: EngineCounters::default(),
+            pass_log: PassLog::default(),
             waiting_for_memory: HashSet::new(),
             waiting_for_pass: HashSet::new(),
             idle: BTreeSet::new(),
@@ -332,21 +336,44 @@ impl<D: Device> EngineState<D> {
         self.counters.read_bytes.iter().map(|(_, bytes)| bytes).sum()
     }
 
+    /// Returns the counters that [`PassTimes`] contains.
+    pub(crate) fn pass_totals(&self, now_ns: u64) -> PassTimes {
+        let reading =
+            if self.in_flight > 0 { now_ns.saturating_sub(self.busy_since_ns) } else { 0 };
+        PassTimes {
+            reading_ns: self.counters.busy_ns + reading,
+            decoding_ns: self.counters.decode_ns,
+            read_bytes: self.read_bytes(),
+            decoded_bytes: self.counters.decoded_bytes,
+            replans: self.counters.replans,
+            ..self.pass_log.calls()
+        }
+    }
+
+    /// Returns the measured durations of computations, or those of an earlier run.
+    pub(crate) fn compute_times(&self, earlier: &ComputeTimes) -> ComputeTimes {
+        let mut times = earlier.clone();
+        times.units.retain(|(id, _)| self.units[id.index()].fastest_use_ns.is_none());
+        let measured = (0u32..)
+            .zip(&self.units)
+            .filter_map(|(i, unit)| Some((UnitId(i), unit.fastest_use_ns? as f64 / 1e9)));
+        times.units.extend(measured);
+        times.units.sort_unstable_by_key(|(id, _)| *id);
+        if let Some(compute_s) = self.pass_log.compute_s() {
+            let visited: f64 = self
+                .planned_order
+                .iter()
+                .filter_map(|id| self.units[id.index()].fastest_use_ns)
+                .map(|ns| ns as f64 / 1e9)
+                .sum();
+            times.other_s = (compute_s - visited).max(0.0);
+        }
+        times
+    }
+
     /// Returns whether any unit is being loaded.
     pub(crate) fn is_loading(&self) -> bool {
         !self.loads.is_empty()
-    }
-
-    /// Returns the sizes and measured times of all units, for the planner.
-    pub(crate) fn demands(
-        &self,
-        context: &EngineContext<D>,
-        decode_bytes_per_s: f64,
-    ) -> Vec<UnitDemand> {
-        let demand = |(prepared, unit): (&Arc<PreparedUnit>, &UnitState<D>)| {
-            prepared.demand(unit.fastest_use_ns.map(|ns| ns as f64 / 1e9), decode_bytes_per_s)
-        };
-        context.units.iter().zip(&self.units).map(demand).collect()
     }
 
     /// Returns the memory of units if all of them are present, and marks them as used by this

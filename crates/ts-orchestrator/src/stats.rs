@@ -3,7 +3,8 @@
 
 use ts_io::ReadPath;
 
-use crate::plan::Plan;
+use crate::config::ComputeTimes;
+use crate::plan::{Bottleneck, Plan, Rates};
 
 /// The statistics of one unit since the engine was created.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -77,6 +78,47 @@ pub struct TableStats {
     pub read_bytes: u64,
 }
 
+/// What the time of one pass went into, in nanoseconds. The pass ran alone.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PassTimes {
+    /// The duration of the pass.
+    pub wall_ns: u64,
+    /// How long calls waited for units or for rows.
+    pub waited_ns: u64,
+    /// How long the same calls took besides waiting.
+    pub calls_ns: u64,
+    /// The time with at least one read in flight.
+    pub reading_ns: u64,
+    /// The processor time of decoding.
+    pub decoding_ns: u64,
+    /// The number of bytes that were read.
+    pub read_bytes: u64,
+    /// The number of bytes that were decoded.
+    pub decoded_bytes: u64,
+    /// How many times the plan had changed before the pass.
+    pub replans: u64,
+}
+
+impl PassTimes {
+    /// Returns the time of the computation: all time except that of waiting and of calls.
+    pub fn compute_ns(&self) -> u64 {
+        self.wall_ns.saturating_sub(self.waited_ns + self.calls_ns)
+    }
+
+    /// Returns the part that limited the speed of the pass, if `workers` threads decode.
+    pub fn bottleneck(&self, workers: usize) -> Bottleneck {
+        let share = |ns: u64| ns as f64 / self.wall_ns.max(1) as f64;
+        if share(self.waited_ns) < 0.05 {
+            Bottleneck::Compute
+        } else if share(self.decoding_ns) / workers.max(1) as f64 > share(self.reading_ns) {
+            Bottleneck::Decoding
+        } else {
+            Bottleneck::Storage
+        }
+    }
+}
+
 /// The memory use and the statistics of an engine.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -109,6 +151,17 @@ pub struct EngineStats {
     pub replans: u64,
     /// The current plan.
     pub plan: Plan,
+    /// The latest passes that ran alone, the latest last; at most 32.
+    pub recent_passes: Vec<PassTimes>,
+    /// The time from the end of the latest of these passes back to the beginning of the first one,
+    /// in nanoseconds.
+    pub recent_ns: u64,
+    /// The number of threads that copy, decode and verify.
+    pub workers: usize,
+    /// The measured speed of storage and of the processors. What was not measured is as configured.
+    pub rates: Rates,
+    /// The measured duration of computations.
+    pub compute: ComputeTimes,
     /// The use of routed units.
     pub routed: RoutedStats,
     /// The use of tables.

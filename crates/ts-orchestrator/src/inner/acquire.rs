@@ -52,11 +52,13 @@ impl<D: Device> EngineInner<D> {
         let now_ns = (self.clock)();
         state.advance(&self.context, now_ns);
         let (memory, waited) = result?;
+        let call_ns = now_ns.saturating_sub(asked_ns);
+        state.pass_log.count_call(if waited { call_ns } else { 0 }, call_ns);
         if waited {
             for &unit in units {
                 let stats = &mut state.units[unit.index()].stats;
                 stats.stalls += 1;
-                stats.stall_ns += now_ns - asked_ns;
+                stats.stall_ns += call_ns;
             }
         }
         Ok((memory, now_ns))

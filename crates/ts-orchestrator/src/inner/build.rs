@@ -115,6 +115,8 @@ impl<D: Device> EngineInner<D> {
             least_buffer_bytes,
             overhead,
             rates: config.rates,
+            compute: config.compute,
+            worker_count,
             clock: config.clock,
             process: std::process::id(),
         };

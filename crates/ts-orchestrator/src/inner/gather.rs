@@ -29,6 +29,7 @@ impl<D: Device> EngineInner<D> {
         rows: &[u64],
         interrupt: Interrupt<'_>,
     ) -> Result<TensorBytes<D>, Error> {
+        let asked_ns = (self.clock)();
         let mut timer = InterruptTimer::new();
         let mut cached = self.row_cache.contains(table, rows);
         let row_bytes = self.tables[table.index()].row_bytes() as usize;
@@ -55,6 +56,8 @@ impl<D: Device> EngineInner<D> {
                 let place = prepared.layout.tensors[0];
                 let bytes = &buffer[place.offset..place.offset + place.len];
                 self.row_cache.add(table, rows, &cached, bytes);
+                let call_ns = (self.clock)().saturating_sub(asked_ns);
+                state.pass_log.count_call(call_ns, call_ns);
                 let memory = self.context.slots.gathered(buffer, self.context.events.clone());
                 let memory = Arc::new(memory);
                 state.add_gathered(&prepared, &memory);

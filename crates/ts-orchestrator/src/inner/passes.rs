@@ -4,11 +4,13 @@
 use ts_streams::Device;
 
 use crate::Error;
-use crate::config::Interrupt;
+use crate::config::{ComputeTimes, Interrupt};
 use crate::pass::PassId;
-use crate::plan::{PlanRequest, Rates};
+use crate::plan::{CurvePoint, PlanRequest, Rates, UnitDemand};
 use crate::planner::{plan, predict};
+use crate::prepared::PreparedUnit;
 use crate::state::EngineState;
+use crate::unit::UnitId;
 
 use super::{EngineInner, InterruptTimer};
 
@@ -31,23 +33,33 @@ impl<D: Device> EngineInner<D> {
         }
         state.waiting_for_pass.remove(&this_thread);
         state.counters.passes += 1;
+        let alone = state.passes.running() == 0;
         let id = state.passes.begin();
         state.routed.begin_pass();
-        state.advance(&self.context, (self.clock)());
+        let now_ns = (self.clock)();
+        let totals = state.pass_totals(now_ns);
+        state.pass_log.begin(id, alone, totals, now_ns);
+        state.advance(&self.context, now_ns);
         Ok(id)
     }
 
     pub(crate) fn end_pass(&self, pass: PassId) -> bool {
         let mut state = self.lock();
+        let now_ns = (self.clock)();
+        let totals = state.pass_totals(now_ns);
+        state.pass_log.end(pass, totals, now_ns);
         let planned_order = state.planned_order.clone();
+        let (predicted_s, replans) = (state.plan.predicted_pass_s, state.counters.replans);
         match state.passes.end(pass, &planned_order) {
             Some(true) => self.propose_plan(&mut state),
             Some(false) if state.plan_outdated => self.propose_plan(&mut state),
+            Some(false) if state.pass_log.differs(predicted_s, replans) => {
+                self.propose_plan(&mut state);
+            }
             // The pass used the order that the current plan was made for.
             Some(false) => state.pending_plan = None,
             None => {}
         }
-        let now_ns = (self.clock)();
         if state.passes.running() == 0 {
             state.drop_guesses(&self.context, now_ns);
         }
@@ -84,18 +96,16 @@ impl<D: Device> EngineInner<D> {
     /// switching to.
     fn propose_plan(&self, state: &mut EngineState<D>) {
         let rates = self.measured_rates(state);
-        let demands = state.demands(&self.context, rates.decode_bytes_per_s);
+        let compute = state.compute_times(&self.compute);
+        let units = self.context.units.iter().map(|unit| &**unit);
+        let demands = PreparedUnit::demands(units, &compute, rates);
         let order = state.passes.order().to_vec();
         let least = self.context.prefetch.least_ring_bytes(self.slot_budget);
         let request = PlanRequest {
-            units: &demands,
-            order: &order,
-            together: &state.together,
             budget_bytes: self.slot_budget,
-            max_passes: self.max_passes,
-            rates,
             // Assumes that the streamed units will need as much memory as before.
             least_ring_bytes: least.max(state.streamed_high_water),
+            ..self.plan_request(&demands, &order, &state.together, rates, &compute)
         };
         let Ok(better) = plan(&request) else { return };
         let kept = predict(&request, &state.residency());
@@ -118,9 +128,39 @@ impl<D: Device> EngineInner<D> {
         }
     }
 
+    /// Returns what passes would be like with each of these budgets, in bytes, except those that
+    /// are too small.
+    pub(crate) fn curve(&self, budgets: &[usize]) -> Vec<CurvePoint> {
+        let state = self.lock();
+        let (rates, compute) = (self.measured_rates(&state), state.compute_times(&self.compute));
+        let (order, together) = (state.passes.order().to_vec(), state.together.clone());
+        drop(state);
+        let units = self.context.units.iter().map(|unit| &**unit);
+        let demands = PreparedUnit::demands(units, &compute, rates);
+        let request = self.plan_request(&demands, &order, &together, rates, &compute);
+        self.overhead.curve(request, &self.tables, self.context.prefetch, budgets)
+    }
+
+    /// Returns the planner's request, without a budget.
+    fn plan_request<'a>(
+        &self,
+        demands: &'a [UnitDemand],
+        order: &'a [UnitId],
+        together: &'a [Vec<UnitId>],
+        rates: Rates,
+        compute: &ComputeTimes,
+    ) -> PlanRequest<'a> {
+        PlanRequest::new(demands, order, 0)
+            .with_together(together)
+            .with_max_passes(self.max_passes)
+            .with_rates(rates)
+            .with_reach(self.context.prefetch.reach())
+            .with_other_compute_s(compute.other_s)
+    }
+
     /// Returns the bandwidth while reads were in flight, and the rate of decoding. Where too little
     /// was measured, returns the configured rate.
-    fn measured_rates(&self, state: &EngineState<D>) -> Rates {
+    pub(super) fn measured_rates(&self, state: &EngineState<D>) -> Rates {
         const SAMPLE_NS: u64 = 20_000_000;
         let rate = |bytes: u64, ns: u64, assumed: f64| {
             if bytes == 0 || ns < SAMPLE_NS { assumed } else { bytes as f64 / (ns as f64 / 1e9) }

@@ -25,6 +25,40 @@ fn all_units_are_resident_if_they_fit() {
 }
 
 #[test]
+fn without_reading_ahead_the_ring_is_as_small_as_possible() {
+    let order = order(10);
+    let unit = |i| UnitDemand::new(format!("u{i}"), 100 << 20).with_compute_s(0.1);
+    let units: Vec<_> = (0..10).map(unit).collect();
+    let budget = 500 << 20;
+    let plan_with = |reach| plan(&PlanRequest::new(&units, &order, budget).with_reach(reach));
+    let plans = [0, 1, usize::MAX].map(|reach| plan_with(reach).unwrap());
+    let rings = plans.each_ref().map(|plan| plan.ring_bytes >> 20);
+    assert_eq!(rings[0], 100, "a second slot would stay empty");
+    assert!(rings[1] <= 200, "one unit is in use, and one is read");
+    let times = plans.each_ref().map(|plan| plan.predicted_pass_s);
+    // Each of the six streamed units is read, and then used.
+    let read_s = Rates::default().read_latency_s + f64::from(100 << 20) / 1e9;
+    assert!((times[0] - (6.0 * read_s + 1.0)).abs() < 1e-6, "{times:?}");
+    assert!(times[1] < 0.8 * times[0] && times[2] <= times[1], "{times:?}");
+}
+
+#[test]
+fn reading_takes_time_of_the_processors() {
+    let (units, order) = (units(&[100, 100]), order(2));
+    let rates = Rates::new(f64::INFINITY, 0.0).with_read_bytes_per_processor_s(1.0);
+    let plan_with = |rates| plan(&PlanRequest::new(&units, &order, 100).with_rates(rates)).unwrap();
+    assert!((plan_with(rates).predicted_pass_s - 200.0).abs() < 1e-6);
+    assert!((plan_with(rates.with_processors(4)).predicted_pass_s - 50.0).abs() < 1e-6);
+}
+
+#[test]
+fn computation_outside_of_visits_counts() {
+    let (units, order) = (units(&[100; 4]), order(4));
+    let request = PlanRequest::new(&units, &order, 400).with_other_compute_s(3.0);
+    assert!((plan(&request).unwrap().predicted_pass_s - 3.0).abs() < 1e-6);
+}
+
+#[test]
 fn a_budget_below_the_largest_unit_is_refused() {
     let (units, order) = (units(&[10, 50, 30]), order(3));
     let error = plan(&PlanRequest::new(&units, &order, 49)).unwrap_err();

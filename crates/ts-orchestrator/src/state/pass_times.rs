@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Measures what the time of passes goes into.
+
+use std::collections::VecDeque;
+
+use crate::pass::PassId;
+use crate::stats::PassTimes;
+
+/// How many passes are kept.
+const KEPT: usize = 32;
+/// A pass is like the others if its duration is within this share of theirs.
+const LIKE: f64 = 0.1;
+/// How many passes show a duration that is not chance.
+const SHOWS: usize = 3;
+
+/// The latest passes that ran alone.
+#[derive(Debug, Default)]
+pub(crate) struct PassLog {
+    /// The pass that has run alone so far, its beginning in nanoseconds, and the counters then.
+    running: Option<(PassId, u64, PassTimes)>,
+    /// The beginning of each pass in nanoseconds, and its times.
+    passes: VecDeque<(u64, PassTimes)>,
+    /// The counters of all passes.
+    totals: PassTimes,
+    /// The duration of passes when the plan was last considered, in seconds.
+    considered_s: Option<f64>,
+}
+
+impl PassLog {
+    /// Begins a pass. `totals` are the counters of the engine.
+    pub(crate) fn begin(&mut self, id: PassId, alone: bool, totals: PassTimes, now_ns: u64) {
+        self.running = alone.then_some((id, now_ns, totals));
+    }
+
+    /// Ends a pass, which is logged if it ran alone.
+    pub(crate) fn end(&mut self, id: PassId, totals: PassTimes, now_ns: u64) {
+        let Some((_, begun_ns, before)) = self.running.take_if(|(running, ..)| *running == id)
+        else {
+            return;
+        };
+        let times = PassTimes {
+            wall_ns: now_ns.saturating_sub(begun_ns),
+            waited_ns: totals.waited_ns - before.waited_ns,
+            calls_ns: totals.calls_ns - before.calls_ns,
+            // Threads read the clock before they take the lock, so this can be slightly less.
+            reading_ns: totals.reading_ns.saturating_sub(before.reading_ns),
+            decoding_ns: totals.decoding_ns - before.decoding_ns,
+            read_bytes: totals.read_bytes - before.read_bytes,
+            decoded_bytes: totals.decoded_bytes - before.decoded_bytes,
+            replans: totals.replans,
+        };
+        if self.passes.len() == KEPT {
+            self.passes.pop_front();
+        }
+        self.passes.push_back((begun_ns, times));
+    }
+
+    /// Counts a call that took `call_ns` in all, of which it waited `waited_ns`.
+    pub(crate) fn count_call(&mut self, waited_ns: u64, call_ns: u64) {
+        self.totals.waited_ns += waited_ns;
+        self.totals.calls_ns += call_ns.saturating_sub(waited_ns);
+    }
+
+    /// Returns the times of all calls; the other fields are 0.
+    pub(crate) fn calls(&self) -> PassTimes {
+        self.totals
+    }
+
+    pub(crate) fn passes(&self) -> Vec<PassTimes> {
+        self.passes.iter().map(|(_, times)| *times).collect()
+    }
+
+    /// Returns the time from the beginning of the first logged pass to the end of the last one, in
+    /// nanoseconds.
+    pub(crate) fn span_ns(&self) -> u64 {
+        let first = self.passes.front().map_or(0, |(begun_ns, _)| *begun_ns);
+        self.passes.back().map_or(0, |(begun_ns, times)| begun_ns + times.wall_ns - first)
+    }
+
+    /// Returns the shortest time that a pass computed, in seconds. The first pass does not count,
+    /// because it also warms up caches.
+    pub(crate) fn compute_s(&self) -> Option<f64> {
+        let computed = self.passes.iter().skip(1).map(|(_, times)| times.compute_ns());
+        computed.min().map(|ns| ns as f64 / 1e9)
+    }
+
+    /// Returns whether the latest passes all took another time than predicted, and another than
+    /// when the plan was last considered. Then considers the plan as of now.
+    pub(crate) fn differs(&mut self, predicted_s: f64, replans: u64) -> bool {
+        let latest = self.passes.iter().rev().take(SHOWS);
+        let latest = latest.filter(|(_, times)| times.replans == replans);
+        let mut walls: Vec<f64> = latest.map(|(_, times)| times.wall_ns as f64 / 1e9).collect();
+        if walls.len() < SHOWS {
+            return false;
+        }
+        walls.sort_by(f64::total_cmp);
+        let median = walls[SHOWS / 2];
+        let differs_from = |expected: f64| {
+            walls.iter().all(|wall| *wall > expected * (1.0 + LIKE))
+                || walls.iter().all(|wall| *wall < expected * (1.0 - LIKE))
+        };
+        if !differs_from(predicted_s) || self.considered_s.is_some_and(|at| !differs_from(at)) {
+            return false;
+        }
+        self.considered_s = Some(median);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pass(log: &mut PassLog, id: u64, wall_ms: u64) {
+        log.begin(PassId(id), true, PassTimes::default(), id * 1_000_000_000);
+        log.end(PassId(id), PassTimes::default(), id * 1_000_000_000 + wall_ms * 1_000_000);
+    }
+
+    #[test]
+    fn only_a_lasting_difference_counts() {
+        let mut log = PassLog::default();
+        for (id, wall_ms) in [100, 150, 100, 150, 95, 109].into_iter().enumerate() {
+            pass(&mut log, id as u64, wall_ms);
+            assert!(!log.differs(0.1, 0), "after pass {id}");
+        }
+        for id in 6..8 {
+            pass(&mut log, id, 150);
+            assert!(!log.differs(0.1, 0), "two passes can be chance");
+        }
+        pass(&mut log, 8, 150);
+        assert!(log.differs(0.1, 0));
+        pass(&mut log, 9, 150);
+        assert!(!log.differs(0.1, 0), "the plan was considered at this speed");
+        for id in 10..13 {
+            pass(&mut log, id, 60);
+        }
+        assert!(log.differs(0.1, 0));
+        assert!(!log.differs(0.1, 1), "no pass ran with the second plan");
+    }
+
+    #[test]
+    fn a_pass_with_company_is_not_logged() {
+        let mut log = PassLog::default();
+        log.begin(PassId(1), true, PassTimes::default(), 0);
+        log.begin(PassId(2), false, PassTimes::default(), 5);
+        log.end(PassId(1), PassTimes::default(), 10);
+        log.end(PassId(2), PassTimes::default(), 12);
+        assert!(log.passes().is_empty());
+        pass(&mut log, 3, 1);
+        assert_eq!(log.passes()[0].wall_ns, 1_000_000);
+        assert_eq!(log.span_ns(), 1_000_000);
+    }
+}
