@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Plans for streaming a checkpoint.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 
-use ts_orchestrator::{Engine, EngineConfig, Plan, Unit, UnitStats};
+use ts_orchestrator::{CurvePoint, Engine, EngineConfig, Plan, Rates, Unit, UnitStats};
 
 use crate::{Checkpoint, Error};
 
@@ -17,6 +17,8 @@ pub struct Explanation {
     pub plan: Plan,
     /// Name, size and residency of each unit. The counters are 0.
     pub units: Vec<UnitStats>,
+    /// The speeds that the prediction assumes.
+    pub rates: Rates,
 }
 
 impl Checkpoint {
@@ -40,27 +42,53 @@ impl Checkpoint {
         config: &EngineConfig,
     ) -> Result<Explanation, Error> {
         let (plan, units) = Engine::preview(units, self.sources(), config)?;
-        Ok(Explanation { budget_bytes: config.budget_bytes, plan, units })
+        Ok(Explanation { budget_bytes: config.budget_bytes, plan, units, rates: config.rates })
+    }
+
+    /// Returns what passes over these units would be like with other budgets: with `budgets`, in
+    /// bytes, or with `None`, with nine from the smallest that works to one with which no unit is
+    /// streamed. Leaves out budgets that are too small. Reads no files.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Engine::preview_curve`].
+    pub fn curve(
+        &self,
+        units: Vec<Unit>,
+        mut config: EngineConfig,
+        budgets: Option<&[usize]>,
+    ) -> Result<Vec<CurvePoint>, Error> {
+        let spread;
+        let budgets = match budgets {
+            Some(budgets) => budgets,
+            None => {
+                const STEPS: usize = 8;
+                let (smallest, whole) = self.requirement(&units, &mut config)?;
+                let step = (whole - smallest) / STEPS;
+                spread = (0..=STEPS).map(|i| if i == STEPS { whole } else { smallest + i * step });
+                &spread.collect::<Vec<_>>()
+            }
+        };
+        Ok(Engine::preview_curve(units, self.sources(), &config, budgets)?)
     }
 
     /// Returns the smallest budget that works for these units, and the smallest budget with which
-    /// no unit is streamed, in bytes. Ignores the budget in `config`. Reads no files.
+    /// no unit is streamed, in bytes. Ignores the budget in `config`, and changes it. Reads no files.
     ///
     /// # Errors
     /// Returns the errors of [`Engine::preview`], except for a budget that is too small.
     pub fn requirement(
         &self,
-        units: Vec<Unit>,
-        mut config: EngineConfig,
+        units: &[Unit],
+        config: &mut EngineConfig,
     ) -> Result<(usize, usize), Error> {
         config.budget_bytes = 0;
-        let smallest = match Engine::preview(units.clone(), self.sources(), &config) {
+        let smallest = match Engine::preview(units.to_vec(), self.sources(), config) {
             Err(ts_orchestrator::Error::NeverFits(refusal)) => refusal.smallest_budget_bytes,
             // Empty units need no memory.
             other => other.map(|_| 0)?,
         };
         config.budget_bytes = usize::MAX >> 1;
-        let (plan, _) = Engine::preview(units, self.sources(), &config)?;
+        let (plan, _) = Engine::preview(units.to_vec(), self.sources(), config)?;
         Ok((smallest, plan.peak_bytes().max(smallest)))
     }
 }
@@ -99,6 +127,29 @@ impl fmt::Display for Explanation {
         }
         writeln!(f, "largest unit       {}   {largest}", mib(largest_bytes))?;
         let (seconds, limit) = (plan.predicted_pass_s, plan.bottleneck);
-        write!(f, "predicted          {seconds:10.3} s a pass at 1 GB/s, limited by {limit}")
+        write!(
+            f,
+            "predicted          {seconds:10.3} s a pass {}, limited by {limit}",
+            speed(self.rates)
+        )
     }
+}
+
+/// Describes a speed of reading, and where it is from.
+fn speed(rates: Rates) -> String {
+    let is_assumed = rates.read_bytes_per_s == Rates::default().read_bytes_per_s;
+    let origin = if is_assumed { "assumed" } else { "as measured" };
+    format!("at {:.3} GB/s ({origin})", rates.read_bytes_per_s / 1e9)
+}
+
+/// Returns a table of a curve.
+pub fn curve_table(points: &[CurvePoint]) -> String {
+    let mut table = "budget MiB   s a pass   reads MiB   limited by".to_owned();
+    for point in points {
+        let mib = |bytes: f64| bytes / f64::from(1 << 20);
+        let (budget, seconds) = (mib(point.budget_bytes as f64), point.predicted_pass_s);
+        let (reads, limit) = (mib(point.streamed_bytes_per_pass as f64), point.bottleneck);
+        let _ = write!(table, "\n{budget:10.1} {seconds:10.4} {reads:11.1}   {limit}");
+    }
+    table
 }

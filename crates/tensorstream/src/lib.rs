@@ -93,6 +93,7 @@ mod pieces;
 mod progress;
 mod read;
 mod size;
+mod speeds;
 mod verify;
 mod write;
 
@@ -104,11 +105,12 @@ pub use convert::{Converted, convert};
 pub use damage::Damage;
 pub use diff::{Difference, TensorDifference, diff};
 pub use error::Error;
-pub use explain::Explanation;
+pub use explain::{Explanation, curve_table};
 pub use load::{LoadOptions, Loaded};
 pub use memory::available_bytes;
 pub use progress::{Progress, Watch};
 pub use size::{ParseSizeError, parse_bytes};
+pub use speeds::Speeds;
 pub use verify::{Verified, verify};
 pub use write::{FileWriter, Format, NewTensor, WriteOptions};
 pub use {

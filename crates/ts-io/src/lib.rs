@@ -116,7 +116,7 @@ pub use provider::{Availability, BackendProvider};
 pub use registry::{Choice, Registry};
 pub use remote::RemoteSource;
 pub use source::{Fingerprint, Source};
-pub use tune::{Trial, Tuner, Tuning};
+pub use tune::{Trial, Tuner, Tuning, cache_directory, file_system};
 #[cfg(target_os = "linux")]
 pub use view::MappedView;
 pub use write::Writer;

@@ -106,14 +106,23 @@ impl Default for Tuner {
     /// Returns a tuner that caches results in `tensorstream/io` under `$XDG_CACHE_HOME` or
     /// `~/.cache`.
     fn default() -> Self {
-        let variable =
-            |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-        let caches = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
-        Self {
-            cache_dir: caches.map(|caches| caches.join("tensorstream").join("io")),
-            measures: true,
-        }
+        Self { cache_dir: cache_directory().map(|caches| caches.join("io")), measures: true }
     }
+}
+
+/// Returns the directory for files that make later runs faster: `tensorstream` under
+/// `$XDG_CACHE_HOME` or `~/.cache`. `None` if neither variable is an absolute path.
+pub fn cache_directory() -> Option<PathBuf> {
+    let variable =
+        |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let caches = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
+    caches.map(|caches| caches.join("tensorstream"))
+}
+
+/// Returns a name for the file system of a local file, made of its type and its id. `None` for other
+/// sources, and where the system has no such id.
+pub fn file_system(source: &Source) -> Option<String> {
+    FileOrigin::of(source).and_then(|file| sys::file_system(file.file()))
 }
 
 impl Tuner {
@@ -152,7 +161,7 @@ impl Tuner {
         if !self.measures || source.len() < MIN_FILE_BYTES || source.direct_alignment().is_err() {
             return Ok(Tuning::default());
         }
-        let file_system = FileOrigin::of(source).and_then(|file| sys::file_system(file.file()));
+        let file_system = file_system(source);
         let cache_file = self.cache_dir.as_ref().zip(file_system).map(|(dir, name)| dir.join(name));
         if let Some(known) = cache_file.as_deref().and_then(load_cached) {
             return Ok(known);

@@ -23,7 +23,7 @@ use crate::config::{ComputeTimes, Routing, Verify};
 use crate::context::EngineContext;
 use crate::layout::ReadKind;
 use crate::pass::Passes;
-use crate::plan::{Plan, Residency};
+use crate::plan::{Plan, Rates, Residency};
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::Slot;
 use crate::stats::{PassTimes, UnitStats};
@@ -350,8 +350,9 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Returns the measured durations of computations, or those of an earlier run.
-    pub(crate) fn compute_times(&self, earlier: &ComputeTimes) -> ComputeTimes {
+    /// Returns the measured durations of computations, or those of an earlier run. `rates` are the
+    /// measured ones.
+    pub(crate) fn compute_times(&self, earlier: &ComputeTimes, rates: Rates) -> ComputeTimes {
         let mut times = earlier.clone();
         times.units.retain(|(id, _)| self.units[id.index()].fastest_use_ns.is_none());
         let measured = (0u32..)
@@ -359,7 +360,7 @@ impl<D: Device> EngineState<D> {
             .filter_map(|(i, unit)| Some((UnitId(i), unit.fastest_use_ns? as f64 / 1e9)));
         times.units.extend(measured);
         times.units.sort_unstable_by_key(|(id, _)| *id);
-        if let Some(compute_s) = self.pass_log.compute_s() {
+        if let Some(compute_s) = self.pass_log.compute_s(rates) {
             let visited: f64 = self
                 .planned_order
                 .iter()

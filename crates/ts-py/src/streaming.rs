@@ -26,6 +26,7 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<pass::Pass>()?;
     m.add_class::<recurrent::Recurrent>()?;
     m.add_class::<expected::Expected>()?;
+    m.add_class::<planning::Preview>()?;
     m.add_function(wrap_pyfunction!(planning::plan, m)?)?;
     m.add_function(wrap_pyfunction!(planning::requirement, m)?)?;
     m.add_function(wrap_pyfunction!(planning::smallest_budget, m)?)?;

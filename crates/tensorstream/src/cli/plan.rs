@@ -2,11 +2,11 @@
 //! `tensorstream plan`.
 
 use serde_json::{Value, json};
-use ts_orchestrator::EngineConfig;
+use ts_orchestrator::{CurvePoint, EngineConfig};
 
 use super::arguments::{CheckpointPath, at_least_one, budget};
 use super::console::{Console, say};
-use crate::{Checkpoint, Error, available_bytes};
+use crate::{Checkpoint, Error, Speeds, available_bytes, curve_table};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
@@ -19,6 +19,9 @@ pub(super) struct Arguments {
     /// Number of forward passes that can run at the same time.
     #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     max_passes: usize,
+    /// Also predict passes with other budgets.
+    #[arg(long)]
+    curve: bool,
 }
 
 pub(super) fn run(arguments: &Arguments, console: Console) -> Result<u8, Error> {
@@ -26,11 +29,32 @@ pub(super) fn run(arguments: &Arguments, console: Console) -> Result<u8, Error> 
     let budget = arguments.budget.or_else(half_of_available).ok_or(Error::NoBudget)?;
     let mut config = EngineConfig::with_budget(budget);
     config.max_passes = arguments.max_passes;
-    let explanation = Checkpoint::open(&arguments.checkpoint.path)?.explain(&config)?;
+    let checkpoint = Checkpoint::open(&arguments.checkpoint.path)?;
+    let units = checkpoint.units_by_module();
+    let config = Speeds::default().recall(&checkpoint, &units, config);
+    let explanation = checkpoint.explain_units(units.clone(), &config)?;
+    let curve = match arguments.curve {
+        true => Some(checkpoint.curve(units, config, None)?),
+        false => None,
+    };
     if !console.json {
         say(explanation);
+        if let Some(curve) = curve {
+            say(format_args!("\n{}", curve_table(&curve)));
+        }
         return Ok(0);
     }
+    let curve = curve.map(|points| {
+        let point = |point: &CurvePoint| {
+            json!({
+                "budget_bytes": point.budget_bytes,
+                "predicted_pass_s": point.predicted_pass_s,
+                "streamed_bytes_per_pass": point.streamed_bytes_per_pass,
+                "bottleneck": point.bottleneck.to_string(),
+            })
+        };
+        points.iter().map(point).collect::<Vec<Value>>()
+    });
     let plan = &explanation.plan;
     let units = explanation.units.iter().map(
         |unit| json!({ "name": unit.name, "bytes": unit.slot_bytes, "resident": unit.resident }),
@@ -45,7 +69,9 @@ pub(super) fn run(arguments: &Arguments, console: Console) -> Result<u8, Error> 
         "streamed_bytes_per_pass": plan.streamed_bytes_per_pass,
         "predicted_pass_s": plan.predicted_pass_s,
         "bottleneck": plan.bottleneck.to_string(),
+        "read_bytes_per_s": explanation.rates.read_bytes_per_s,
         "units": units,
+        "curve": curve,
     }));
     Ok(0)
 }

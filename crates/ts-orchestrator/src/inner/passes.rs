@@ -4,13 +4,12 @@
 use ts_streams::Device;
 
 use crate::Error;
-use crate::config::{ComputeTimes, Interrupt};
+use crate::config::Interrupt;
 use crate::pass::PassId;
-use crate::plan::{CurvePoint, PlanRequest, Rates, UnitDemand};
+use crate::plan::{CurvePoint, Plan, PlanRequest, Rates};
 use crate::planner::{plan, predict};
 use crate::prepared::PreparedUnit;
 use crate::state::EngineState;
-use crate::unit::UnitId;
 
 use super::{EngineInner, InterruptTimer};
 
@@ -95,25 +94,21 @@ impl<D: Device> EngineInner<D> {
     /// Computes a plan from the measurements, and makes it the pending plan if it is worth
     /// switching to.
     fn propose_plan(&self, state: &mut EngineState<D>) {
-        let rates = self.measured_rates(state);
-        let compute = state.compute_times(&self.compute);
-        let units = self.context.units.iter().map(|unit| &**unit);
-        let demands = PreparedUnit::demands(units, &compute, rates);
         let order = state.passes.order().to_vec();
-        let least = self.context.prefetch.least_ring_bytes(self.slot_budget);
-        let request = PlanRequest {
-            budget_bytes: self.slot_budget,
+        let residency = state.residency();
+        let plans = self.with_request(state, |request| {
             // Assumes that the streamed units will need as much memory as before.
-            least_ring_bytes: least.max(state.streamed_high_water),
-            ..self.plan_request(&demands, &order, &state.together, rates, &compute)
-        };
-        let Ok(better) = plan(&request) else { return };
-        let kept = predict(&request, &state.residency());
+            let least_ring_bytes = request.least_ring_bytes.max(state.streamed_high_water);
+            let request = PlanRequest { least_ring_bytes, ..request };
+            let better = plan(&request).ok()?;
+            Some((better, predict(&request, &residency), request.rates.read_bytes_per_s))
+        });
+        let Some((better, kept, read_bytes_per_s)) = plans else { return };
         // A new plan reads the units that it keeps again, and this must pay off within a few
         // passes. All slots together have the size of the first plan's peak, so a larger plan
         // cannot be used.
         let kept_bytes = better.resident_bytes + better.compressed_bytes;
-        let fresh_start_s = kept_bytes as f64 / request.rates.read_bytes_per_s;
+        let fresh_start_s = kept_bytes as f64 / read_bytes_per_s;
         let pays = kept.as_ref().is_none_or(|kept| {
             let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
             gain_s > REPLAN_GAIN * kept.predicted_pass_s && gain_s * REPLAN_PASSES > fresh_start_s
@@ -132,47 +127,56 @@ impl<D: Device> EngineInner<D> {
     /// are too small.
     pub(crate) fn curve(&self, budgets: &[usize]) -> Vec<CurvePoint> {
         let state = self.lock();
-        let (rates, compute) = (self.measured_rates(&state), state.compute_times(&self.compute));
-        let (order, together) = (state.passes.order().to_vec(), state.together.clone());
-        drop(state);
-        let units = self.context.units.iter().map(|unit| &**unit);
-        let demands = PreparedUnit::demands(units, &compute, rates);
-        let request = self.plan_request(&demands, &order, &together, rates, &compute);
-        self.overhead.curve(request, &self.tables, self.context.prefetch, budgets)
+        self.with_request(&state, |request| {
+            self.overhead.curve(request, &self.tables, self.context.prefetch, budgets)
+        })
     }
 
-    /// Returns the planner's request, without a budget.
-    fn plan_request<'a>(
+    /// Returns the current plan, with a prediction from all measurements so far.
+    pub(super) fn predicted_plan(&self, state: &EngineState<D>) -> Plan {
+        let residency = state.residency();
+        let predicted = self.with_request(state, |request| predict(&request, &residency));
+        predicted.unwrap_or_else(|| state.plan.clone()).with_buffers(self.least_buffer_bytes)
+    }
+
+    /// Calls a function with a request that contains all measurements so far.
+    fn with_request<T>(
         &self,
-        demands: &'a [UnitDemand],
-        order: &'a [UnitId],
-        together: &'a [Vec<UnitId>],
-        rates: Rates,
-        compute: &ComputeTimes,
-    ) -> PlanRequest<'a> {
-        PlanRequest::new(demands, order, 0)
-            .with_together(together)
+        state: &EngineState<D>,
+        use_request: impl FnOnce(PlanRequest<'_>) -> T,
+    ) -> T {
+        let rates = self.measured_rates(state);
+        let compute = state.compute_times(&self.compute, rates);
+        let units = self.context.units.iter().map(|unit| &**unit);
+        let demands = PreparedUnit::demands(units, &compute, rates);
+        let least_ring_bytes = self.context.prefetch.least_ring_bytes(self.slot_budget);
+        let request = PlanRequest::new(&demands, state.passes.order(), self.slot_budget)
+            .with_together(&state.together)
             .with_max_passes(self.max_passes)
             .with_rates(rates)
             .with_reach(self.context.prefetch.reach())
-            .with_other_compute_s(compute.other_s)
+            .with_least_ring_bytes(least_ring_bytes)
+            .with_other_compute_s(compute.other_s);
+        use_request(request)
     }
 
-    /// Returns the bandwidth while reads were in flight, and the rate of decoding. Where too little
-    /// was measured, returns the configured rate.
+    /// Returns the bandwidth while reads were in flight, and the rate of decoding: in the latest
+    /// passes, or in all of the time if these have read too little. Where too little was measured,
+    /// returns the configured rate.
     pub(super) fn measured_rates(&self, state: &EngineState<D>) -> Rates {
         const SAMPLE_NS: u64 = 20_000_000;
-        let rate = |bytes: u64, ns: u64, assumed: f64| {
-            if bytes == 0 || ns < SAMPLE_NS { assumed } else { bytes as f64 / (ns as f64 / 1e9) }
+        let rate = |bytes: u64, ns: u64| {
+            (bytes > 0 && ns >= SAMPLE_NS).then(|| bytes as f64 / (ns as f64 / 1e9))
         };
-        let (counters, assumed) = (&state.counters, self.rates);
+        let (recent, all) = (state.pass_log.sum(), &state.counters);
+        let read = rate(recent.read_bytes, recent.reading_ns)
+            .or_else(|| rate(state.read_bytes(), all.busy_ns));
+        let decode = rate(recent.decoded_bytes, recent.decoding_ns)
+            .or_else(|| rate(all.decoded_bytes, all.decode_ns));
+        let assumed = self.rates;
         Rates {
-            read_bytes_per_s: rate(state.read_bytes(), counters.busy_ns, assumed.read_bytes_per_s),
-            decode_bytes_per_s: rate(
-                counters.decoded_bytes,
-                counters.decode_ns,
-                assumed.decode_bytes_per_s,
-            ),
+            read_bytes_per_s: read.unwrap_or(assumed.read_bytes_per_s),
+            decode_bytes_per_s: decode.unwrap_or(assumed.decode_bytes_per_s),
             ..assumed
         }
     }

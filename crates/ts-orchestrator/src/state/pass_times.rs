@@ -4,6 +4,7 @@
 use std::collections::VecDeque;
 
 use crate::pass::PassId;
+use crate::plan::Rates;
 use crate::stats::PassTimes;
 
 /// How many passes are kept.
@@ -77,11 +78,33 @@ impl PassLog {
         self.passes.back().map_or(0, |(begun_ns, times)| begun_ns + times.wall_ns - first)
     }
 
+    /// Returns what the logged passes read and decoded together, and how long they took. The first
+    /// pass does not count, because it also warms up caches.
+    pub(crate) fn sum(&self) -> PassTimes {
+        let add = |sum: PassTimes, (_, times): &(u64, PassTimes)| PassTimes {
+            reading_ns: sum.reading_ns + times.reading_ns,
+            decoding_ns: sum.decoding_ns + times.decoding_ns,
+            read_bytes: sum.read_bytes + times.read_bytes,
+            decoded_bytes: sum.decoded_bytes + times.decoded_bytes,
+            ..sum
+        };
+        self.passes.iter().skip(1).fold(PassTimes::default(), add)
+    }
+
     /// Returns the shortest time that a pass computed, in seconds. The first pass does not count,
     /// because it also warms up caches.
-    pub(crate) fn compute_s(&self) -> Option<f64> {
-        let computed = self.passes.iter().skip(1).map(|(_, times)| times.compute_ns());
-        computed.min().map(|ns| ns as f64 / 1e9)
+    ///
+    /// The work for streaming takes time of the processors too, and so lengthens the computation.
+    /// This part does not count. It is estimated as if the work were spread evenly over the pass.
+    pub(crate) fn compute_s(&self, rates: Rates) -> Option<f64> {
+        let compute_s = |times: &PassTimes| {
+            let reading_s = times.read_bytes as f64 / rates.read_bytes_per_processor_s;
+            let streaming_s = times.decoding_ns as f64 / 1e9 + reading_s;
+            let share = streaming_s / rates.processors.max(1) as f64 * 1e9 / times.wall_ns as f64;
+            times.compute_ns() as f64 / 1e9 * (1.0 - share.min(0.5))
+        };
+        let passes = self.passes.iter().skip(1).filter(|(_, times)| times.wall_ns > 0);
+        passes.map(|(_, times)| compute_s(times)).min_by(f64::total_cmp)
     }
 
     /// Returns whether the latest passes all took another time than predicted, and another than

@@ -44,10 +44,13 @@ if TYPE_CHECKING:
     from .files._convert import compact, convert
     from .files._safe_open import TensorSlice, safe_open
     from .files._state_dict import append_file, load, load_file, load_into, save, save_file
+    from .streaming._curve import Curve, CurvePoint
+    from .streaming._explain import Explanation, explain
     from .streaming._offload import offload, restore, stats
     from .streaming._plan import Plan, plan
     from .streaming._stats import (
         ExpertsStats,
+        PassStats,
         PlanStats,
         RoutedStats,
         Stats,
@@ -80,8 +83,11 @@ __all__ = [
     "ConnectionLost",
     "ConnectionStats",
     "ConnectionTimeout",
+    "Curve",
+    "CurvePoint",
     "DType",
     "ExpertsStats",
+    "Explanation",
     "GpuStatus",
     "Listener",
     "MemoryMode",
@@ -89,6 +95,7 @@ __all__ = [
     "ModelError",
     "NotBuiltWarning",
     "OutOfMemoryError",
+    "PassStats",
     "Plan",
     "PlanStats",
     "PoolConfig",
@@ -111,6 +118,7 @@ __all__ = [
     "compact",
     "connect",
     "convert",
+    "explain",
     "from_pretrained",
     "listen",
     "load",
@@ -129,10 +137,13 @@ _HOMES = {
     "files._convert": ("compact", "convert"),
     "files._state_dict": ("append_file", "load", "load_file", "load_into", "save", "save_file"),
     "files._safe_open": ("TensorSlice", "safe_open"),
+    "streaming._curve": ("Curve", "CurvePoint"),
+    "streaming._explain": ("Explanation", "explain"),
     "streaming._offload": ("offload", "restore", "stats"),
     "streaming._plan": ("Plan", "plan"),
     "streaming._stats": (
         "ExpertsStats",
+        "PassStats",
         "PlanStats",
         "RoutedStats",
         "Stats",

@@ -3,6 +3,7 @@
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use tensorstream::Speeds;
 use tensorstream::io::{BackendOptions, Tuner};
 use tensorstream::orchestrator::{
     Access, Engine, EngineConfig, Phase, Prefetch, Routing, Table, Unit, UnitId, UnitTensor, Verify,
@@ -62,6 +63,7 @@ pub(super) fn engine_factory(
             .with_together(together.clone())
             .with_tables(engine_tables.clone())
             .with_routing(routing.clone());
+        let config = Speeds::default().recall(&checkpoint, &engine_units, config);
         py.detach(|| checkpoint.engine(engine_units.clone(), config)).map_err(|e| to_python(py, &e))
     };
     Ok((units, tables, Box::new(factory)))

@@ -38,6 +38,7 @@ use crate::signals::interruptible;
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Streamer {
     pub(super) inner: Arc<StreamerInner>,
+    pub(super) checkpoint: tensorstream::Checkpoint,
 }
 
 pub(super) struct StreamerInner {

@@ -2,11 +2,14 @@
 //! Computes plans without an engine.
 
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
-use tensorstream::orchestrator::{self as orchestrator, UnitDemand};
+use pyo3::types::{PyDict, PyList};
+use tensorstream::Speeds;
+use tensorstream::orchestrator::{
+    self as orchestrator, EngineConfig, Table, Unit, UnitDemand, UnitId,
+};
 
 use super::engine::{Settings, TableSpec, UnitSpec, config, model_tables, model_units, unit_sets};
-use super::stats::{plan_dict, units_list};
+use super::stats::{curve_list, plan_dict, units_list};
 use crate::errors::to_python;
 use crate::files::checkpoint::Checkpoint;
 
@@ -22,7 +25,8 @@ use crate::files::checkpoint::Checkpoint;
 ///     smallest: The smallest budget that works if the units may be divided further, in bytes.
 ///
 /// Returns:
-///     The plan, the units, and a description, with the keys "plan", "units" and "text".
+///     The plan, the units, a description, and what predicts other budgets, with the keys "plan",
+///     "units", "text" and "preview".
 ///
 /// Raises:
 ///     BudgetError: The budget is too small.
@@ -41,16 +45,19 @@ pub(crate) fn plan<'py>(
     smallest: Option<usize>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let tables = tables.into_iter().map(|(spec, _)| spec).collect();
-    let config = config(budget, settings.as_ref())?
-        .with_together(unit_sets(together))
-        .with_tables(model_tables(py, checkpoint, tables)?);
-    let explanation = match units {
-        None => checkpoint.inner.explain(&config),
-        Some(units) => {
-            let units = model_units(py, checkpoint, units)?;
-            checkpoint.inner.explain_units(units, &config)
-        }
+    let units = match units {
+        None => checkpoint.inner.units_by_module(),
+        Some(units) => model_units(py, checkpoint, units)?,
     };
+    let preview = Preview {
+        settings,
+        together: unit_sets(together),
+        tables: model_tables(py, checkpoint, tables)?,
+        checkpoint: checkpoint.inner.clone(),
+        units,
+    };
+    let config = preview.config(budget)?;
+    let explanation = preview.checkpoint.explain_units(preview.units.clone(), &config);
     let mut explanation = explanation.map_err(|e| to_python(py, &e))?;
     let least = &mut explanation.plan.smallest_budget_bytes;
     *least = smallest.unwrap_or(*least).min(*least);
@@ -58,7 +65,48 @@ pub(crate) fn plan<'py>(
     dict.set_item("plan", plan_dict(py, &explanation.plan)?)?;
     dict.set_item("units", units_list(py, &explanation.units)?)?;
     dict.set_item("text", explanation.to_string())?;
+    dict.set_item("preview", preview)?;
     Ok(dict)
+}
+
+/// What a plan was made from.
+#[pyclass(frozen, module = "tensorstream._native")]
+pub(crate) struct Preview {
+    checkpoint: tensorstream::Checkpoint,
+    units: Vec<Unit>,
+    settings: Option<Settings>,
+    together: Vec<Vec<UnitId>>,
+    tables: Vec<Table>,
+}
+
+impl Preview {
+    /// Returns the configuration of an engine, with the speeds that earlier runs measured.
+    fn config(&self, budget: usize) -> PyResult<EngineConfig> {
+        let config = config(budget, self.settings.as_ref())?
+            .with_together(self.together.clone())
+            .with_tables(self.tables.clone());
+        Ok(Speeds::default().recall(&self.checkpoint, &self.units, config))
+    }
+}
+
+#[pymethods]
+impl Preview {
+    /// Predicts passes with other budgets.
+    ///
+    /// Args:
+    ///     budgets: Budgets in bytes. None for nine from the smallest that works to one with which
+    ///         all units stay in memory.
+    ///
+    /// Returns:
+    ///     A dictionary for each budget that works.
+    fn curve<'py>(
+        &self,
+        py: Python<'py>,
+        budgets: Option<Vec<usize>>,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let curve = self.checkpoint.curve(self.units.clone(), self.config(0)?, budgets.as_deref());
+        curve_list(py, &curve.map_err(|e| to_python(py, &e))?)
+    }
 }
 
 /// Returns the smallest budget that works for these units, and the smallest budget with which all
@@ -82,10 +130,10 @@ pub(crate) fn requirement(
 ) -> PyResult<(usize, usize)> {
     let units = model_units(py, checkpoint, units)?;
     let tables = tables.into_iter().map(|(spec, _)| spec).collect();
-    let config = config(0, Some(&settings))?
+    let mut config = config(0, Some(&settings))?
         .with_together(unit_sets(together))
         .with_tables(model_tables(py, checkpoint, tables)?);
-    checkpoint.inner.requirement(units, config).map_err(|e| to_python(py, &e))
+    checkpoint.inner.requirement(&units, &mut config).map_err(|e| to_python(py, &e))
 }
 
 /// Returns the smallest budget that works for units of these sizes, in bytes.

@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyList};
+use tensorstream::Speeds;
 use tensorstream::orchestrator::UnitId;
 
 use super::engine::{Settings, TableSpec, UnitSpec, engine_factory};
@@ -15,7 +16,7 @@ use super::inner::{Streamer, StreamerInner};
 use super::lease::Use;
 use super::pass::Pass;
 use super::recurrent::Recurrent;
-use super::stats::stats_dict;
+use super::stats::{curve_list, stats_dict};
 use super::torch::Torch;
 use super::weight::{Weight, WeightSpec};
 use crate::errors::to_python;
@@ -56,7 +57,7 @@ impl Streamer {
         let weights = weights.into_iter().map(weight).collect::<PyResult<_>>()?;
         let torch = Torch::new(py, weight_class)?;
         let inner = StreamerInner::new(py, new_engine, weights, tables, units.len(), torch)?;
-        Ok(Self { inner: Arc::new(inner) })
+        Ok(Self { inner: Arc::new(inner), checkpoint: checkpoint.inner.clone() })
     }
 
     /// Begins a pass on this thread, unless the thread is already in a pass. Blocks while
@@ -191,6 +192,25 @@ impl Streamer {
     /// Returns the plan and all measurements so far.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats_dict(py, &self.inner.engine(py)?.stats())
+    }
+
+    /// Predicts passes with other budgets, from all measurements so far.
+    ///
+    /// Args:
+    ///     budgets: Budgets in bytes.
+    ///
+    /// Returns:
+    ///     A dictionary for each budget that works.
+    fn curve<'py>(&self, py: Python<'py>, budgets: Vec<usize>) -> PyResult<Bound<'py, PyList>> {
+        let engine = self.inner.engine(py)?;
+        curve_list(py, &py.detach(|| engine.curve(&budgets)))
+    }
+
+    /// Remembers the measured speeds, so that later plans predict from them.
+    fn remember_speeds(&self, py: Python<'_>) -> PyResult<()> {
+        let stats = self.inner.engine(py)?.stats();
+        py.detach(|| Speeds::default().remember(&self.checkpoint, &stats));
+        Ok(())
     }
 
     /// Returns whether a forward or an operation on a weight is running.

@@ -287,6 +287,8 @@ def stats(model: nn.Module) -> Stats:
         for name, numbers in streaming.expert_units.items()
         for own in [[stats["units"][number] for number in numbers]]
     ]
+    passes = stats["recent_passes"]
+    stats["bottleneck"] = (passes[-1] if passes else stats["plan"])["bottleneck"]
     stats["passed_over"] = [*streaming.passed_over, *stats["passed_over"]]
     return stats
 

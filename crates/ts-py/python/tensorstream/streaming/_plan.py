@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from .. import _native
 from ..config import Config
+from ._curve import Curve, budgets_in_bytes
+from ._report import html_folded, html_table, html_text, mib
 from ._transformers import plan_checkpoint
 from ._weights import Divided
 
@@ -21,6 +24,7 @@ class Plan:
     Attributes:
         budget_bytes: The memory for weights.
         resident_bytes: Memory for units that stay in memory.
+        compressed_bytes: Memory for units that stay in memory compressed.
         ring_bytes: Memory through which the other units are streamed.
         peak_bytes: All memory that the plan uses.
         smallest_budget_bytes: The smallest budget that works.
@@ -28,7 +32,8 @@ class Plan:
         predicted_pass_s: The predicted time of a forward pass, in seconds.
         expert_bytes_per_token: The size of the experts that a token needs, in memory or not.
             ``None`` if there are none, or if their number is unknown.
-        bottleneck: The resource that limits the speed, "storage" or "compute".
+        bottleneck: The resource that limits the speed, "storage", "decoding" or
+            "compute".
         units: The name and the size of each unit, and whether it stays in memory.
         text: The table.
 
@@ -42,6 +47,7 @@ class Plan:
 
     budget_bytes: int
     resident_bytes: int
+    compressed_bytes: int
     ring_bytes: int
     peak_bytes: int
     smallest_budget_bytes: int
@@ -51,9 +57,39 @@ class Plan:
     units: tuple[tuple[str, int, bool], ...]
     expert_bytes_per_token: int | None
     text: str = field(repr=False)
+    _preview: _native.Preview = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (mib(size), "kept" if kept else "streamed", name) for name, size, kept in self.units
+        ]
+        table = html_table(("MiB", "", "unit"), rows)
+        return html_text(self.text) + html_folded(f"{len(rows)} units", table)
+
+    def curve(self, budgets: Iterable[int | str] | None = None) -> Curve:
+        """Predicts passes with other budgets.
+
+        Budgets that are too small for the units of this plan are left out. A plan for a smaller
+        budget may divide layers, and so need less.
+
+        Args:
+            budgets: Budgets in bytes, or sizes such as "600MiB". By default, nine budgets from the
+                smallest that works to one with which everything stays in memory.
+
+        Raises:
+            ConfigurationError: A budget is not a size.
+
+        Examples:
+            >>> import tensorstream as ts, torch
+            >>> ts.save_file({"a.weight": torch.zeros(1000), "b.weight": torch.zeros(500)}, "a.ts")
+            >>> print(ts.plan("a.ts", budget="1MiB").curve(["1MiB"]))  # doctest: +ELLIPSIS
+            budget MiB   s a pass   reads MiB   limited by
+                   1.0     0.0000         0.0   compute
+        """
+        return Curve(self._preview.curve(None if budgets is None else budgets_in_bytes(budgets)))
 
 
 def plan(
@@ -69,9 +105,11 @@ def plan(
     Otherwise, units are inferred from tensor names: tensors whose names differ only in the last
     component are one unit.
 
-    The prediction assumes that storage reads 1 GB/s. It ignores experts and rows of embeddings,
-    because inputs decide which of them a pass needs. For experts, the table says what a token reads
-    if all of them are chosen equally often. Streaming measures the real speed.
+    The prediction uses the speeds that earlier runs have measured on this machine, for the file
+    system and for the model. Without such a run, it assumes that storage reads 1 GB/s and that
+    computation takes little time. It ignores experts and rows of embeddings, because inputs decide
+    which of them a pass needs. For experts, the table says what a token reads if all of them are
+    chosen equally often.
 
     Args:
         checkpoint: A file, a shard index, a directory with one of them, or a URL.
@@ -117,6 +155,7 @@ def plan(
         units=tuple((own["name"], own["slot_bytes"], own["resident"]) for own in planned["units"]),
         expert_bytes_per_token=needed,
         text="\n".join(lines),
+        _preview=planned["preview"],
         **planned["plan"],
     )
 
@@ -153,7 +192,7 @@ def _expert_lines(experts: list[Divided], needed: int | None, plan: dict[str, An
 
 
 def _line(label: str, size: int, note: str) -> str:
-    return f"{label:<19}{size / 2**20:10.1f} MiB   {note}"
+    return f"{label:<19}{mib(size):>10} MiB   {note}"
 
 
 def _size(divided: Divided) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Remembers which experts a model uses most, so that the next run keeps them from the start."""
+"""Remembers speeds and the most used experts, so that the next run starts with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEAST_SCORE = 1e-3
 
 
 class Profile:
-    """The file with the scores of the routed units of a model.
+    """Saves the measured speeds of a model, and a file with the scores of its routed units.
 
     A score is the number of uses of a unit, where uses in earlier passes count less. Without
     routed units, there is no file. A file that cannot be read or written is ignored, because
@@ -57,19 +57,19 @@ class Profile:
             return []
 
     def save_at_end(self, model: nn.Module, streamer: _native.Streamer) -> None:
-        """Saves the scores when the model is deleted or the process exits."""
-        if self._units:
-            self._finalizer = weakref.finalize(model, self._save, streamer, os.getpid())
+        """Saves everything when the model is deleted or the process exits."""
+        self._finalizer = weakref.finalize(model, self._save, streamer, os.getpid())
 
     def end(self) -> None:
-        """Saves the scores now."""
+        """Saves everything now."""
         if self._finalizer is not None:
             self._finalizer()
 
     def _save(self, streamer: _native.Streamer, process: int) -> None:
-        if (
-            self._path is None or os.getpid() != process
-        ):  # no directory, or a forked child, whose parent saves its own scores
+        if os.getpid() != process:  # a forked child, whose parent saves its own speeds and scores
+            return
+        streamer.remember_speeds()
+        if self._path is None or not self._units:
             return
         names = {unit: name for name, unit in self._units.items()}
         scores = {

@@ -19,6 +19,8 @@ class PlanStats(TypedDict):
 
     #: Memory for units that stay in memory.
     resident_bytes: int
+    #: Memory for units that stay in memory compressed.
+    compressed_bytes: int
     #: Memory through which the other units are streamed.
     ring_bytes: int
     #: All memory that the plan uses.
@@ -27,7 +29,7 @@ class PlanStats(TypedDict):
     streamed_bytes_per_pass: int
     #: Predicted seconds of a forward pass.
     predicted_pass_s: float
-    #: The resource that limits the speed, "storage" or "compute".
+    #: The resource that limits the predicted speed: "storage", "decoding" or "compute".
     bottleneck: str
     #: The smallest budget that works.
     smallest_budget_bytes: int
@@ -47,6 +49,8 @@ class UnitStats(TypedDict):
     name: str
     #: Whether the plan keeps the unit in memory.
     resident: bool
+    #: Whether the plan keeps the unit in memory compressed.
+    compressed: bool
     #: Whether a pass uses the unit only for some inputs. True for experts and parts of embeddings.
     routed: bool
     #: Whether the unit is in memory now.
@@ -67,6 +71,39 @@ class UnitStats(TypedDict):
     #: The number of times that a module waited for the unit, and the time.
     stalls: int
     stall_s: float
+
+
+class PassStats(TypedDict):
+    """What the time of one forward pass went into, in seconds.
+
+    ``wall_s`` is ``compute_s + wait_s + overhead_s``.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> config = ts.Config(storage_path="weights", budget="64KiB")
+        >>> model = ts.offload(torch.nn.Linear(4, 4), config)
+        >>> output = model(torch.ones(1, 4))
+        >>> len(ts.stats(model)["recent_passes"])
+        1
+    """
+
+    wall_s: float
+    #: Everything that the model computes.
+    compute_s: float
+    #: Waiting for weights.
+    wait_s: float
+    #: The other work for streaming, such as bookkeeping.
+    overhead_s: float
+    #: The time with at least one read in flight.
+    reading_s: float
+    #: The processor time of decoding.
+    decoding_s: float
+    read_bytes: int
+    decoded_bytes: int
+    #: How many times the plan had changed before the pass.
+    replans: int
+    #: What limited the speed: "storage", "decoding" or "compute".
+    bottleneck: str
 
 
 class RoutedStats(TypedDict):
@@ -174,6 +211,19 @@ class Stats(TypedDict):
     wasted_loads: int
     #: The number of times that the plan was changed.
     replans: int
+    #: What limits the speed: "storage", "decoding" or "compute". Measured if a pass has run alone,
+    #: and otherwise predicted.
+    bottleneck: str
+    #: The latest passes that ran alone, the latest last; at most 32.
+    recent_passes: list[PassStats]
+    #: The time from the beginning of the first to the end of the last of them.
+    recent_s: float
+    #: The number of threads that copy, decode and verify.
+    workers: int
+    #: The speed of reading, while anything was read, and of decoding with one thread. Measured as
+    #: far as possible.
+    read_bytes_per_s: float
+    decode_bytes_per_s: float
     routed: RoutedStats
     #: ``routed`` by layer, in the order of the model.
     experts: list[ExpertsStats]
