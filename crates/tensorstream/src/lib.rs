@@ -94,6 +94,7 @@ mod progress;
 mod read;
 mod size;
 mod speeds;
+mod trace;
 mod verify;
 mod write;
 
@@ -111,6 +112,7 @@ pub use memory::available_bytes;
 pub use progress::{Progress, Watch};
 pub use size::{ParseSizeError, parse_bytes};
 pub use speeds::Speeds;
+pub use trace::{trace_html, trace_json};
 pub use verify::{Verified, verify};
 pub use write::{FileWriter, Format, NewTensor, WriteOptions};
 pub use {

@@ -21,6 +21,7 @@ use crate::prepared::PreparedUnit;
 use crate::sizing::{Preparation, Sizing};
 use crate::stats::{EngineStats, UnitStats};
 use crate::table::TableId;
+use crate::trace::Trace;
 use crate::unit::{Unit, UnitId};
 
 /// Streams units of weights under a memory budget.
@@ -472,6 +473,18 @@ impl<D: Device> Engine<D> {
     /// measurements so far can tell. Leaves out budgets that are too small.
     pub fn curve(&self, budgets: &[usize]) -> Vec<CurvePoint> {
         self.inner.curve(budgets)
+    }
+
+    /// Begins to record what the engine does. A trace that is running is dropped.
+    ///
+    /// A trace takes about 50 bytes of memory for each event, beside the budget, and at most 13 MB.
+    pub fn begin_trace(&self) {
+        self.inner.begin_trace();
+    }
+
+    /// Ends the running trace, and returns it. `None` if none is running.
+    pub fn end_trace(&self) -> Option<Trace> {
+        self.inner.end_trace()
     }
 
     /// Returns all measurements so far. Does not block on I/O.

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 use std::thread::ThreadId;
-use std::time::Duration;
+use std::time::Instant;
 
 use ts_format::Chunk;
 use ts_io::Completion;
@@ -24,14 +24,16 @@ pub(crate) enum Event<D: Device> {
         /// The part of the compressed unit in memory that was filled too.
         kept: Option<Buffer>,
         damage: Option<DamagedChunk>,
-        /// The length of the decoded chunk in bytes, and the processor time.
-        decoded: Option<(usize, Duration)>,
+        /// The length of the decoded chunk in bytes; `None` for a copy.
+        decoded: Option<usize>,
+        work: Work,
     },
     /// A worker compared a unit with its checksums.
     Checked {
         load: u32,
         slot: Buffer,
         mismatch: Option<ChecksumMismatch>,
+        work: Work,
     },
     JobPanicked(PanickedJob),
     Uploaded(UploadResult<D>),
@@ -44,6 +46,30 @@ pub(crate) enum Event<D: Device> {
     /// The memory of a slot may have returned to the pool.
     Freed,
     Stop,
+}
+
+/// When a worker worked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Work {
+    began: Instant,
+    ended: Instant,
+}
+
+impl Work {
+    /// Returns the work that began then and ends now.
+    pub(crate) fn since(began: Instant) -> Self {
+        Self { began, ended: Instant::now() }
+    }
+
+    pub(crate) fn took_ns(self) -> u64 {
+        (self.ended - self.began).as_nanos() as u64
+    }
+
+    /// Returns the beginning and the end by the engine's clock, which shows `now_ns` now.
+    pub(crate) fn span_ns(self, now_ns: u64) -> (u64, u64) {
+        let end_ns = now_ns.saturating_sub(self.ended.elapsed().as_nanos() as u64);
+        (end_ns.saturating_sub(self.took_ns()), end_ns)
+    }
 }
 
 /// A range of a tensor that does not match its checksum.

@@ -28,6 +28,7 @@ use crate::sizing::Overhead;
 use crate::state::{EngineState, Presence, UnitState};
 use crate::stats::{EngineStats, TableStats, add_bytes};
 use crate::table::{Table, TableId};
+use crate::trace::{Trace, TraceLog};
 use crate::unit::{Access, UnitId};
 
 /// How often a blocked call calls its [`Interrupt`].
@@ -128,7 +129,8 @@ impl<D: Device> EngineInner<D> {
         if self.is_forked() {
             return;
         }
-        let used_ns = (self.clock)().saturating_sub(acquired_ns);
+        let now_ns = (self.clock)();
+        let used_ns = now_ns.saturating_sub(acquired_ns);
         let event = Event::Released { unit, user, used_ns };
         // A stream can run its work on a thread that holds the lock and allocates memory for the
         // stream. If that work drops a lease, taking the lock here would deadlock. So the loader
@@ -137,7 +139,7 @@ impl<D: Device> EngineInner<D> {
             return;
         }
         let mut state = self.lock();
-        state.release(unit, user, used_ns);
+        state.release(unit, user, used_ns, now_ns);
         state.advance(&self.context, (self.clock)());
         drop(state);
         self.changed.notify_all();
@@ -198,18 +200,17 @@ impl<D: Device> EngineInner<D> {
 
     pub(crate) fn stats(&self) -> EngineStats {
         let slots = &self.context.slots;
-        let (in_use, high_water) = slots.in_use_bytes();
+        let (in_use_bytes, in_use_high_water_bytes) = self.occupied_bytes();
         let state = self.lock();
         let mut read_bytes: Vec<_> = ReadPath::ALL.map(|path| (path, 0)).to_vec();
         for &(path, bytes) in &state.counters.read_bytes {
             add_bytes(&mut read_bytes, path, bytes);
         }
-        let bounce_bytes = self.budget.high_water_bytes() - slots.capacity_bytes();
         EngineStats {
             budget_bytes: self.budget.limit_bytes(),
             reserved_high_water_bytes: self.budget.high_water_bytes(),
-            in_use_high_water_bytes: high_water + bounce_bytes,
-            in_use_bytes: in_use + bounce_bytes,
+            in_use_high_water_bytes,
+            in_use_bytes,
             staging_bytes: slots.staging_bytes(),
             backend: self.choice.provider.name(),
             passed_over: self.choice.passed_over.clone(),
@@ -241,26 +242,57 @@ impl<D: Device> EngineInner<D> {
             let mut state = self.lock();
             match event {
                 Event::Read(completion) => state.on_read(&self.context, completion, now_ns),
-                Event::PartFilled { token, target, kept, damage, decoded } => {
-                    if let Some((bytes, duration)) = decoded {
-                        state.counters.decoded_bytes += bytes as u64;
-                        state.counters.decode_ns += duration.as_nanos() as u64;
-                    }
+                Event::PartFilled { token, target, kept, damage, decoded, work } => {
+                    let bytes = decoded.unwrap_or(target.len()) as u64;
+                    state.on_worked(token, decoded.is_some(), bytes, work, now_ns);
                     state.on_part_filled(&self.context, token, (target, kept), damage, now_ns);
                 }
-                Event::Checked { load, slot, mismatch } => {
+                Event::Checked { load, slot, mismatch, work } => {
+                    state.trace_check(load, slot.len() as u64, work, now_ns);
                     state.on_checked(&self.context, load, slot, mismatch, now_ns);
                 }
                 Event::JobPanicked(job) => state.on_job_panicked(&self.context, job, now_ns),
                 Event::Uploaded(upload) => state.on_uploaded(&self.context, upload, now_ns),
-                Event::Released { unit, user, used_ns } => state.release(unit, user, used_ns),
+                Event::Released { unit, user, used_ns } => {
+                    state.release(unit, user, used_ns, now_ns);
+                }
                 Event::Freed => {}
                 Event::Stop => return,
             }
             state.advance(&self.context, now_ns);
+            self.trace_memory(&mut state, now_ns);
             drop(state);
             self.changed.notify_all();
         }
+    }
+
+    /// Begins to record a trace, and drops a running one.
+    pub(crate) fn begin_trace(&self) {
+        let now_ns = (self.clock)();
+        let mut state = self.lock();
+        state.trace = Some(TraceLog::new(now_ns));
+        self.trace_memory(&mut state, now_ns);
+    }
+
+    /// Ends the running trace, and returns it.
+    pub(crate) fn end_trace(&self) -> Option<Trace> {
+        let log = self.lock().trace.take()?;
+        let names = self.context.units.iter().map(|unit| unit.unit.name.clone()).collect();
+        Some(log.end((self.clock)(), self.budget.limit_bytes(), names))
+    }
+
+    fn trace_memory(&self, state: &mut EngineState<D>, now_ns: u64) {
+        if let Some(trace) = &mut state.trace {
+            trace.memory(self.occupied_bytes().0, now_ns);
+        }
+    }
+
+    /// Returns the memory that units and buffers occupy, now and at most, in bytes.
+    fn occupied_bytes(&self) -> (usize, usize) {
+        let slots = &self.context.slots;
+        let (in_use, high_water) = slots.in_use_bytes();
+        let buffers = self.budget.high_water_bytes() - slots.capacity_bytes();
+        (in_use + buffers, high_water + buffers)
     }
 
     /// Drops the backend, and then stops the loader thread.

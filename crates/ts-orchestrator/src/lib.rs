@@ -77,6 +77,7 @@ mod slot_pool;
 mod state;
 mod stats;
 mod table;
+mod trace;
 mod unit;
 mod unit_load;
 mod unit_memory;
@@ -97,4 +98,5 @@ pub use plan::{
 pub use planner::{plan, predict, smallest_budget};
 pub use stats::{EngineStats, PassTimes, RoutedStats, TableStats, UnitStats};
 pub use table::{Table, TableId};
+pub use trace::{Trace, TraceEvent, TraceKind};
 pub use unit::{Access, PHASE_ALIGN, Phase, RangeDigest, Unit, UnitId, UnitTensor};

@@ -27,6 +27,7 @@ use crate::plan::{Plan, Rates, Residency};
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::Slot;
 use crate::stats::{PassTimes, UnitStats};
+use crate::trace::{TraceEvent, TraceKind, TraceLog};
 use crate::unit::UnitId;
 use crate::unit_load::{QueuedDecode, QueuedRead, UnitLoad};
 use crate::unit_memory::UnitMemory;
@@ -57,6 +58,8 @@ pub(crate) struct EngineState<D: Device> {
     pub(crate) paused: bool,
     pub(crate) counters: EngineCounters,
     pub(crate) pass_log: PassLog,
+    /// The trace that is being recorded.
+    pub(crate) trace: Option<TraceLog>,
     /// The threads that wait for memory.
     pub(crate) waiting_for_memory: HashSet<ThreadId>,
     /// The threads that wait to begin a pass.
@@ -207,6 +210,7 @@ impl<D: Device> EngineState<D> {
             paused: false,
             counters: EngineCounters::default(),
             pass_log: PassLog::default(),
+            trace: None,
             waiting_for_memory: HashSet::new(),
             waiting_for_pass: HashSet::new(),
             idle: BTreeSet::new(),
@@ -444,7 +448,11 @@ impl<D: Device> EngineState<D> {
 
     /// Ends one use of a unit by `user`. Evicts the unit if it is idle now, unless its next visit
     /// is within the horizon.
-    pub(crate) fn release(&mut self, id: UnitId, user: ThreadId, used_ns: u64) {
+    pub(crate) fn release(&mut self, id: UnitId, user: ThreadId, used_ns: u64, now_ns: u64) {
+        if let Some(trace) = &mut self.trace {
+            let begin_ns = now_ns.saturating_sub(used_ns);
+            trace.add_on(user, TraceEvent::new(TraceKind::Use, begin_ns, now_ns).of(Some(id)));
+        }
         let unit = &mut self.units[id.index()];
         if unit.stats.uses > 0 {
             unit.fastest_use_ns = Some(unit.fastest_use_ns.map_or(used_ns, |ns| ns.min(used_ns)));
@@ -550,6 +558,13 @@ impl<D: Device> EngineState<D> {
         self.routed.remove_idle(id);
         let unit = &mut self.units[id.index()];
         if let Presence::Present(memory) = std::mem::take(&mut unit.presence) {
+            if let Some(trace) = &mut self.trace {
+                let now_ns = trace.latest_ns();
+                let bytes = unit.stats.slot_bytes as u64;
+                trace.add(
+                    TraceEvent::new(TraceKind::Evict, now_ns, now_ns).of(Some(id)).bytes(bytes),
+                );
+            }
             self.routed.stats.evictions += u64::from(self.routed.contains(id));
             if !unit.used_since_load {
                 self.counters.wasted_loads += 1;

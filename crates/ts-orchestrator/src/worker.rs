@@ -15,7 +15,7 @@ use ts_streams::{
 };
 
 use crate::Error;
-use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob};
+use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, Work};
 use crate::layout::ReadKind;
 
 /// A job for a worker.
@@ -126,21 +126,22 @@ impl Job {
                 let mut decoder = idle().pop().unwrap_or_default();
                 let (stored, started) = (&from.bytes()[stored], Instant::now());
                 let damage = decoder.fill(stored, kind, verify, &mut target).err();
-                let decoding = started.elapsed();
+                let work = Work::since(started);
                 if let Some(kept) = &mut kept {
                     kept.copy_from_slice(stored);
                 }
                 idle().push(decoder);
                 let decoded = match kind {
-                    ReadKind::Decoded { raw_len, .. } => Some((raw_len, decoding)),
+                    ReadKind::Decoded { raw_len, .. } => Some(raw_len),
                     _ => None,
                 };
                 drop(from);
-                Event::PartFilled { token, target, kept, damage, decoded }
+                Event::PartFilled { token, target, kept, damage, decoded, work }
             }
             Job::Check { load, slot, checks } => {
+                let started = Instant::now();
                 let mismatch = checks.iter().find_map(|check| check.mismatch(&slot));
-                Event::Checked { load, slot, mismatch }
+                Event::Checked { load, slot, mismatch, work: Work::since(started) }
             }
         }
     }

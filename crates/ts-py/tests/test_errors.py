@@ -176,6 +176,7 @@ def test_changing_a_streamed_file_is_an_error(llama: Llama, change: str) -> None
         ts.restore(model)
 
 
+@pytest.mark.usefixtures("no_collector_callbacks")
 @pytest.mark.parametrize("moment", range(6))
 def test_ctrl_c_in_a_pass_leaves_the_model_usable(llama: Llama, moment: int) -> None:
     path = llama(num_hidden_layers=12)

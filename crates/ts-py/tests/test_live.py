@@ -230,6 +230,7 @@ def test_threads_share_a_storage_path(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.usefixtures("no_collector_callbacks")
 @pytest.mark.parametrize("moment", range(4))
 def test_ctrl_c_while_storing_keeps_the_model(tmp_path: Path, moment: int) -> None:
     model = mlp(layers=24, width=512)
@@ -246,7 +247,9 @@ def test_ctrl_c_while_storing_keeps_the_model(tmp_path: Path, moment: int) -> No
                 file.unlink()
     except KeyboardInterrupt:
         pass
-    timer.join()
+    finally:  # another error must not be hidden by the interrupt
+        timer.cancel()
+        timer.join()
     assert all(file.suffix == ".ts" for file in tmp_path.iterdir())
     if "_tensorstream" not in model.__dict__:
         assert torch.equal(model(x), expected)

@@ -11,6 +11,7 @@ use crate::config::Interrupt;
 use crate::pass::PassId;
 use crate::plan::NeverFits;
 use crate::state::{EngineState, Shortage};
+use crate::trace::{TraceEvent, TraceKind};
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
 
@@ -55,6 +56,10 @@ impl<D: Device> EngineInner<D> {
         let call_ns = now_ns.saturating_sub(asked_ns);
         state.pass_log.count_call(if waited { call_ns } else { 0 }, call_ns);
         if waited {
+            if let Some(trace) = &mut state.trace {
+                let event = TraceEvent::new(TraceKind::Wait, asked_ns, now_ns);
+                trace.add_on(std::thread::current().id(), event.of(units.first().copied()));
+            }
             for &unit in units {
                 let stats = &mut state.units[unit.index()].stats;
                 stats.stalls += 1;

@@ -17,6 +17,7 @@ use crate::sizing::prepare;
 use crate::slot_pool::Slot;
 use crate::state::Shortage;
 use crate::table::TableId;
+use crate::trace::{TraceEvent, TraceKind};
 
 use super::acquire::SHORTAGE_TRIES;
 use super::{EngineInner, InterruptTimer, StateGuard};
@@ -58,6 +59,10 @@ impl<D: Device> EngineInner<D> {
                 self.row_cache.add(table, rows, &cached, bytes);
                 let call_ns = (self.clock)().saturating_sub(asked_ns);
                 state.pass_log.count_call(call_ns, call_ns);
+                if let Some(trace) = &mut state.trace {
+                    let event = TraceEvent::new(TraceKind::Wait, asked_ns, asked_ns + call_ns);
+                    trace.add_on(std::thread::current().id(), event);
+                }
                 let memory = self.context.slots.gathered(buffer, self.context.events.clone());
                 let memory = Arc::new(memory);
                 state.add_gathered(&prepared, &memory);

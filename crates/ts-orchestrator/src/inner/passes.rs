@@ -10,6 +10,7 @@ use crate::plan::{CurvePoint, Plan, PlanRequest, Rates};
 use crate::planner::{plan, predict};
 use crate::prepared::PreparedUnit;
 use crate::state::EngineState;
+use crate::trace::{TraceEvent, TraceKind};
 
 use super::{EngineInner, InterruptTimer};
 
@@ -46,7 +47,11 @@ impl<D: Device> EngineInner<D> {
         let mut state = self.lock();
         let now_ns = (self.clock)();
         let totals = state.pass_totals(now_ns);
-        state.pass_log.end(pass, totals, now_ns);
+        let begun_ns = state.pass_log.end(pass, totals, now_ns);
+        if let (Some(trace), Some(begun_ns)) = (&mut state.trace, begun_ns) {
+            let event = TraceEvent::new(TraceKind::Pass, begun_ns, now_ns);
+            trace.add_on(std::thread::current().id(), event.bytes(pass.0));
+        }
         let planned_order = state.planned_order.clone();
         let (predicted_s, replans) = (state.plan.predicted_pass_s, state.counters.replans);
         match state.passes.end(pass, &planned_order) {
@@ -86,6 +91,10 @@ impl<D: Device> EngineInner<D> {
             };
         }
         let applied = state.passes.running() == 0 && state.apply_pending_plan(&self.context);
+        if let Some(trace) = state.trace.as_mut().filter(|_| applied) {
+            let now_ns = (self.clock)();
+            trace.add(TraceEvent::new(TraceKind::Replan, now_ns, now_ns));
+        }
         state.paused = false;
         state.advance(&self.context, (self.clock)());
         Ok(applied)

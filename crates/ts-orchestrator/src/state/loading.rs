@@ -10,12 +10,13 @@ use ts_streams::Device;
 use crate::Error;
 use crate::config::Verify;
 use crate::context::EngineContext;
-use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, UploadResult};
+use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, UploadResult, Work};
 use crate::layout::ReadKind;
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::{LoadBuffers, Slot};
 use crate::stats::add_bytes;
+use crate::trace::{TraceEvent, TraceKind};
 use crate::unit::UnitId;
 use crate::unit_load::{Image, LoadWork, QueuedDecode, UnitLoad, split_token};
 use crate::worker::{Job, Stored};
@@ -183,6 +184,9 @@ impl<D: Device> EngineState<D> {
                 self.busy_since_ns = now_ns;
             }
             self.in_flight += 1;
+            if let Some(trace) = &mut self.trace {
+                trace.submitted(request.token, now_ns);
+            }
             if let Err(r) = backend.submit(request) {
                 let ReadRequest { token, buffers, .. } = r.request;
                 rejected.push(Completion { token, buffers, result: Err(r.error) });
@@ -212,6 +216,9 @@ impl<D: Device> EngineState<D> {
         let load = self.loads.get_mut(&load_id).expect("a load exists until its reads have ended");
         let delivered = match result {
             Ok(transfer) => {
+                if let Some(trace) = &mut self.trace {
+                    trace.read(token, load.id, &transfer.paths, now_ns);
+                }
                 transfer.paths.iter().for_each(|&(path, bytes)| load.count(path, bytes));
                 true
             }
@@ -240,6 +247,37 @@ impl<D: Device> EngineState<D> {
                 drop(buffer);
                 self.return_part(context, load_id, part, Some(target), now_ns);
             }
+        }
+    }
+
+    /// Counts and traces the work on a part that a worker copied or decoded.
+    pub(crate) fn on_worked(
+        &mut self,
+        token: u64,
+        decoded: bool,
+        bytes: u64,
+        work: Work,
+        now_ns: u64,
+    ) {
+        if decoded {
+            self.counters.decoded_bytes += bytes;
+            self.counters.decode_ns += work.took_ns();
+        }
+        if let Some(trace) = &mut self.trace {
+            let kind = if decoded { TraceKind::Decode } else { TraceKind::Copy };
+            let unit = self.loads.get(&split_token(token).0).and_then(|load| load.id);
+            let (begin_ns, end_ns) = work.span_ns(now_ns);
+            trace.add(TraceEvent::new(kind, begin_ns, end_ns).of(unit).bytes(bytes));
+        }
+    }
+
+    /// Traces that a worker compared a unit with its checksums.
+    pub(crate) fn trace_check(&mut self, load: u32, bytes: u64, work: Work, now_ns: u64) {
+        if let Some(trace) = &mut self.trace {
+            let unit = self.loads.get(&load).and_then(|load| load.id);
+            let (begin_ns, end_ns) = work.span_ns(now_ns);
+            let event = TraceEvent::new(TraceKind::Check, begin_ns, end_ns);
+            trace.add(event.of(unit).bytes(bytes));
         }
     }
 

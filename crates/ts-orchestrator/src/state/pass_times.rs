@@ -33,12 +33,9 @@ impl PassLog {
         self.running = alone.then_some((id, now_ns, totals));
     }
 
-    /// Ends a pass, which is logged if it ran alone.
-    pub(crate) fn end(&mut self, id: PassId, totals: PassTimes, now_ns: u64) {
-        let Some((_, begun_ns, before)) = self.running.take_if(|(running, ..)| *running == id)
-        else {
-            return;
-        };
+    /// Ends a pass, which is logged if it ran alone. Returns its beginning in that case.
+    pub(crate) fn end(&mut self, id: PassId, totals: PassTimes, now_ns: u64) -> Option<u64> {
+        let (_, begun_ns, before) = self.running.take_if(|(running, ..)| *running == id)?;
         let times = PassTimes {
             wall_ns: now_ns.saturating_sub(begun_ns),
             waited_ns: totals.waited_ns - before.waited_ns,
@@ -54,6 +51,7 @@ impl PassLog {
             self.passes.pop_front();
         }
         self.passes.push_back((begun_ns, times));
+        Some(begun_ns)
     }
 
     /// Counts a call that took `call_ns` in all, of which it waited `waited_ns`.

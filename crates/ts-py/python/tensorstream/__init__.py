@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         TableStats,
         UnitStats,
     )
+    from .streaming._trace import trace
     from .streaming._transformers import from_pretrained
     from .wire._connection import (
         BlockPoolStats,
@@ -131,6 +132,7 @@ __all__ = [
     "save",
     "save_file",
     "stats",
+    "trace",
 ]
 
 _HOMES = {
@@ -150,6 +152,7 @@ _HOMES = {
         "TableStats",
         "UnitStats",
     ),
+    "streaming._trace": ("trace",),
     "streaming._transformers": ("from_pretrained",),
     "wire._connection": (
         "BlockPoolStats",

@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use tensorstream::Speeds;
 use tensorstream::orchestrator::UnitId;
+use tensorstream::{Speeds, trace_html, trace_json};
 
 use super::engine::{Settings, TableSpec, UnitSpec, engine_factory};
 use super::expected::Expected;
@@ -204,6 +204,34 @@ impl Streamer {
     fn curve<'py>(&self, py: Python<'py>, budgets: Vec<usize>) -> PyResult<Bound<'py, PyList>> {
         let engine = self.inner.engine(py)?;
         curve_list(py, &py.detach(|| engine.curve(&budgets)))
+    }
+
+    /// Begins to record a trace. A trace that is running is dropped.
+    fn begin_trace(&self, py: Python<'_>) -> PyResult<()> {
+        self.inner.engine(py)?.begin_trace();
+        Ok(())
+    }
+
+    /// Ends the running trace.
+    ///
+    /// Args:
+    ///     page: Whether to return an HTML page instead of JSON.
+    ///     budgets: The budgets for which the page has predictions, in bytes.
+    ///
+    /// Returns:
+    ///     The trace, or None if none is running.
+    fn end_trace(
+        &self,
+        py: Python<'_>,
+        page: bool,
+        budgets: Vec<usize>,
+    ) -> PyResult<Option<String>> {
+        let engine = self.inner.engine(py)?;
+        let Some(trace) = engine.end_trace() else { return Ok(None) };
+        Ok(Some(py.detach(|| match page {
+            true => trace_html(&trace, &engine.curve(&budgets)),
+            false => trace_json(&trace),
+        })))
     }
 
     /// Remembers the measured speeds, so that later plans predict from them.

@@ -325,6 +325,8 @@ class Streaming:
         self.profile = profile
         #: The units of the experts of each layer, by the name of the module that contains them.
         self.expert_units = expert_units
+        #: Whether a trace is being recorded.
+        self.traced = False
 
 
 def streaming_of(model: nn.Module) -> Streaming:
