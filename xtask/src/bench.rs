@@ -23,7 +23,9 @@ pub(crate) fn run(name: &str) -> Result<()> {
     match name {
         "parts" | "memory" | "routing" | "streams" | "wire" => run_criterion(name),
         "broadcast" | "caps" | "codecs" | "exact" | "load" | "overhead" | "peak" | "llama"
-        | "moe" | "serve" | "sessions" | "storage" => run_script(&python::prepared()?, name, &[]),
+        | "moe" | "offload" | "serve" | "sessions" | "storage" => {
+            run_script(&python::prepared()?, name, &[])
+        }
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "remote" => {
             let venv = python::prepared()?;
@@ -46,8 +48,8 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
-             wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, moe, overhead, \
-             peak, remote, sessions or storage"
+             wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, moe, offload, \
+             overhead, peak, remote, sessions or storage"
         )),
     }
 }

@@ -28,6 +28,8 @@ cargo xtask bench parts              criterion benchmarks of single components
 cargo xtask bench llama              the same as `demo --large`, in three rounds
 cargo xtask bench exact              logits of a 1.1B model, streamed and in memory
 cargo xtask bench caps               a 1.1B model under memory limits and budgets (needs root)
+cargo xtask bench offload            a 1.1B model under memory limits, compared with accelerate,
+                                     diffusers and mmap; needs 15 GB of disk
 cargo xtask bench moe                a mixture of experts against accelerate
 cargo xtask bench overhead           the cost of streaming when everything is resident
 cargo xtask bench peak               peak memory, streamed and in memory

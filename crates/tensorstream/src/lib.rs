@@ -90,6 +90,7 @@ mod metadata;
 #[cfg(feature = "remote")]
 mod net;
 mod pieces;
+mod pressure;
 mod progress;
 mod read;
 mod size;
@@ -109,6 +110,7 @@ pub use error::Error;
 pub use explain::{Explanation, curve_table};
 pub use load::{LoadOptions, Loaded};
 pub use memory::available_bytes;
+pub use pressure::{Governor, PressureMonitor};
 pub use progress::{Progress, Watch};
 pub use size::{ParseSizeError, parse_bytes};
 pub use speeds::Speeds;

@@ -256,7 +256,7 @@ mod tests {
     fn the_rate_depends_on_the_page_cache() {
         let rates = Rates { direct: Some(2e9), cached: Some(8e9), decoding: None };
         assert_eq!((rates.read(0.0), rates.read(1.0)), (Some(2e9), Some(8e9)));
-        assert_eq!(rates.read(0.5), Some(3.2e9));
+        assert!((rates.read(0.5).unwrap() - 3.2e9).abs() < 1.0);
         let direct = Rates { direct: Some(2e9), ..Rates::default() };
         assert_eq!((direct.read(0.1), direct.read(0.9)), (Some(2e9), None));
     }

@@ -459,6 +459,24 @@ impl<D: Device> Engine<D> {
         self.inner.written()
     }
 
+    /// Limits the memory for weights and buffers to this many bytes, or to the budget if that is
+    /// less.
+    ///
+    /// Takes effect with the next [`replan`](Self::replan) that succeeds, and [`end_pass`] then
+    /// returns `true`. It drops all units, and returns memory beyond the limit to the system.
+    /// Buffers keep their size. A larger limit later takes the memory again.
+    ///
+    /// Has no effect on the memory of a device with its own memory.
+    ///
+    /// # Errors
+    /// Returns [`Error::NeverFits`] if the limit is too small for any plan. Then the limit stays as
+    /// it was.
+    ///
+    /// [`end_pass`]: Self::end_pass
+    pub fn set_limit(&self, budget_bytes: usize) -> Result<(), Error> {
+        self.inner.set_limit(budget_bytes)
+    }
+
     /// Returns the number of units. Their ids are 0 to this number minus 1.
     pub fn unit_count(&self) -> usize {
         self.inner.unit_count()

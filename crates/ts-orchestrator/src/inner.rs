@@ -208,6 +208,7 @@ impl<D: Device> EngineInner<D> {
         }
         EngineStats {
             budget_bytes: self.budget.limit_bytes(),
+            limit_bytes: self.budget.limit_bytes() - self.slot_budget + state.slot_limit,
             reserved_high_water_bytes: self.budget.high_water_bytes(),
             in_use_high_water_bytes,
             in_use_bytes,

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 
+use parking_lot::Mutex;
 use ts_pool::{
     BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation,
-    StreamOrderedAllocator, StreamOrderedPool, WriteWatch,
+    SetAside, StreamOrderedAllocator, StreamOrderedPool, WriteWatch,
 };
 use ts_streams::{Device, MemoryKind, StreamPriority};
 
@@ -21,6 +22,8 @@ pub(crate) struct SlotPool<D: Device> {
     /// The slots if units live in host memory, else the staging memory.
     pub(crate) host: HostPool,
     device: Option<DeviceSlots<D>>,
+    /// The host memory that the limit takes out of use.
+    aside: Mutex<Option<SetAside>>,
     /// Detects writes to resident units.
     watch: Option<Arc<WriteWatch>>,
     /// The number of references that streams have to host slots. A stream drops its references
@@ -83,7 +86,13 @@ impl<D: Device> SlotPool<D> {
     ) -> Result<Self, ts_pool::Error> {
         let host = HostPool::new(budget, bytes)?;
         let watch = watch.then(|| WriteWatch::try_new(&host)).flatten().map(Arc::new);
-        Ok(Self { host, device: None, watch, stream_references: Arc::default() })
+        Ok(Self {
+            host,
+            device: None,
+            aside: Mutex::default(),
+            watch,
+            stream_references: Arc::default(),
+        })
     }
 
     /// Reserves `bytes` bytes for slots in the memory of a device, and `staging_bytes` bytes on the
@@ -110,13 +119,30 @@ impl<D: Device> SlotPool<D> {
         pool.reserve_segment(bytes, &stream)?;
         let uploader = Uploader::new(stream, events)?;
         let device = Some(DeviceSlots { pool, uploader, _reservation: reservation });
-        Ok(Self { host, device, watch: None, stream_references: Arc::default() })
+        Ok(Self {
+            host,
+            device,
+            aside: Mutex::default(),
+            watch: None,
+            stream_references: Arc::default(),
+        })
     }
 
     /// Joins free memory of a device into as few pieces as possible.
     pub(crate) fn coalesce(&self) {
         if let Some(slots) = &self.device {
             slots.pool.coalesce();
+        }
+    }
+
+    /// Leaves this many bytes of host memory for slots, and returns the rest to the system. Call
+    /// this while no slot is in use.
+    pub(crate) fn limit(&self, bytes: usize) {
+        let mut aside = self.aside.lock();
+        *aside = None;
+        let rest = self.host.stats().capacity_bytes.saturating_sub(bytes);
+        if self.device.is_none() && rest > 0 {
+            *aside = self.host.set_aside(rest).ok();
         }
     }
 
@@ -224,7 +250,8 @@ impl<D: Device> SlotPool<D> {
             }
             None => {
                 let stats = self.host.stats();
-                (stats.in_use_bytes, stats.high_water_bytes)
+                let aside = self.aside.lock().as_ref().map_or(0, SetAside::bytes);
+                (stats.in_use_bytes - aside, stats.high_water_bytes)
             }
         }
     }

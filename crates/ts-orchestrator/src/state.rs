@@ -54,6 +54,9 @@ pub(crate) struct EngineState<D: Device> {
     pub(crate) plan_outdated: bool,
     /// The most memory that streamed units needed when a resident unit was evicted, in bytes.
     pub(crate) streamed_high_water: usize,
+    /// The memory for slots, in bytes: now, and when the plan was made.
+    pub(crate) slot_limit: usize,
+    planned_limit: usize,
     /// Whether prefetching is paused until loads in flight have ended.
     pub(crate) paused: bool,
     pub(crate) counters: EngineCounters,
@@ -207,6 +210,8 @@ impl<D: Device> EngineState<D> {
             together: Vec::new(),
             plan_outdated: false,
             streamed_high_water: 0,
+            slot_limit: usize::MAX,
+            planned_limit: usize::MAX,
             paused: false,
             counters: EngineCounters::default(),
             pass_log: PassLog::default(),
@@ -236,6 +241,11 @@ impl<D: Device> EngineState<D> {
         state.plan_outdated = false;
         state.reserve_residents(context);
         state
+    }
+
+    /// Sets the memory for slots that the plan was made for, in bytes.
+    pub(crate) fn with_slot_limit(self, bytes: usize) -> Self {
+        Self { slot_limit: bytes, planned_limit: bytes, ..self }
     }
 
     /// Remembers that an operation needs these units at the same time.
@@ -308,8 +318,17 @@ impl<D: Device> EngineState<D> {
             (unit.reserved, unit.image, unit.reserved_image) = (None, None, None);
         }
         context.slots.coalesce();
+        if self.has_new_limit() {
+            context.slots.limit(self.slot_limit);
+            self.planned_limit = self.slot_limit;
+        }
         self.reserve_residents(context);
         true
+    }
+
+    /// Returns whether the plan was made for another limit.
+    pub(crate) fn has_new_limit(&self) -> bool {
+        self.slot_limit != self.planned_limit
     }
 
     /// Returns the result of a gather if it has ended.

@@ -125,6 +125,9 @@ impl PassTimes {
 pub struct EngineStats {
     /// The budget, in bytes.
     pub budget_bytes: usize,
+    /// The part of the budget that may be used, in bytes: all of it, unless
+    /// [`Engine::set_limit`](crate::Engine::set_limit) was called.
+    pub limit_bytes: usize,
     /// The most memory that was reserved from the budget, in bytes. Never more than the budget.
     pub reserved_high_water_bytes: usize,
     /// The most memory that units and buffers occupied, in bytes.

@@ -379,3 +379,57 @@ proptest! {
         prop_assert!(stats.in_use_high_water_bytes <= stats.reserved_high_water_bytes);
     }
 }
+
+#[test]
+fn a_limit_below_the_budget_gives_memory_back() {
+    let model = Model::new(&[512 * KIB; 12]);
+    let engine = model.engine(config(6 << 20)).unwrap();
+    let order: Vec<usize> = (0..12).collect();
+    model.pass(&engine, &order);
+    let whole = engine.stats();
+    assert!(whole.in_use_bytes > 5 << 20);
+    let Err(Error::NeverFits(refusal)) = engine.set_limit(100 * KIB) else {
+        panic!("a unit does not fit into 100 KiB")
+    };
+    assert_eq!(engine.stats().limit_bytes, whole.limit_bytes, "a refused limit changes nothing");
+    engine.set_limit(refusal.smallest_budget_bytes).unwrap();
+    engine.set_limit(2 << 20).unwrap();
+    // The limit waits for the end of a pass.
+    let lease = engine.acquire(None, UnitId(3)).unwrap();
+    assert!(!engine.replan());
+    model.check(3, &lease.tensor(0));
+    drop(lease);
+    assert!(engine.replan());
+    for _ in 0..3 {
+        model.pass(&engine, &order);
+        let limited = engine.stats();
+        assert!(limited.limit_bytes <= 2 << 20 && limited.in_use_bytes <= limited.limit_bytes);
+        assert!(limited.plan.peak_bytes() <= limited.limit_bytes);
+    }
+    let error = engine.acquire_all(None, &[UnitId(1), UnitId(2), UnitId(3), UnitId(4)]).err();
+    assert!(matches!(error, Some(Error::NeverFits(_))), "{error:?}");
+    engine.set_limit(usize::MAX).unwrap();
+    assert!(engine.replan());
+    model.pass(&engine, &order);
+    let again = engine.stats();
+    assert_eq!(again.limit_bytes, whole.limit_bytes);
+    assert_eq!(again.plan.residency, whole.plan.residency);
+}
+
+#[test]
+fn a_limit_during_a_pass_is_proposed_at_its_end() {
+    let model = Model::new(&[512 * KIB; 6]);
+    let engine = model.engine(config(4 << 20)).unwrap();
+    let order: Vec<usize> = (0..6).collect();
+    model.pass(&engine, &order);
+    let pass = engine.begin_pass();
+    engine.set_limit(2 << 20).unwrap();
+    for unit in 0..6 {
+        let lease = engine.acquire(Some(pass), UnitId(unit)).unwrap();
+        model.check(unit as usize, &lease.tensor(0));
+    }
+    assert!(engine.end_pass(pass));
+    assert!(engine.replan());
+    assert!(!model.pass(&engine, &order), "the limit is in force");
+    assert!(engine.stats().in_use_bytes <= 2 << 20);
+}

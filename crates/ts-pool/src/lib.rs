@@ -97,7 +97,7 @@ pub use ordered::{
     Backing, BlockSnapshot, DeviceBuffer, OrderedOptions, OrderedStats, PendingSegment,
     PoolSnapshot, SegmentSnapshot, StreamOrderedAllocator, StreamOrderedPool,
 };
-pub use pool::{HostPool, PoolStats};
+pub use pool::{HostPool, PoolStats, SetAside};
 pub use replay::{AllocationLog, LogEvent, Replay};
 #[cfg(target_os = "linux")]
 pub use send_queue::send_queue_bytes;

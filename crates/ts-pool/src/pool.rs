@@ -178,6 +178,20 @@ impl HostPool {
         }
     }
 
+    /// Takes free memory out of the pool, and returns its pages to the system. The pool gets the
+    /// memory back when the result is dropped.
+    ///
+    /// The pages of [`for_device`](Self::for_device) pools, and on systems other than Linux, stay
+    /// allocated.
+    ///
+    /// # Errors
+    /// Returns the same errors as [`allocate`](Self::allocate).
+    pub fn set_aside(&self, len: usize) -> Result<SetAside, Error> {
+        let block = self.allocate_block(len)?;
+        block.discard();
+        Ok(SetAside { block })
+    }
+
     /// Allocates the pages of a byte range of the pool from the system now, and keeps their
     /// contents.
     ///
@@ -239,16 +253,35 @@ impl Block {
     pub(crate) fn size(&self) -> usize {
         self.size
     }
+
+    /// Returns the pages of the block to the system. Call this only while the block has no buffer:
+    /// before there is one, or when it is dropped.
+    fn discard(&self) {
+        let offset = self.ptr.as_ptr().addr() - self.pool.inner.arena.at(0).as_ptr().addr();
+        // SAFETY: this block owns the range until it is dropped, and has no buffer, so no thread
+        // accesses the range. The next owner relies only on initialised bytes, and zeros are
+        // initialised.
+        unsafe { self.pool.inner.arena.discard(offset, self.size) };
+    }
+}
+
+/// Memory of a [`HostPool`] that is not in use, and takes no memory of the system.
+#[derive(Debug)]
+pub struct SetAside {
+    block: Block,
+}
+
+impl SetAside {
+    /// Returns the size of the memory in bytes, a multiple of [`BLOCK_ALIGN`].
+    pub fn bytes(&self) -> usize {
+        self.block.size()
+    }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
         if self.pool.inner.retired.load(Ordering::SeqCst) {
-            let offset = self.ptr.as_ptr().addr() - self.pool.inner.arena.at(0).as_ptr().addr();
-            // SAFETY: this block owns the range until it is released below, and its buffers are
-            // dropped, so no thread accesses the range. The next owner relies only on initialised
-            // bytes, and zeros are initialised.
-            unsafe { self.pool.inner.arena.discard(offset, self.size) };
+            self.discard();
         }
         let mut state = self.pool.inner.lock();
         // Coalesces at once: in a pool that is just large enough, a request succeeds only if the

@@ -86,10 +86,11 @@ impl<D: Device> EngineInner<D> {
         let [_, _, ..] = units else { return Ok(()) };
         let distinct: BTreeSet<UnitId> = units.iter().copied().collect();
         let needed: usize = distinct.iter().map(|&unit| self.unit(unit).slot_bytes).sum();
-        if needed <= self.context.slots.capacity_bytes() {
+        let limit = self.lock().slot_limit;
+        if needed <= self.context.slots.capacity_bytes().min(limit) {
             return Ok(());
         }
-        let budget_bytes = self.budget.limit_bytes();
+        let budget_bytes = self.budget.limit_bytes() - self.slot_budget + limit;
         Err(Error::NeverFits(NeverFits {
             budget_bytes,
             largest_unit: self.names(units),

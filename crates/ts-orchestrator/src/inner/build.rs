@@ -100,7 +100,8 @@ impl<D: Device> EngineInner<D> {
             &config.routing,
             backend,
             workers,
-        );
+        )
+        .with_slot_limit(slot_budget);
         let inner = Self {
             context,
             state: Mutex::new(state),

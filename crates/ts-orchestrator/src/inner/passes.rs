@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Begins and ends passes, and switches to new plans between passes.
 
+use ts_pool::BLOCK_ALIGN;
 use ts_streams::Device;
 
 use crate::Error;
 use crate::config::Interrupt;
 use crate::pass::PassId;
-use crate::plan::{CurvePoint, Plan, PlanRequest, Rates};
+use crate::plan::{CurvePoint, NeverFits, Plan, PlanRequest, Rates};
 use crate::planner::{plan, predict};
 use crate::prepared::PreparedUnit;
 use crate::state::EngineState;
@@ -55,6 +56,7 @@ impl<D: Device> EngineInner<D> {
         let planned_order = state.planned_order.clone();
         let (predicted_s, replans) = (state.plan.predicted_pass_s, state.counters.replans);
         match state.passes.end(pass, &planned_order) {
+            _ if state.has_new_limit() => self.propose_plan(&mut state),
             Some(true) => self.propose_plan(&mut state),
             Some(false) if state.plan_outdated => self.propose_plan(&mut state),
             Some(false) if state.pass_log.differs(predicted_s, replans) => {
@@ -100,6 +102,29 @@ impl<D: Device> EngineInner<D> {
         Ok(applied)
     }
 
+    pub(crate) fn set_limit(&self, budget_bytes: usize) -> Result<(), Error> {
+        // Buffers keep their size.
+        let buffers = self.budget.limit_bytes() - self.slot_budget;
+        let slots = budget_bytes.saturating_sub(buffers).min(self.slot_budget);
+        let slots = slots - slots % BLOCK_ALIGN;
+        let mut state = self.lock();
+        let before = std::mem::replace(&mut state.slot_limit, slots);
+        if let Err(refusal) = self.with_request(&state, |request| plan(&request)) {
+            state.slot_limit = before;
+            return Err(Error::NeverFits(NeverFits {
+                budget_bytes,
+                smallest_budget_bytes: refusal.smallest_budget_bytes.saturating_add(buffers),
+                ..refusal
+            }));
+        }
+        if state.has_new_limit() {
+            self.propose_plan(&mut state);
+        } else {
+            state.pending_plan = None;
+        }
+        Ok(())
+    }
+
     /// Computes a plan from the measurements, and makes it the pending plan if it is worth
     /// switching to.
     fn propose_plan(&self, state: &mut EngineState<D>) {
@@ -123,7 +148,9 @@ impl<D: Device> EngineInner<D> {
             gain_s > REPLAN_GAIN * kept.predicted_pass_s && gain_s * REPLAN_PASSES > fresh_start_s
         });
         state.plan_outdated = false;
-        if pays && better.peak_bytes() <= self.context.slots.capacity_bytes() {
+        if (pays || state.has_new_limit())
+            && better.peak_bytes() <= self.context.slots.capacity_bytes()
+        {
             state.pending_plan = Some(better);
         } else if let Some(kept) = kept {
             state.plan = kept;
@@ -158,8 +185,8 @@ impl<D: Device> EngineInner<D> {
         let compute = state.compute_times(&self.compute, rates);
         let units = self.context.units.iter().map(|unit| &**unit);
         let demands = PreparedUnit::demands(units, &compute, rates);
-        let least_ring_bytes = self.context.prefetch.least_ring_bytes(self.slot_budget);
-        let request = PlanRequest::new(&demands, state.passes.order(), self.slot_budget)
+        let least_ring_bytes = self.context.prefetch.least_ring_bytes(state.slot_limit);
+        let request = PlanRequest::new(&demands, state.passes.order(), state.slot_limit)
             .with_together(&state.together)
             .with_max_passes(self.max_passes)
             .with_rates(rates)

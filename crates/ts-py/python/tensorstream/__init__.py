@@ -20,7 +20,7 @@ from ._native import (
 )
 
 if TYPE_CHECKING:
-    from .config import BackendType, Config, MemoryMode, PrefetchStrategy
+    from .config import BackendType, Config, MemoryMode, MemoryPressureMode, PrefetchStrategy
     from .errors import (
         BudgetError,
         BudgetWarning,
@@ -92,6 +92,7 @@ __all__ = [
     "GpuStatus",
     "Listener",
     "MemoryMode",
+    "MemoryPressureMode",
     "MissingTensorError",
     "ModelError",
     "NotBuiltWarning",
@@ -162,7 +163,7 @@ _HOMES = {
         "connect",
         "listen",
     ),
-    "config": ("BackendType", "Config", "MemoryMode", "PrefetchStrategy"),
+    "config": ("BackendType", "Config", "MemoryMode", "MemoryPressureMode", "PrefetchStrategy"),
 }
 
 

@@ -23,8 +23,8 @@ __all__ = [
     "Handoff",
     "Listener",
     "Pass",
-    "Preview",
     "PoolConfig",
+    "Preview",
     "Progress",
     "Recurrent",
     "RemoteKernel",
@@ -163,6 +163,7 @@ class Streamer:
         settings: _Settings | None = None,
         tables: Sequence[tuple[Any, torch.dtype]] = ...,
         scores: Sequence[tuple[int, float]] = ...,
+        limits: tuple[int, int] | None = None,
     ) -> Streamer: ...
     def begin_pass(self) -> Pass: ...
     def forget_casts(self) -> None: ...

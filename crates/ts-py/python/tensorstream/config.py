@@ -80,6 +80,26 @@ class MemoryMode(enum.Enum):
     CONSERVATIVE = "conservative"
 
 
+class MemoryPressureMode(enum.Enum):
+    """What happens to the budget when other programs need memory.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> config = ts.Config(memory_pressure_mode="adaptive")
+        >>> config.memory_pressure_mode
+        <MemoryPressureMode.ADAPTIVE: 'adaptive'>
+    """
+
+    #: Nothing: the budget is fixed.
+    STRICT = "strict"
+    #: While little memory is available, streaming gives memory back to the system, as far as to the
+    #: smallest budget that works. It takes the memory again later, up to the budget.
+    ADAPTIVE = "adaptive"
+    #: Streaming also uses memory beyond the budget while nothing else needs it, and gives it back
+    #: as far as to the budget.
+    LENIENT = "lenient"
+
+
 #: The compression of tensors in a ``.ts`` file.
 Codec = Literal["raw", "auto", "split", "zstd", "lz4", "zlib"]
 
@@ -140,6 +160,9 @@ class Config:
         num_io_threads: Another name for ``io_depth``.
         prefetch_strategy: How far in advance units are read. ``memory_mode`` sets the default.
         memory_mode: A preset for the defaults of ``budget`` and ``prefetch_strategy``.
+        memory_pressure_mode: What happens to the budget when other programs need memory. The
+            available memory is that of ``tensorstream.stats``'s process: of the system, and of
+            its memory cgroups. Memory is given back between passes.
         vram_budget_gb: Deprecated: use ``budget``. The budget in GB of 10^9 bytes.
         verify_checksums: Whether to compare weights with their checksums at each read. ``"once"``
             compares them at the first read only. Safetensors files have no checksums.
@@ -173,6 +196,7 @@ class Config:
     num_io_threads: int | None = None
     prefetch_strategy: PrefetchStrategy | str | None = None
     memory_mode: MemoryMode | str = MemoryMode.BALANCED
+    memory_pressure_mode: MemoryPressureMode | str = MemoryPressureMode.STRICT
     vram_budget_gb: float | None = None
     verify_checksums: bool | str = True
     compression_enabled: bool = False
@@ -199,6 +223,8 @@ class Config:
         object.__setattr__(
             self, "memory_mode", _member(MemoryMode, "memory_mode", self.memory_mode)
         )
+        pressure = _member(MemoryPressureMode, "memory_pressure_mode", self.memory_pressure_mode)
+        object.__setattr__(self, "memory_pressure_mode", pressure)
         prefetch: Any = self.prefetch_strategy or PREFETCH[MemoryMode(self.memory_mode)]
         object.__setattr__(
             self, "prefetch_strategy", _member(PrefetchStrategy, "prefetch_strategy", prefetch)
@@ -326,6 +352,29 @@ class Config:
             return budget
         return budget if requested is None else requested
 
+    def limits(
+        self, budget: int, smallest: int, whole: int, freed_bytes: int = 0
+    ) -> tuple[int, tuple[int, int] | None]:
+        """Returns the most memory for weights, and its limits if they follow the memory pressure.
+
+        Args:
+            budget: The budget from ``fitted_bytes``, in bytes.
+            smallest: The smallest budget that works for the model.
+            whole: The budget that keeps the whole model in memory.
+            freed_bytes: Memory that offloading will free, which counts as available.
+
+        Returns:
+            The most memory, and the least memory and that at the beginning, in bytes.
+        """
+        mode = MemoryPressureMode(self.memory_pressure_mode)
+        if mode == MemoryPressureMode.STRICT or _native.available_memory() is None:
+            return budget, None
+        if mode == MemoryPressureMode.ADAPTIVE:
+            return budget, (min(smallest, budget), budget)
+        available = self._available_bytes(freed_bytes)
+        room = available - available // 16 - HEADROOM
+        return max(budget, min(whole, room)), (budget, budget)
+
     def codec(self) -> Codec:
         """Returns the codec for weights that are written to files."""
         if not self.compression_enabled:
@@ -378,7 +427,6 @@ _REMOVED_FIELDS = {
     "enable_profiling": "tensorstream.stats(model) is always available",
     "debug_mode": "omit it, because errors always contain all details",
     "dtype": "pass it to from_pretrained, or call model.to(dtype) before offload",
-    "memory_pressure_mode": "the budget is always a hard limit",
     "device": "models stream into CPU memory",
     "metadata": "pass it to tensorstream.save_file",
 }

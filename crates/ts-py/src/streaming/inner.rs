@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use tensorstream::PressureMonitor;
 use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::{Engine, Lease, PassId, Table, TableId, UnitId};
 
@@ -35,10 +36,13 @@ use crate::signals::interruptible;
 ///     settings: The settings of the engine; None for the defaults.
 ///     tables: The tensors whose rows ``gather`` reads, each with its dtype.
 ///     scores: The scores of routed units in an earlier run, from ``routing_scores``.
+///     limits: The least part of the budget to use, and the part to use at first, in bytes. With
+///         limits, the used part follows the memory that other programs leave.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Streamer {
     pub(super) inner: Arc<StreamerInner>,
     pub(super) checkpoint: tensorstream::Checkpoint,
+    pub(super) _monitor: Option<PressureMonitor>,
 }
 
 pub(super) struct StreamerInner {

@@ -12,6 +12,7 @@ pub(super) fn stats_dict<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("budget_bytes", stats.budget_bytes)?;
+    dict.set_item("limit_bytes", stats.limit_bytes)?;
     dict.set_item("reserved_high_water_bytes", stats.reserved_high_water_bytes)?;
     dict.set_item("in_use_high_water_bytes", stats.in_use_high_water_bytes)?;
     dict.set_item("in_use_bytes", stats.in_use_bytes)?;

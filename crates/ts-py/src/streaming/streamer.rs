@@ -8,7 +8,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tensorstream::orchestrator::UnitId;
-use tensorstream::{Speeds, trace_html, trace_json};
+use tensorstream::{Governor, PressureMonitor, Speeds, trace_html, trace_json};
 
 use super::engine::{Settings, TableSpec, UnitSpec, engine_factory};
 use super::expected::Expected;
@@ -27,7 +27,7 @@ use crate::signals::interruptible;
 impl Streamer {
     #[new]
     #[pyo3(signature = (checkpoint, units, weights, *, budget, together, weight_class,
-        settings=None, tables=Vec::new(), scores=Vec::new()))]
+        settings=None, tables=Vec::new(), scores=Vec::new(), limits=None))]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
         py: Python<'_>,
@@ -40,6 +40,7 @@ impl Streamer {
         settings: Option<Settings>,
         tables: Vec<TableSpec>,
         scores: Vec<(u32, f64)>,
+        limits: Option<(usize, usize)>,
     ) -> PyResult<Self> {
         let (specs, dtypes): (Vec<_>, Vec<_>) = tables.into_iter().unzip();
         let (units, tables, new_engine) =
@@ -57,7 +58,17 @@ impl Streamer {
         let weights = weights.into_iter().map(weight).collect::<PyResult<_>>()?;
         let torch = Torch::new(py, weight_class)?;
         let inner = StreamerInner::new(py, new_engine, weights, tables, units.len(), torch)?;
-        Ok(Self { inner: Arc::new(inner), checkpoint: checkpoint.inner.clone() })
+        let inner = Arc::new(inner);
+        let monitor = limits.map(|(least, limit)| {
+            let engine = inner.engine(py)?;
+            let least = least.max(engine.plan().smallest_budget_bytes);
+            let limit = limit.max(least);
+            engine.set_limit(limit).map_err(|e| to_python(py, &e.into()))?;
+            engine.replan();
+            Ok::<_, PyErr>(monitor(&inner, Governor::new(least, limit, budget))?)
+        });
+        let _monitor = monitor.transpose()?;
+        Ok(Self { inner, checkpoint: checkpoint.inner.clone(), _monitor })
     }
 
     /// Begins a pass on this thread, unless the thread is already in a pass. Blocks while
@@ -245,4 +256,23 @@ impl Streamer {
     fn in_use(&self) -> bool {
         self.inner.is_in_use()
     }
+}
+
+/// Starts a thread that limits the memory of a streamer. It ends when the streamer is dropped.
+fn monitor(inner: &Arc<StreamerInner>, governor: Governor) -> std::io::Result<PressureMonitor> {
+    let inner = Arc::downgrade(inner);
+    PressureMonitor::new(governor, move |limit| {
+        let resized = Python::try_attach(|py| {
+            let Some(inner) = inner.upgrade() else { return false };
+            let Ok(engine) = inner.engine(py) else { return false };
+            if engine.set_limit(limit).is_ok() && !inner.is_in_use() {
+                // Between passes, nothing else would apply the limit.
+                inner.drop_cached();
+                py.detach(|| engine.replan());
+            }
+            true
+        });
+        // The interpreter is shutting down if this thread cannot attach to it.
+        resized.unwrap_or(false)
+    })
 }

@@ -169,24 +169,30 @@ def attach(
     }
     settings = config.settings()
 
+    extremes = (0, 0)
+
     def fitted(smallest: int, whole: int) -> int:
+        nonlocal extremes
+        extremes = (smallest, whole)
         return config.fitted_bytes(smallest, whole, freed_bytes)
 
     units, budget = units_for_budget(
         model, checkpoint, converted, orders or {}, settings, config.exact, fitted
     )
+    most, limits = config.limits(budget, *extremes, freed_bytes)
     together = units.leased_together()
     profile = Profile(checkpoint, [(name, routed) for name, _, routed in units.specs])
     streamer = _native.Streamer(
         checkpoint,
         units.specs,
         [weight.spec() for weight in units.weights],
-        budget=budget,
+        budget=most,
         together=together,
         weight_class=StreamedWeight,
         settings=settings,
         tables=units.tables,
         scores=profile.load(),
+        limits=limits,
     )
     weights = Weights(streamer, units.weights, units.divided, budget)
     buffers = units.read_buffers()

@@ -186,6 +186,9 @@ class Stats(TypedDict):
     """
 
     budget_bytes: int
+    #: The part of the budget that may be used now. All of it, except with
+    #: ``MemoryPressureMode.ADAPTIVE`` and ``LENIENT``.
+    limit_bytes: int
     #: The most memory that was reserved. Never exceeds the budget.
     reserved_high_water_bytes: int
     #: The most memory that contained weights.

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Measures seconds per token of a 1.1B Llama in bf16 under several memory limits.
+
+`cargo xtask bench offload [ROUNDS]`. Compares TensorStream with accelerate, diffusers, mapped files
+and, where it fits, the model in memory. Each run is a process with a memory limit that includes the
+page cache, and starts with an empty page cache. Each round runs all contenders in turn. Figures are
+medians.
+
+For TensorStream, also prints:
+
+- what it predicts after the run, and what it predicted before it loaded anything, from the speeds
+  that earlier runs measured;
+- how much of the measured time computing, waiting and overhead account for;
+- the bound: the time in which the processors can decode and compute, or the disk can read, whichever
+  is longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import llama
+from models import MIB, SCRATCH, child, decode, drop_caches, fio, huge_pages, llama_1b, memory_cap
+
+#: Memory limits in MB, which are 1,000,000 bytes each, with the `max_memory` settings of accelerate
+#: that were best or next to best there.
+CAPS_MB = {800: (50, 150), 1500: (450, 600), 2500: (1300, 1600), 6000: (4500,)}
+TOKENS = 12
+ROUNDS = 9
+
+
+def compressed(path: Path) -> Path:
+    """Returns the directory of the same model as one compressed `.ts` file, which is made once."""
+    import tensorstream as ts
+
+    directory = SCRATCH / f"{path.name}-ts"
+    directory.mkdir(exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        shutil.copy(path / name, directory)
+    file = directory / "model.ts"
+    if not (directory / "compressed").exists():
+        ts.convert(path, file, codec="auto")
+        (directory / "compressed").touch()
+    return directory
+
+
+def contender(name: str, setting: str, path: Path) -> None:
+    """Runs a contender in this process. Prints its figures as JSON."""
+    if name not in ("tensorstream", "compressed"):
+        llama.TOKENS = min(TOKENS, 5)
+        llama.contender(name, setting, path)
+        return
+    import tensorstream as ts
+
+    before = ts.plan(path, budget=setting)
+    model = ts.from_pretrained(path, budget=setting)
+    tokens, seconds = decode(model, TOKENS)
+    explanation, stats = ts.explain(model), ts.stats(model)
+    passes = stats["recent_passes"][-TOKENS + 1 :]
+    accounted = sum(own["wall_s"] for own in passes) / sum(seconds[1:])
+    median = sorted(passes, key=lambda own: own["wall_s"])[len(passes) // 2]
+    figures = {
+        "tokens": tokens[:5],
+        "seconds": statistics.median(seconds[1:]),
+        "first": seconds[0],
+        "before": before.predicted_pass_s,
+        "measured_before": "as measured" in str(before),
+        "predicted": explanation.predicted_s,
+        "accounted": accounted,
+        "bottleneck": stats["bottleneck"],
+        "budget": stats["budget_bytes"],
+        "reads": median["read_bytes"],
+        "decoded": median["decoded_bytes"],
+        "decode_rate": stats["decode_bytes_per_s"],
+    }
+    print(json.dumps(figures))
+
+
+def in_memory(path: Path) -> float:
+    """Returns the seconds of a token with everything in memory, which are the computation."""
+    result = child([], "mmap", "", str(path))
+    return float(result["seconds"])
+
+
+def bound(result: dict[str, Any], compute_s: float, disk: float, cores: int) -> float:
+    """Returns the seconds of a token that no plan with this residency can beat.
+
+    Args:
+        result: The figures of a run.
+        compute_s: The seconds of a token in memory, where all processors compute.
+        disk: The rate of the disk, in bytes per second.
+        cores: The number of processors.
+    """
+    decode_s = result["decoded"] / result["decode_rate"] / cores
+    return max(decode_s + compute_s, result["reads"] / disk)
+
+
+def main(rounds: int) -> int:
+    plain = llama_1b()
+    paths = {"compressed": compressed(plain)}
+    cores = len(os.sched_getaffinity(0))
+    disk = []
+    failed = 0
+    computing = in_memory(plain)
+    with tempfile.TemporaryDirectory() as caches, huge_pages() as huge:
+        os.environ["XDG_CACHE_HOME"] = caches
+        rows = []
+        for cap, accelerate in CAPS_MB.items():
+            entries = [("compressed", "100%"), ("tensorstream", "100%"), ("diffusers", "")]
+            entries += [("accelerate", f"{mb}MB") for mb in accelerate] + [("mmap", "")]
+            results: dict[tuple[str, str], list[dict[str, Any]]] = {entry: [] for entry in entries}
+            with memory_cap(cap * 1_000_000) as prefix:
+                for _ in range(rounds):
+                    disk.append(fio(plain / "model-00001-of-00003.safetensors", 2, huge=huge))
+                    for entry in entries:
+                        drop_caches()
+                        path = paths.get(entry[0], plain)
+                        results[entry].append(child(prefix, *entry, str(path)))
+                        print(cap, *entry, results[entry][-1], flush=True)
+            rows.append((cap, results))
+    rate = statistics.median(disk)
+    print(
+        f"\n{cores} cores; disk {rate / 1e9:.2f} GB/s by fio; in memory {computing:.3f} s a token"
+    )
+    print("\n| limit MB | contender | setting | s a token (range) | of accelerate's best |")
+    print("|---|---|---|---|---|")
+    notes = []
+    for cap, results in rows:
+        usable = {
+            entry: [own for own in runs if "error" not in own] for entry, runs in results.items()
+        }
+        medians = {
+            entry: statistics.median(own["seconds"] for own in runs)
+            for entry, runs in usable.items()
+            if runs
+        }
+        peers = [value for (name, _), value in medians.items() if name == "accelerate"]
+        best = min(peers) if peers else None
+        for (name, setting), runs in usable.items():
+            if not runs:
+                reason = results[name, setting][0]["error"]
+                print(f"| {cap} | {name} | {setting} | failed: {reason} | |")
+                continue
+            seconds = [own["seconds"] for own in runs]
+            ratio = f"{best / medians[name, setting]:.2f}" if best else ""
+            low, high = min(seconds), max(seconds)
+            figure = f"{medians[name, setting]:.3f} ({low:.3f}-{high:.3f})"
+            print(f"| {cap} | {name} | {setting} | {figure} | {ratio} |")
+            if name in ("tensorstream", "compressed"):
+                later = [own for own in runs if own["measured_before"]]
+                notes.append(note(cap, name, runs, later, bound(runs[-1], computing, rate, cores)))
+        tokens = {tuple(own["tokens"][:5]) for runs in usable.values() for own in runs}
+        failed += len(tokens) > 1
+    print(
+        "\n| limit MB | contender | budget MiB | predicted, then before loading, of the measured | "
+        "accounted for | bound s | bound / measured | limited by |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    print("\n".join(notes))
+    print(f"\nall contenders produced the same tokens: {not failed}")
+    return int(failed > 0)
+
+
+def note(
+    cap: int, name: str, runs: list[dict[str, Any]], later: list[dict[str, Any]], least: float
+) -> str:
+    """Returns a line about how well TensorStream knows its own time."""
+    seconds = statistics.median(own["seconds"] for own in runs)
+    predicted = statistics.median(own["predicted"] / own["seconds"] for own in runs)
+    before = statistics.median(own["before"] / own["seconds"] for own in later) if later else None
+    accounted = min(own["accounted"] for own in runs)
+    budget = statistics.median(own["budget"] for own in runs) / MIB
+    limit = runs[-1]["bottleneck"]
+    ahead = "-" if before is None else f"{before:.2f}"
+    return (
+        f"| {cap} | {name} | {budget:.0f} | {predicted:.2f}, {ahead} | {accounted:.1%} | "
+        f"{least:.3f} | {least / seconds:.2f} | {limit} |"
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        contender(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    else:
+        sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS))
