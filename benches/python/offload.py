@@ -11,8 +11,8 @@ For TensorStream, also prints:
 - what it predicts after the run, and what it predicted before it loaded anything, from the speeds
   that earlier runs measured;
 - how much of the measured time computing, waiting and overhead account for;
-- the bound: the time in which the processors can decode and compute, or the disk can read, whichever
-  is longer.
+- the bound: the time in which the processors can decode and compute, or the disk can read,
+  whichever is longer.
 """
 
 from __future__ import annotations
@@ -52,14 +52,21 @@ def compressed(path: Path) -> Path:
 
 
 def contender(name: str, setting: str, path: Path) -> None:
-    """Runs a contender in this process. Prints its figures as JSON."""
+    """Runs a contender in this process. Prints its figures as JSON.
+
+    The contender "plan" only predicts, with a budget in bytes.
+    """
+    if name == "plan":
+        import tensorstream as ts
+
+        print(json.dumps({"before": ts.plan(path, budget=int(setting)).predicted_pass_s}))
+        return
     if name not in ("tensorstream", "compressed"):
         llama.TOKENS = min(TOKENS, 5)
         llama.contender(name, setting, path)
         return
     import tensorstream as ts
 
-    before = ts.plan(path, budget=setting)
     model = ts.from_pretrained(path, budget=setting)
     tokens, seconds = decode(model, TOKENS)
     explanation, stats = ts.explain(model), ts.stats(model)
@@ -70,8 +77,6 @@ def contender(name: str, setting: str, path: Path) -> None:
         "tokens": tokens[:5],
         "seconds": statistics.median(seconds[1:]),
         "first": seconds[0],
-        "before": before.predicted_pass_s,
-        "measured_before": "as measured" in str(before),
         "predicted": explanation.predicted_s,
         "accounted": accounted,
         "bottleneck": stats["bottleneck"],
@@ -102,76 +107,100 @@ def bound(result: dict[str, Any], compute_s: float, disk: float, cores: int) -> 
     return max(decode_s + compute_s, result["reads"] / disk)
 
 
+#: The runs of each contender and setting.
+Runs = dict[tuple[str, str], list[dict[str, Any]]]
+
+
 def main(rounds: int) -> int:
     plain = llama_1b()
     paths = {"compressed": compressed(plain)}
-    cores = len(os.sched_getaffinity(0))
     disk = []
-    failed = 0
+    rows: list[tuple[int, Runs]] = []
     computing = in_memory(plain)
     with tempfile.TemporaryDirectory() as caches, huge_pages() as huge:
         os.environ["XDG_CACHE_HOME"] = caches
-        rows = []
         for cap, accelerate in CAPS_MB.items():
             entries = [("compressed", "100%"), ("tensorstream", "100%"), ("diffusers", "")]
             entries += [("accelerate", f"{mb}MB") for mb in accelerate] + [("mmap", "")]
-            results: dict[tuple[str, str], list[dict[str, Any]]] = {entry: [] for entry in entries}
+            results: Runs = {entry: [] for entry in entries}
             with memory_cap(cap * 1_000_000) as prefix:
                 for _ in range(rounds):
                     disk.append(fio(plain / "model-00001-of-00003.safetensors", 2, huge=huge))
                     for entry in entries:
-                        drop_caches()
                         path = paths.get(entry[0], plain)
-                        results[entry].append(child(prefix, *entry, str(path)))
+                        results[entry].append(run(prefix, entry, path, results[entry]))
                         print(cap, *entry, results[entry][-1], flush=True)
             rows.append((cap, results))
-    rate = statistics.median(disk)
+    return report(rows, computing, statistics.median(disk))
+
+
+def run(
+    prefix: list[str], entry: tuple[str, str], path: Path, earlier: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Runs a contender in a new process, and predicts first if there was a run before.
+
+    Args:
+        prefix: The start of the command line, as from `memory_cap`.
+        entry: The contender and its setting.
+        path: The directory of the model.
+        earlier: The runs before.
+
+    Returns:
+        The figures of the process, or a dictionary with "error".
+    """
+    ahead = {}
+    budgets = [str(own["budget"]) for own in earlier if "budget" in own]
+    if budgets:
+        drop_caches()
+        ahead = child([], "plan", budgets[-1], str(path))
+    drop_caches()
+    return {**ahead, **child(prefix, *entry, str(path))}
+
+
+def report(rows: list[tuple[int, Runs]], computing: float, disk: float) -> int:
+    """Prints tables of all runs. Returns 1 if contenders produced different tokens, else 0."""
+    cores = len(os.sched_getaffinity(0))
     print(
-        f"\n{cores} cores; disk {rate / 1e9:.2f} GB/s by fio; in memory {computing:.3f} s a token"
+        f"\n{cores} cores; disk {disk / 1e9:.2f} GB/s by fio; in memory {computing:.3f} s a token"
     )
     print("\n| limit MB | contender | setting | s a token (range) | of accelerate's best |")
     print("|---|---|---|---|---|")
-    notes = []
+    notes, tokens = [], set()
     for cap, results in rows:
         usable = {
             entry: [own for own in runs if "error" not in own] for entry, runs in results.items()
         }
+        tokens |= {tuple(own["tokens"][:5]) for runs in usable.values() for own in runs}
         medians = {
             entry: statistics.median(own["seconds"] for own in runs)
             for entry, runs in usable.items()
             if runs
         }
-        peers = [value for (name, _), value in medians.items() if name == "accelerate"]
-        best = min(peers) if peers else None
+        best = min((own for (name, _), own in medians.items() if name == "accelerate"), default=0)
         for (name, setting), runs in usable.items():
             if not runs:
                 reason = results[name, setting][0]["error"]
                 print(f"| {cap} | {name} | {setting} | failed: {reason} | |")
                 continue
             seconds = [own["seconds"] for own in runs]
-            ratio = f"{best / medians[name, setting]:.2f}" if best else ""
-            low, high = min(seconds), max(seconds)
-            figure = f"{medians[name, setting]:.3f} ({low:.3f}-{high:.3f})"
-            print(f"| {cap} | {name} | {setting} | {figure} | {ratio} |")
+            median = medians[name, setting]
+            figure = f"{median:.3f} ({min(seconds):.3f}-{max(seconds):.3f})"
+            print(f"| {cap} | {name} | {setting} | {figure} | {best / median:.2f} |")
             if name in ("tensorstream", "compressed"):
-                later = [own for own in runs if own["measured_before"]]
-                notes.append(note(cap, name, runs, later, bound(runs[-1], computing, rate, cores)))
-        tokens = {tuple(own["tokens"][:5]) for runs in usable.values() for own in runs}
-        failed += len(tokens) > 1
+                notes.append(note(cap, name, runs, bound(runs[-1], computing, disk, cores)))
     print(
         "\n| limit MB | contender | budget MiB | predicted, then before loading, of the measured | "
         "accounted for | bound s | bound / measured | limited by |"
     )
     print("|---|---|---|---|---|---|---|---|")
     print("\n".join(notes))
-    print(f"\nall contenders produced the same tokens: {not failed}")
-    return int(failed > 0)
+    print(f"\nall contenders produced the same tokens: {len(tokens) == 1}")
+    return int(len(tokens) > 1)
 
 
-def note(
-    cap: int, name: str, runs: list[dict[str, Any]], later: list[dict[str, Any]], least: float
-) -> str:
+def note(cap: int, name: str, runs: list[dict[str, Any]], least: float) -> str:
     """Returns a line about how well TensorStream knows its own time."""
+    later = [own for own in runs if "before" in own]
     seconds = statistics.median(own["seconds"] for own in runs)
     predicted = statistics.median(own["predicted"] / own["seconds"] for own in runs)
     before = statistics.median(own["before"] / own["seconds"] for own in later) if later else None

@@ -18,8 +18,9 @@ const LEAST_PASSES: usize = 4;
 
 /// The speeds that engines measured on this machine.
 ///
-/// There is one small file for each file system, with the speeds of reading and decoding, and one
-/// for each model on it and number of processors, with the durations of computations. Files that
+/// There is one small file for each model, file system and number of processors, with the speeds of
+/// reading and decoding and the durations of computations, and one for each file system, with the
+/// speeds that other models start with. Files that
 /// cannot be read or written are ignored, because they only affect predictions.
 ///
 /// # Examples
@@ -64,7 +65,7 @@ impl Speeds {
         config: EngineConfig,
     ) -> EngineConfig {
         let Some(files) = self.files(checkpoint) else { return config };
-        let known = Rates::of(&files.storage);
+        let known = Rates::of(&files.model).or(Rates::of(&files.storage));
         let mut rates = config.rates;
         if let Some(rate) = known.read(cached_share(checkpoint)) {
             rates.read_bytes_per_s = rate;
@@ -93,7 +94,7 @@ impl Speeds {
         if stats.total_read_bytes() < LEAST_BYTES {
             return;
         }
-        let mut known = Rates::of(&files.storage);
+        let mut known = Rates::default();
         let is_cached = |path| matches!(path, ReadPath::Buffered | ReadPath::Mapped);
         let cached = stats.read_bytes.iter().filter(|(path, _)| is_cached(*path));
         let cached: u64 = cached.map(|(_, bytes)| bytes).sum();
@@ -106,12 +107,13 @@ impl Speeds {
             known.decoding = Some(stats.rates.decode_bytes_per_s);
         }
         // If this fails, the next engine measures again.
-        let _ = write(&files.storage, &known.text());
+        let _ = write(&files.storage, &known.faster(Rates::of(&files.storage)).text());
         if stats.recent_passes.len() < LEAST_PASSES {
             return;
         }
         let ComputeTimes { units, other_s, .. } = &stats.compute;
-        let mut text = format!("other_s = {other_s:e}\n");
+        let mut text = known.or(Rates::of(&files.model)).text();
+        let _ = writeln!(text, "other_s = {other_s:e}");
         for (id, seconds) in units {
             let _ = writeln!(text, "unit_s = {seconds:e} {}", stats.units[id.0 as usize].name);
         }
@@ -166,6 +168,30 @@ impl Rates {
             }
         }
         rates
+    }
+
+    /// Returns these rates, and those of `other` where they are not known.
+    fn or(self, other: Self) -> Self {
+        Self {
+            direct: self.direct.or(other.direct),
+            cached: self.cached.or(other.cached),
+            decoding: self.decoding.or(other.decoding),
+        }
+    }
+
+    /// Returns the faster ones of both rates. `before` counts nine tenths, because a device can
+    /// become slower.
+    ///
+    /// A run that waits for other things than the device measures less than the device can do.
+    fn faster(self, before: Self) -> Self {
+        let faster = |now: Option<f64>, before: Option<f64>| {
+            now.map_or(before, |now| Some(now.max(before.map_or(now, |rate| 0.9 * rate))))
+        };
+        Self {
+            direct: faster(self.direct, before.direct),
+            cached: faster(self.cached, before.cached),
+            decoding: faster(self.decoding, before.decoding),
+        }
     }
 
     /// Returns the rate of reading if this share of the bytes is in the page cache.
@@ -255,8 +281,12 @@ mod tests {
     #[test]
     fn the_rate_depends_on_the_page_cache() {
         let rates = Rates { direct: Some(2e9), cached: Some(8e9), decoding: None };
-        assert_eq!((rates.read(0.0), rates.read(1.0)), (Some(2e9), Some(8e9)));
-        assert!((rates.read(0.5).unwrap() - 3.2e9).abs() < 1.0);
+        for (share, expected) in [(0.0, 2e9), (0.5, 3.2e9), (1.0, 8e9)] {
+            assert!((rates.read(share).unwrap() - expected).abs() < 1.0);
+        }
+        assert_eq!(Rates::default().or(rates), rates);
+        let faster = Rates { direct: Some(1e9), ..Rates::default() }.faster(rates);
+        assert_eq!((faster.direct, faster.cached), (Some(0.9 * 2e9), Some(8e9)));
         let direct = Rates { direct: Some(2e9), ..Rates::default() };
         assert_eq!((direct.read(0.1), direct.read(0.9)), (Some(2e9), None));
     }

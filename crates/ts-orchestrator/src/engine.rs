@@ -477,6 +477,17 @@ impl<D: Device> Engine<D> {
         self.inner.set_limit(budget_bytes)
     }
 
+    /// Returns the smallest limit that [`set_limit`](Self::set_limit) accepts, in bytes. It can be
+    /// more than the smallest budget, because a larger budget has more buffers.
+    pub fn smallest_limit(&self) -> usize {
+        self.inner.smallest_limit()
+    }
+
+    /// Returns whether the limit that [`set_limit`](Self::set_limit) set is in force.
+    pub fn limit_in_force(&self) -> bool {
+        self.inner.limit_in_force()
+    }
+
     /// Returns the number of units. Their ids are 0 to this number minus 1.
     pub fn unit_count(&self) -> usize {
         self.inner.unit_count()

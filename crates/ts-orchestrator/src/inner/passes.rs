@@ -102,6 +102,15 @@ impl<D: Device> EngineInner<D> {
         Ok(applied)
     }
 
+    pub(crate) fn smallest_limit(&self) -> usize {
+        let smallest = self.lock().plan.smallest_budget_bytes.next_multiple_of(BLOCK_ALIGN);
+        smallest + self.budget.limit_bytes() - self.slot_budget
+    }
+
+    pub(crate) fn limit_in_force(&self) -> bool {
+        !self.lock().has_new_limit()
+    }
+
     pub(crate) fn set_limit(&self, budget_bytes: usize) -> Result<(), Error> {
         // Buffers keep their size.
         let buffers = self.budget.limit_bytes() - self.slot_budget;

@@ -20,6 +20,7 @@ from ._native import (
 )
 
 if TYPE_CHECKING:
+    from .budget import Budget
     from .config import BackendType, Config, MemoryMode, MemoryPressureMode, PrefetchStrategy
     from .errors import (
         BudgetError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .files._state_dict import append_file, load, load_file, load_into, save, save_file
     from .streaming._curve import Curve, CurvePoint
     from .streaming._explain import Explanation, explain
+    from .streaming._metrics import metrics
     from .streaming._offload import offload, restore, stats
     from .streaming._plan import Plan, plan
     from .streaming._stats import (
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendType",
     "BlockPoolStats",
+    "Budget",
     "BudgetError",
     "BudgetWarning",
     "CheckpointChangedError",
@@ -126,6 +129,7 @@ __all__ = [
     "load",
     "load_file",
     "load_into",
+    "metrics",
     "offload",
     "plan",
     "restore",
@@ -137,11 +141,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "budget": ("Budget",),
     "files._convert": ("compact", "convert"),
     "files._state_dict": ("append_file", "load", "load_file", "load_into", "save", "save_file"),
     "files._safe_open": ("TensorSlice", "safe_open"),
     "streaming._curve": ("Curve", "CurvePoint"),
     "streaming._explain": ("Explanation", "explain"),
+    "streaming._metrics": ("metrics",),
     "streaming._offload": ("offload", "restore", "stats"),
     "streaming._plan": ("Plan", "plan"),
     "streaming._stats": (

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
 from . import _native
+from .budget import Budget
 from .errors import BudgetError, BudgetWarning, ConfigurationError, NotBuiltWarning
 
 E = TypeVar("E", bound=enum.Enum)
@@ -52,14 +53,17 @@ class PrefetchStrategy(enum.Enum):
         >>> config = ts.Config(prefetch_strategy=ts.PrefetchStrategy.NEXT_LAYER)
     """
 
-    #: No prefetching: each streamed unit is read when it is needed.
+    #: No prefetching: each streamed unit is read when it is needed, and all memory except for one
+    #: unit keeps others. For comparisons, and where reads must not run beside computing.
     NONE = "none"
-    #: Prefetches the next unit only.
+    #: Prefetches the next unit only, which takes memory for one more unit. For models whose order
+    #: of units differs from pass to pass, because reading further ahead reads the wrong ones.
     NEXT_LAYER = "next_layer"
     #: Prefetches as far as memory allows. The plan divides the budget between prefetching and
-    #: units that stay in memory.
+    #: units that stay in memory, such that passes take the least time. For all other models.
     ADAPTIVE = "adaptive"
-    #: Like ``ADAPTIVE``, but with at least half of the budget for prefetching.
+    #: Like ``ADAPTIVE``, but with at least half of the budget for prefetching. For storage whose
+    #: speed varies, such as a network, because a long queue evens out pauses.
     AGGRESSIVE = "aggressive"
 
 
@@ -139,8 +143,9 @@ class Config:
 
     Args:
         budget: The memory for weights: bytes, a size such as ``"600MiB"`` or ``"1.5GB"``, or a
-            share of the available memory such as ``"50%"``. The default, ``"auto"``, is the share
-            that ``memory_mode`` sets. A share is logged to the logger "tensorstream" at level INFO.
+            share of the available memory such as ``"50%"``, or a ``Budget`` that models share. The
+            default, ``"auto"``, is the share that ``memory_mode`` sets. A share is logged to the
+            logger "tensorstream" at level INFO.
         storage_path: A directory. Its purpose depends on the call:
 
             - ``offload`` of a model with weights, without a ``checkpoint``, writes the weights to
@@ -161,8 +166,8 @@ class Config:
         prefetch_strategy: How far in advance units are read. ``memory_mode`` sets the default.
         memory_mode: A preset for the defaults of ``budget`` and ``prefetch_strategy``.
         memory_pressure_mode: What happens to the budget when other programs need memory. The
-            available memory is that of ``tensorstream.stats``'s process: of the system, and of
-            its memory cgroups. Memory is given back between passes.
+            available memory is that of the system and of the memory cgroups of the process. Memory
+            is given back between passes.
         vram_budget_gb: Deprecated: use ``budget``. The budget in GB of 10^9 bytes.
         verify_checksums: Whether to compare weights with their checksums at each read. ``"once"``
             compares them at the first read only. Safetensors files have no checksums.
@@ -188,7 +193,7 @@ class Config:
         '600MiB'
     """
 
-    budget: int | str | None = None
+    budget: int | str | Budget | None = None
     storage_path: str | os.PathLike[str] | None = None
     max_passes: int = 1
     backend: BackendType | str = BackendType.AUTO
@@ -204,7 +209,7 @@ class Config:
     exact: bool = True
 
     def __post_init__(self) -> None:
-        if self.budget is not None:
+        if self.budget is not None and not isinstance(self.budget, Budget):
             parse_budget(self.budget)
         if self.vram_budget_gb is not None:
             self._check_vram_budget()
@@ -236,6 +241,10 @@ class Config:
         object.__setattr__(self, "backend", backend.lower())
         if backend.lower() in FALLBACKS:
             not_built(f"BackendType.{backend.upper()}", FALLBACKS[backend.lower()][1])
+        if isinstance(self.budget, Budget) and pressure != MemoryPressureMode.STRICT:
+            raise invalid(
+                "memory_pressure_mode", pressure.value, "strict, because the budget is shared"
+            )
         if self.compression_level is not None:
             _check_int("compression_level", self.compression_level, 1, 22)
             if not self.compression_enabled:
@@ -271,12 +280,16 @@ class Config:
         """Returns the budget in bytes, or ``None`` if it is a share of the available memory."""
         if self.vram_budget_gb is not None:
             return max(1, int(self.vram_budget_gb * 1e9))
+        if isinstance(self.budget, Budget):
+            return self.budget.bytes
         budget = None if self.budget is None else parse_budget(self.budget)
         return budget if isinstance(budget, int) else None
 
     def share(self) -> float:
         """Returns the share of the available memory that is the budget if it is not a size."""
-        share = None if self.budget is None else parse_budget(self.budget)
+        if self.budget is None or isinstance(self.budget, Budget):
+            return SHARES[MemoryMode(self.memory_mode)]
+        share = parse_budget(self.budget)
         return share if isinstance(share, float) else SHARES[MemoryMode(self.memory_mode)]
 
     def share_bytes(self, freed_bytes: int = 0) -> int:

@@ -16,6 +16,7 @@ use super::engine::EngineFactory;
 use super::torch::Torch;
 use super::unit_tensors::{UnitEntry, UnitTensors};
 use super::weight::Weight;
+use crate::errors::to_python;
 #[cfg(target_os = "linux")]
 use crate::openmp::IdleTeam;
 use crate::signals::interruptible;
@@ -38,7 +39,7 @@ use crate::signals::interruptible;
 ///     scores: The scores of routed units in an earlier run, from ``routing_scores``.
 ///     limits: The least part of the budget to use, and the part to use at first, in bytes. With
 ///         limits, the used part follows the memory that other programs leave.
-#[pyclass(frozen, module = "tensorstream._native")]
+#[pyclass(frozen, weakref, module = "tensorstream._native")]
 pub(crate) struct Streamer {
     pub(super) inner: Arc<StreamerInner>,
     pub(super) checkpoint: tensorstream::Checkpoint,
@@ -199,6 +200,18 @@ impl StreamerInner {
             }
             other => other,
         }
+    }
+
+    /// Limits the memory to a part of the budget, in bytes: now if nothing is in use, and else at
+    /// the end of the pass.
+    pub(super) fn set_limit(&self, py: Python<'_>, limit: usize) -> PyResult<()> {
+        let engine = self.engine(py)?;
+        engine.set_limit(limit).map_err(|e| to_python(py, &e.into()))?;
+        if !self.is_in_use() && !engine.limit_in_force() {
+            self.drop_cached();
+            interruptible(py, |interrupt| engine.replan_interruptible(interrupt))?;
+        }
+        Ok(())
     }
 
     /// Reads rows of a table. Blocks.

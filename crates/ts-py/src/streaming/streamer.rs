@@ -61,10 +61,9 @@ impl Streamer {
         let inner = Arc::new(inner);
         let monitor = limits.map(|(least, limit)| {
             let engine = inner.engine(py)?;
-            let least = least.max(engine.plan().smallest_budget_bytes);
+            let least = least.max(engine.smallest_limit()).min(budget);
             let limit = limit.max(least);
-            engine.set_limit(limit).map_err(|e| to_python(py, &e.into()))?;
-            engine.replan();
+            inner.set_limit(py, limit)?;
             Ok::<_, PyErr>(monitor(&inner, Governor::new(least, limit, budget))?)
         });
         let _monitor = monitor.transpose()?;
@@ -205,6 +204,25 @@ impl Streamer {
         stats_dict(py, &self.inner.engine(py)?.stats())
     }
 
+    /// Limits the memory to a part of the budget, in bytes. Takes effect now if no pass is running,
+    /// and else at the end of the pass.
+    ///
+    /// Raises:
+    ///     BudgetError: The limit is too small. Then it stays as it was.
+    fn set_limit(&self, py: Python<'_>, limit: usize) -> PyResult<()> {
+        self.inner.set_limit(py, limit)
+    }
+
+    /// Returns whether the memory is within the limit that was set last.
+    fn limit_in_force(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.inner.engine(py)?.limit_in_force())
+    }
+
+    /// Returns the smallest limit that works, in bytes.
+    fn smallest_limit(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.inner.engine(py)?.smallest_limit())
+    }
+
     /// Predicts passes with other budgets, from all measurements so far.
     ///
     /// Args:
@@ -264,12 +282,8 @@ fn monitor(inner: &Arc<StreamerInner>, governor: Governor) -> std::io::Result<Pr
     PressureMonitor::new(governor, move |limit| {
         let resized = Python::try_attach(|py| {
             let Some(inner) = inner.upgrade() else { return false };
-            let Ok(engine) = inner.engine(py) else { return false };
-            if engine.set_limit(limit).is_ok() && !inner.is_in_use() {
-                // Between passes, nothing else would apply the limit.
-                inner.drop_cached();
-                py.detach(|| engine.replan());
-            }
+            // A limit that is too small is not set, and the next one may be larger.
+            let _ = inner.set_limit(py, limit);
             true
         });
         // The interpreter is shutting down if this thread cannot attach to it.

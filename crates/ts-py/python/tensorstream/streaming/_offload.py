@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .. import _native
+from ..budget import Budget
 from ..config import Config, expanded
 from ..errors import (
     ConfigurationError,
@@ -30,6 +31,7 @@ from ._forward import (
 )
 from ._guards import guard
 from ._interrupts import deferred
+from ._live import add_live
 from ._profile import Profile
 from ._routing import announced
 from ._rules import register_transformers
@@ -49,7 +51,7 @@ def offload(
     config: Config | None = None,
     *,
     checkpoint: Path | None = None,
-    budget: int | str | None = None,
+    budget: int | str | Budget | None = None,
 ) -> M:
     """Streams the parameters of a model from disk under a hard memory budget.
 
@@ -174,12 +176,16 @@ def attach(
     def fitted(smallest: int, whole: int) -> int:
         nonlocal extremes
         extremes = (smallest, whole)
-        return config.fitted_bytes(smallest, whole, freed_bytes)
+        fitted = config.fitted_bytes(smallest, whole, freed_bytes)
+        shared = config.budget
+        return shared.share_of(smallest, whole) if isinstance(shared, Budget) else fitted
 
     units, budget = units_for_budget(
         model, checkpoint, converted, orders or {}, settings, config.exact, fitted
     )
     most, limits = config.limits(budget, *extremes, freed_bytes)
+    if isinstance(config.budget, Budget):
+        most = config.budget.bytes
     together = units.leased_together()
     profile = Profile(checkpoint, [(name, routed) for name, _, routed in units.specs])
     streamer = _native.Streamer(
@@ -194,6 +200,8 @@ def attach(
         scores=profile.load(),
         limits=limits,
     )
+    if isinstance(config.budget, Budget):
+        config.budget.add(streamer, max(extremes[1], budget))
     weights = Weights(streamer, units.weights, units.divided, budget)
     buffers = units.read_buffers()
     made = {key: stand_ins(weights, key) for key in units.sources}
@@ -221,6 +229,7 @@ def attach(
         replace_method(model, Pass(model, weights))
         guard(model)
         model.__dict__["_tensorstream"] = streaming
+        add_live(model)
         profile.save_at_end(model, streamer)
     return model
 

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from .. import _native
+from ..budget import Budget
 from ..config import HEADROOM, Config, expanded
 from ..errors import (
     BudgetError,
@@ -34,7 +35,7 @@ TRANSFORMERS_BYTES = 96 << 20
 def from_pretrained(
     path: Path,
     *,
-    budget: int | str | None = None,
+    budget: int | str | Budget | None = None,
     config: Config | None = None,
     model_class: type[Any] | None = None,
     **kwargs: Any,
