@@ -72,7 +72,7 @@ impl Checkpoint {
     }
 
     /// Returns the smallest budget that works for these units, and the smallest budget with which
-    /// no unit is streamed, in bytes. Ignores the budget in `config`, and changes it. Reads no files.
+    /// no unit is streamed, in bytes. Changes the budget in `config`. Reads no files.
     ///
     /// # Errors
     /// Returns the errors of [`Engine::preview`], except for a budget that is too small.

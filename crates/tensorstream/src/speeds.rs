@@ -86,8 +86,7 @@ impl Speeds {
         config.with_rates(rates).with_compute(compute)
     }
 
-    /// Remembers what an engine has measured. Does nothing if it has read too little, or run too few
-    /// passes.
+    /// Remembers what an engine has measured, if it has read and computed enough to measure it.
     pub fn remember(&self, checkpoint: &Checkpoint, stats: &EngineStats) {
         let Some(files) = self.files(checkpoint) else { return };
         let decoded: u64 = stats.recent_passes.iter().map(|pass| pass.decoded_bytes).sum();

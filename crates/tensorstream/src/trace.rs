@@ -21,9 +21,8 @@ pub fn trace_json(trace: &Trace) -> String {
         json!({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "TensorStream"}}),
     );
     for (lane, name) in lanes.names() {
-        events.push(
-            json!({"ph": "M", "pid": 1, "tid": lane, "name": "thread_name", "args": {"name": name}}),
-        );
+        events.push(json!({"ph": "M", "pid": 1, "tid": lane, "name": "thread_name",
+                "args": {"name": name}}));
         events.push(json!({"ph": "M", "pid": 1, "tid": lane, "name": "thread_sort_index",
                 "args": {"sort_index": lane}}));
     }

@@ -16,9 +16,8 @@ const BUDGET: usize = 12 << 20;
 fn write_checkpoint(path: &Path) {
     let tensor = |i: usize| {
         let (begin, end) = (i * UNIT_BYTES, (i + 1) * UNIT_BYTES);
-        format!(
-            r#""u{i}.weight":{{"dtype":"U8","shape":[{UNIT_BYTES}],"data_offsets":[{begin},{end}]}}"#
-        )
+        let tail = format!(r#""shape":[{UNIT_BYTES}],"data_offsets":[{begin},{end}]"#);
+        format!(r#""u{i}.weight":{{"dtype":"U8",{tail}}}"#)
     };
     let header = format!("{{{}}}", (0..UNITS).map(tensor).collect::<Vec<_>>().join(","));
     let mut file = (header.len() as u64).to_le_bytes().to_vec();

@@ -119,8 +119,8 @@ pub fn cache_directory() -> Option<PathBuf> {
     caches.map(|caches| caches.join("tensorstream"))
 }
 
-/// Returns a name for the file system of a local file, made of its type and its id. `None` for other
-/// sources, and where the system has no such id.
+/// Returns a name for the file system of a local file, made of its type and its id. Returns `None`
+/// for other sources, and where the system has no such id.
 pub fn file_system(source: &Source) -> Option<String> {
     FileOrigin::of(source).and_then(|file| sys::file_system(file.file()))
 }
