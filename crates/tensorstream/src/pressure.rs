@@ -2,6 +2,7 @@
 //! Decides how much memory to use while other programs need memory too.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How often the available memory is looked at.
@@ -71,37 +72,61 @@ impl Governor {
 /// A thread that watches the available memory, until this object is dropped.
 #[derive(Debug)]
 pub struct PressureMonitor {
-    _stop: Sender<()>,
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+    process: u32,
 }
 
 impl PressureMonitor {
-    /// Starts the thread, which calls `resize` with each new limit of the governor, in bytes. Ends
-    /// when `resize` returns `false`, or when the available memory cannot be detected.
+    /// Starts the thread, which calls `resize` with each new limit of the governor, in bytes.
+    /// `resize` returns the limit that was set, and whether it is in force. While it is not, the
+    /// thread calls `resize` with it again, because the memory that it frees is not available yet.
+    /// The thread ends when `resize` returns `None`, or when the available memory cannot be
+    /// detected.
     ///
-    /// Dropping the object does not wait for a call of `resize` that is running.
+    /// Dropping the object on another thread waits for a call of `resize` that is running.
     ///
     /// # Errors
     /// The system refuses a thread.
     pub fn new(
         mut governor: Governor,
-        mut resize: impl FnMut(usize) -> bool + Send + 'static,
+        mut resize: impl FnMut(usize) -> Option<(usize, bool)> + Send + 'static,
     ) -> std::io::Result<Self> {
         let (stop, stopped) = channel::<()>();
         let began = Instant::now();
+        let mut pending = None;
         let watch = move || {
             while stopped.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
-                let Some(available) = crate::available_bytes() else { return };
-                let limit = governor.next(available, began.elapsed());
-                if limit.is_some_and(|limit| !resize(limit)) {
-                    return;
+                if pending.is_none() {
+                    let Some(available) = crate::available_bytes() else { return };
+                    pending = governor.next(available, began.elapsed());
+                }
+                if let Some(limit) = pending {
+                    let Some((set, in_force)) = resize(limit) else { return };
+                    governor.limit = set;
+                    pending = (!in_force).then_some(set);
                 }
             }
         };
-        std::thread::Builder::new()
-            .name("ts-pressure".into())
-            .stack_size(512 << 10)
-            .spawn(watch)?;
-        Ok(Self { _stop: stop })
+        let thread = std::thread::Builder::new().name("ts-pressure".into());
+        let thread = thread.stack_size(512 << 10).spawn(watch)?;
+        Ok(Self { stop: Some(stop), thread: Some(thread), process: std::process::id() })
+    }
+}
+
+impl Drop for PressureMonitor {
+    fn drop(&mut self) {
+        let (stop, thread) = (self.stop.take(), self.thread.take());
+        if self.process != std::process::id() {
+            // The thread does not exist in a forked child.
+            std::mem::forget((stop, thread));
+            return;
+        }
+        drop(stop);
+        if let Some(thread) = thread.filter(|own| own.thread().id() != std::thread::current().id())
+        {
+            let _ = thread.join();
+        }
     }
 }
 

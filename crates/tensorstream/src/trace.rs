@@ -83,8 +83,8 @@ pub fn trace_html(trace: &Trace, curve: &[CurvePoint]) -> String {
         "waits": waits,
         "curve": curve.iter().map(point).collect::<Vec<_>>(),
     });
-    // The data are inside a script element, which ends at the first `</script`.
-    let data = data.to_string().replace("</", "<\\/");
+    // The data are inside a script element, so names must not contain `</script` or `<!--`.
+    let data = data.to_string().replace('<', "\\u003c");
     include_str!("trace.html").replace("/*DATA*/null", &data)
 }
 
@@ -173,5 +173,38 @@ impl Lanes {
             if lane == first { name.to_owned() } else { format!("{name} {}", lane - first + 1) }
         };
         used.into_iter().map(|lane| (lane, name(lane))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ts_io::Source;
+    use ts_orchestrator::{Engine, EngineConfig, Unit, UnitId};
+
+    #[test]
+    fn names_cannot_leave_the_data() {
+        let name = "</script><!--<script>\"\\\n";
+        let engine = Engine::new(
+            vec![Unit::new(name, Vec::new())],
+            Vec::<std::sync::Arc<Source>>::new(),
+            EngineConfig::with_budget(1 << 20),
+        )
+        .unwrap();
+        engine.begin_trace();
+        let pass = engine.begin_pass();
+        drop(engine.acquire(Some(pass), UnitId(0)).unwrap());
+        engine.end_pass(pass);
+        let trace = engine.end_trace().unwrap();
+        assert!(engine.end_trace().is_none());
+        let page = trace_html(&trace, &[]);
+        assert_eq!(page.matches("</script>").count(), 1);
+        assert!(!page.contains("<!--<script>"));
+        let data = page.split_once("const data = ").unwrap().1.split_once(";\n").unwrap().0;
+        let data: Value = serde_json::from_str(data).unwrap();
+        assert_eq!(data["units"][0], name);
+        let events: Value = serde_json::from_str(&trace_json(&trace)).unwrap();
+        let named = |event: &Value| event["name"] == name;
+        assert!(events["traceEvents"].as_array().unwrap().iter().any(named));
     }
 }

@@ -136,14 +136,16 @@ impl<D: Device> SlotPool<D> {
     }
 
     /// Leaves this many bytes of host memory for slots, and returns the rest to the system. Call
-    /// this while no slot is in use.
-    pub(crate) fn limit(&self, bytes: usize) {
+    /// this while no slot is in use. Returns whether the rest was free.
+    pub(crate) fn limit(&self, bytes: usize) -> bool {
         let mut aside = self.aside.lock();
         *aside = None;
         let rest = self.host.stats().capacity_bytes.saturating_sub(bytes);
-        if self.device.is_none() && rest > 0 {
-            *aside = self.host.set_aside(rest).ok();
+        if self.device.is_some() || rest == 0 {
+            return true;
         }
+        *aside = self.host.set_aside(rest).ok();
+        aside.is_some()
     }
 
     /// Allocates a slot of `len` bytes.
@@ -249,8 +251,10 @@ impl<D: Device> SlotPool<D> {
                 (stats.in_use_bytes, stats.high_water_bytes)
             }
             None => {
+                // Locked first, so that no other thread changes it before the pool is looked at.
+                let aside = self.aside.lock();
                 let stats = self.host.stats();
-                let aside = self.aside.lock().as_ref().map_or(0, SetAside::bytes);
+                let aside = aside.as_ref().map_or(0, SetAside::bytes);
                 (stats.in_use_bytes - aside, stats.high_water_bytes)
             }
         }

@@ -318,8 +318,8 @@ impl<D: Device> EngineState<D> {
             (unit.reserved, unit.image, unit.reserved_image) = (None, None, None);
         }
         context.slots.coalesce();
-        if self.has_new_limit() {
-            context.slots.limit(self.slot_limit);
+        // If a part of the memory is not free yet, the end of the next pass tries again.
+        if self.has_new_limit() && context.slots.limit(self.slot_limit) {
             self.planned_limit = self.slot_limit;
         }
         self.reserve_residents(context);

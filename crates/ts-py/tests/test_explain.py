@@ -77,7 +77,7 @@ def test_a_model_that_computes_longer_than_it_reads_is_limited_by_computing(
     explanation = ts.explain(model)
     assert explanation.bottleneck == "compute"
     assert explanation.compute_s > 0.16
-    assert explanation.predicted_s == pytest.approx(explanation.wall_s, rel=0.15)
+    assert explanation.predicted_s == pytest.approx(explanation.wall_s, rel=0.25)
 
 
 def test_an_explanation_needs_a_pass(tmp_path: Path) -> None:

@@ -110,13 +110,17 @@ impl<D: Device> EngineInner<D> {
         timer: &mut InterruptTimer,
         interrupt: Interrupt<'_>,
     ) -> Result<(StateGuard<'_, D>, Buffer), Error> {
-        let (capacity_bytes, needed_bytes) =
-            (self.context.slots.host.stats().capacity_bytes, prepared.slot_bytes);
+        let slot_limit = self.lock().slot_limit;
+        let mut capacity_bytes = self.context.slots.host.stats().capacity_bytes;
+        if !self.context.slots.is_staged() {
+            capacity_bytes = capacity_bytes.min(slot_limit);
+        }
+        let needed_bytes = prepared.slot_bytes;
         if needed_bytes > capacity_bytes {
             if self.context.slots.is_staged() {
                 return Err(Error::StagingFull { unit: prepared.unit.name.clone() });
             }
-            let budget_bytes = self.budget.limit_bytes();
+            let budget_bytes = self.budget.limit_bytes() - self.slot_budget + slot_limit;
             return Err(Error::NeverFits(NeverFits {
                 budget_bytes,
                 largest_unit: prepared.unit.name.clone(),

@@ -98,7 +98,10 @@ impl<D: Device> EngineInner<D> {
             trace.add(TraceEvent::new(TraceKind::Replan, now_ns, now_ns));
         }
         state.paused = false;
-        state.advance(&self.context, (self.clock)());
+        // Before the first pass, nothing is read.
+        if state.counters.passes > 0 {
+            state.advance(&self.context, (self.clock)());
+        }
         Ok(applied)
     }
 

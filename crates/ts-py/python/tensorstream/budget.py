@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,9 +54,11 @@ class Budget:
                 f"invalid budget to share: {size!r}: expected bytes, or a size such as '6GiB'"
             )
         self._bytes = size
-        # A model may be deleted, and leave, while this thread holds the lock.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._members: list[_Member] = []
+        # The garbage collector may delete a model in the middle of any code, also of this class, so
+        # a model that leaves is only noted. Appending to a deque takes no lock of this class.
+        self._left: deque[_Member] = deque()
 
     @property
     def bytes(self) -> int:
@@ -65,6 +68,7 @@ class Budget:
     def shares(self) -> list[int]:
         """Returns the share of each model, in bytes, in the order in which they joined."""
         with self._lock:
+            self._remove_left()
             return self._shares(self._members)
 
     def __repr__(self) -> str:
@@ -81,6 +85,7 @@ class Budget:
             BudgetError: The models together need more than the budget.
         """
         with self._lock:
+            self._remove_left()
             return self._shares([*self._members, _Member(smallest, whole)])[-1]
 
     def add(self, streamer: _native.Streamer, whole: int) -> None:
@@ -94,23 +99,38 @@ class Budget:
             BudgetError: The models together need more than the budget, or another one does not give
                 memory back.
         """
+        member = _Member(streamer.smallest_limit(), whole, weakref.ref(streamer))
         with self._lock:
-            member = _Member(streamer.smallest_limit(), whole, weakref.ref(streamer))
-            self._shares([*self._members, member])
+            self._remove_left()
             others = list(self._members)
+            shares = self._shares([*others, member])
             self._members.append(member)
-            try:
-                self._divide()
-                wait_until_given_back(others)
-            except BaseException:
-                self._remove(member)
-                raise
-            weakref.finalize(streamer, self._remove, member).atexit = False
+        try:
+            set_limits(others, shares[:-1])
+            wait_until_given_back(others)
+            streamer.set_limit(shares[-1], True)
+        except BaseException:
+            self._leave(member)
+            raise
+        weakref.finalize(streamer, self._leave, member).atexit = False
 
-    def _remove(self, member: _Member) -> None:
-        with self._lock:
-            self._members.remove(member)
-            self._divide()
+    def _leave(self, member: _Member) -> None:
+        """Notes that a model has left. The others grow at the end of their next passes."""
+        self._left.append(member)
+        # If another thread, or a frame below this one, holds the lock, its next user does the rest.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._remove_left()
+                if self._members:
+                    set_limits(self._members, self._shares(self._members), now=False)
+            finally:
+                self._lock.release()
+
+    def _remove_left(self) -> None:
+        while self._left:
+            member = self._left.popleft()
+            if member in self._members:
+                self._members.remove(member)
 
     def _shares(self, members: Sequence[_Member]) -> list[int]:
         needed = sum(member.smallest for member in members)
@@ -129,12 +149,6 @@ class Budget:
             for member, more in zip(members, wanted, strict=True)
         ]
 
-    def _divide(self) -> None:
-        for member, share in zip(self._members, self._shares(self._members), strict=True):
-            streamer = member.streamer()
-            if streamer is not None:
-                streamer.set_limit(share)
-
 
 @dataclass(frozen=True, eq=False)
 class _Member:
@@ -148,6 +162,15 @@ class _Member:
         return self._streamer() if self._streamer is not None else None
 
 
+def set_limits(members: Sequence[_Member], limits: Sequence[int], now: bool = True) -> None:
+    """Limits the memory of these models, in bytes: now, or at the end of their next passes."""
+    for member, limit in zip(list(members), limits, strict=True):
+        streamer = member.streamer()
+        if streamer is not None:
+            # A model may need more than when it joined, if a pass has used units together.
+            streamer.set_limit(max(limit, streamer.smallest_limit()), now)
+
+
 def wait_until_given_back(members: Sequence[_Member]) -> None:
     """Blocks until the limits of these models are in force.
 
@@ -158,6 +181,9 @@ def wait_until_given_back(members: Sequence[_Member]) -> None:
     for member in members:
         streamer = member.streamer()
         while streamer is not None and not streamer.limit_in_force():
+            streamer.apply_limit()
+            if streamer.limit_in_force():
+                break
             if streamer.in_pass() or time.monotonic() > end:
                 raise BudgetError(
                     "another model of the shared budget is in use and cannot give memory back: "

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -43,7 +43,7 @@ use crate::signals::interruptible;
 pub(crate) struct Streamer {
     pub(super) inner: Arc<StreamerInner>,
     pub(super) checkpoint: tensorstream::Checkpoint,
-    pub(super) _monitor: Option<PressureMonitor>,
+    pub(super) monitor: Mutex<Option<PressureMonitor>>,
 }
 
 pub(super) struct StreamerInner {
@@ -53,6 +53,8 @@ pub(super) struct StreamerInner {
     /// no child starts with the mutex locked.
     engine: Mutex<Arc<Engine>>,
     new_engine: EngineFactory,
+    /// The limit of the memory, in bytes.
+    limit: AtomicUsize,
     pub(super) weights: Vec<Weight>,
     /// The tables, each with its `torch.dtype`.
     tables: Vec<(Table, Py<PyAny>)>,
@@ -95,6 +97,7 @@ impl StreamerInner {
         };
         Ok(Self {
             engine: Mutex::new(Arc::new(engine)),
+            limit: AtomicUsize::new(usize::MAX),
             new_engine,
             weights,
             tables,
@@ -118,6 +121,11 @@ impl StreamerInner {
             *self.entry(unit).lock() = UnitEntry::default();
         }
         *self.engine.lock() = Arc::clone(&own);
+        // A limit that the parent's engine accepted may be too small for this one, which has not
+        // learned which units are used together. Then the budget is the limit.
+        if own.set_limit(self.limit.load(Ordering::Relaxed)).is_ok() {
+            own.replan();
+        }
         Ok(own)
     }
 
@@ -202,11 +210,18 @@ impl StreamerInner {
         }
     }
 
-    /// Limits the memory to a part of the budget, in bytes: now if nothing is in use, and else at
-    /// the end of the pass.
-    pub(super) fn set_limit(&self, py: Python<'_>, limit: usize) -> PyResult<()> {
+    /// Limits the memory to a part of the budget, in bytes: `now` if nothing is in use, and else at
+    /// the end of a pass.
+    pub(super) fn set_limit(&self, py: Python<'_>, limit: usize, now: bool) -> PyResult<()> {
         let engine = self.engine(py)?;
         engine.set_limit(limit).map_err(|e| to_python(py, &e.into()))?;
+        self.limit.store(limit, Ordering::Relaxed);
+        if now { self.apply_limit(py) } else { Ok(()) }
+    }
+
+    /// Makes the limit take effect if nothing is in use.
+    pub(super) fn apply_limit(&self, py: Python<'_>) -> PyResult<()> {
+        let engine = self.engine(py)?;
         if !self.is_in_use() && !engine.limit_in_force() {
             self.drop_cached();
             interruptible(py, |interrupt| engine.replan_interruptible(interrupt))?;

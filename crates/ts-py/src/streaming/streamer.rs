@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use parking_lot::Mutex;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -63,11 +64,11 @@ impl Streamer {
             let engine = inner.engine(py)?;
             let least = least.max(engine.smallest_limit()).min(budget);
             let limit = limit.max(least);
-            inner.set_limit(py, limit)?;
+            inner.set_limit(py, limit, true)?;
             Ok::<_, PyErr>(monitor(&inner, Governor::new(least, limit, budget))?)
         });
-        let _monitor = monitor.transpose()?;
-        Ok(Self { inner, checkpoint: checkpoint.inner.clone(), _monitor })
+        let monitor = Mutex::new(monitor.transpose()?);
+        Ok(Self { inner, checkpoint: checkpoint.inner.clone(), monitor })
     }
 
     /// Begins a pass on this thread, unless the thread is already in a pass. Blocks while
@@ -204,13 +205,28 @@ impl Streamer {
         stats_dict(py, &self.inner.engine(py)?.stats())
     }
 
-    /// Limits the memory to a part of the budget, in bytes. Takes effect now if no pass is running,
-    /// and else at the end of the pass.
+    /// Limits the memory to a part of the budget, in bytes.
+    ///
+    /// Args:
+    ///     limit: The part of the budget.
+    ///     now: Whether the limit takes effect now if no pass is running. Else it takes effect at
+    ///         the end of the next pass.
     ///
     /// Raises:
     ///     BudgetError: The limit is too small. Then it stays as it was.
-    fn set_limit(&self, py: Python<'_>, limit: usize) -> PyResult<()> {
-        self.inner.set_limit(py, limit)
+    fn set_limit(&self, py: Python<'_>, limit: usize, now: bool) -> PyResult<()> {
+        self.inner.set_limit(py, limit, now)
+    }
+
+    /// Makes the limit that was set take effect if nothing is in use.
+    fn apply_limit(&self, py: Python<'_>) -> PyResult<()> {
+        self.inner.apply_limit(py)
+    }
+
+    /// Ends the thread that limits the memory, and waits for it.
+    fn stop_monitor(&self, py: Python<'_>) {
+        let monitor = self.monitor.lock().take();
+        py.detach(|| drop(monitor));
     }
 
     /// Returns whether the memory is within the limit that was set last.
@@ -276,17 +292,27 @@ impl Streamer {
     }
 }
 
+impl Drop for Streamer {
+    fn drop(&mut self) {
+        if let Some(monitor) = self.monitor.get_mut().take() {
+            // The thread may wait for the interpreter, which this thread holds.
+            Python::attach(|py| py.detach(|| drop(monitor)));
+        }
+    }
+}
+
 /// Starts a thread that limits the memory of a streamer. It ends when the streamer is dropped.
 fn monitor(inner: &Arc<StreamerInner>, governor: Governor) -> std::io::Result<PressureMonitor> {
     let inner = Arc::downgrade(inner);
     PressureMonitor::new(governor, move |limit| {
-        let resized = Python::try_attach(|py| {
-            let Some(inner) = inner.upgrade() else { return false };
-            // A limit that is too small is not set, and the next one may be larger.
-            let _ = inner.set_limit(py, limit);
-            true
-        });
-        // The interpreter is shutting down if this thread cannot attach to it.
-        resized.unwrap_or(false)
+        let resize = |py: Python<'_>| {
+            let inner = inner.upgrade()?;
+            let engine = inner.engine(py).ok()?;
+            // A pass may have used units together, and so need more than before.
+            let _ = inner.set_limit(py, limit.max(engine.smallest_limit()), true);
+            let stats = engine.stats();
+            Some((stats.limit_bytes, engine.limit_in_force()))
+        };
+        Python::try_attach(resize).flatten()
     })
 }

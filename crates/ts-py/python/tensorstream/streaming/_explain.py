@@ -169,8 +169,12 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def steady_passes(measured: Stats) -> list[PassStats]:
-    """Returns the latest passes with the current plan, without the first one if there are more."""
-    passes = [own for own in measured["recent_passes"] if own["replans"] == measured["replans"]]
+    """Returns the latest passes with the current plan, without the first one if there are more.
+
+    If none has run with the current plan, returns the latest ones.
+    """
+    recent = measured["recent_passes"]
+    passes = [own for own in recent if own["replans"] == measured["replans"]] or recent
     return passes[1:] or passes
 
 

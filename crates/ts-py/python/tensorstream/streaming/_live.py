@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 
 from torch import nn
 
 _names = itertools.count(1)
+_lock = threading.Lock()
 _live: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 def add_live(model: nn.Module) -> None:
     """Adds a model, until it is restored or deleted."""
-    _live[model] = f"{type(model).__name__}-{next(_names)}"
+    with _lock:
+        _live[model] = f"{type(model).__name__}-{next(_names)}"
 
 
 def live_models() -> list[tuple[str, nn.Module]]:
     """Returns the offloaded models, each with a name that no other one has."""
-    models = list(_live.items())
+    with _lock:
+        models = list(_live.items())
     return [(name, model) for model, name in models if "_tensorstream" in model.__dict__]

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 
+from ..errors import ModelError
 from ._live import live_models
 from ._offload import stats
 from ._stats import Stats
@@ -79,7 +81,10 @@ def metrics() -> str:
         >>> [line for line in ts.metrics().splitlines() if "budget_bytes{" in line]
         ['tensorstream_budget_bytes{model="Linear-...
     """
-    measured = [(name, stats(model)) for name, model in live_models()]
+    measured = []
+    for name, model in live_models():
+        with contextlib.suppress(ModelError):  # another thread has restored it
+            measured.append((name, stats(model)))
     lines = []
     for name, kind, text, samples in _METRICS:
         lines += [f"# HELP tensorstream_{name} {text}", f"# TYPE tensorstream_{name} {kind}"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -178,7 +179,9 @@ def attach(
         extremes = (smallest, whole)
         fitted = config.fitted_bytes(smallest, whole, freed_bytes)
         shared = config.budget
-        return shared.share_of(smallest, whole) if isinstance(shared, Budget) else fitted
+        if isinstance(shared, Budget):
+            return min(fitted, shared.share_of(smallest, whole))
+        return fitted
 
     units, budget = units_for_budget(
         model, checkpoint, converted, orders or {}, settings, config.exact, fitted
@@ -231,6 +234,9 @@ def attach(
         model.__dict__["_tensorstream"] = streaming
         add_live(model)
         profile.save_at_end(model, streamer)
+        if limits is not None:
+            # A thread that needs the interpreter must end before the interpreter does.
+            weakref.finalize(model, streamer.stop_monitor)
     return model
 
 
