@@ -13,6 +13,8 @@ use crate::Checkpoint;
 
 /// Less reading or decoding is too short to measure a speed, in bytes.
 const LEAST_BYTES: u64 = 64 << 20;
+/// The same, in nanoseconds.
+const LEAST_NS: u64 = 20_000_000;
 /// So many passes show how long computations take.
 const LEAST_PASSES: usize = 4;
 
@@ -89,22 +91,29 @@ impl Speeds {
     /// Remembers what an engine has measured, if it has read and computed enough to measure it.
     pub fn remember(&self, checkpoint: &Checkpoint, stats: &EngineStats) {
         let Some(files) = self.files(checkpoint) else { return };
-        let decoded: u64 = stats.recent_passes.iter().map(|pass| pass.decoded_bytes).sum();
-        if stats.total_read_bytes() < LEAST_BYTES {
-            return;
+        // The rates in the statistics are those of the configuration where nothing was measured.
+        let passes = stats.recent_passes.iter().skip(1);
+        let (mut read, mut reading_ns, mut decoded, mut decoding_ns) = (0, 0, 0, 0);
+        for pass in passes {
+            read += pass.read_bytes;
+            reading_ns += pass.reading_ns;
+            decoded += pass.decoded_bytes;
+            decoding_ns += pass.decoding_ns;
         }
+        let rate = |bytes: u64, ns: u64| {
+            (bytes >= LEAST_BYTES && ns >= LEAST_NS).then(|| bytes as f64 / (ns as f64 / 1e9))
+        };
+        let Some(read_rate) = rate(read, reading_ns) else { return };
         let mut known = Rates::default();
         let is_cached = |path| matches!(path, ReadPath::Buffered | ReadPath::Mapped);
         let cached = stats.read_bytes.iter().filter(|(path, _)| is_cached(*path));
         let cached: u64 = cached.map(|(_, bytes)| bytes).sum();
         match cached as f64 / stats.total_read_bytes() as f64 {
-            0.9.. => known.cached = Some(stats.rates.read_bytes_per_s),
-            0.0..0.1 => known.direct = Some(stats.rates.read_bytes_per_s),
+            0.9.. => known.cached = Some(read_rate),
+            0.0..0.1 => known.direct = Some(read_rate),
             _ => {}
         }
-        if decoded >= LEAST_BYTES {
-            known.decoding = Some(stats.rates.decode_bytes_per_s);
-        }
+        known.decoding = rate(decoded, decoding_ns);
         // If this fails, the next engine measures again.
         let _ = write(&files.storage, &known.faster(Rates::of(&files.storage)).text());
         if stats.recent_passes.len() < LEAST_PASSES {
@@ -199,7 +208,8 @@ impl Rates {
             (Some(direct), Some(cached)) => {
                 Some(1.0 / (cached_share / cached + (1.0 - cached_share) / direct))
             }
-            (Some(direct), None) if cached_share < 0.5 => Some(direct),
+            // A device that was measured is a better guess than one that was not.
+            (Some(direct), None) => Some(direct),
             (None, Some(cached)) if cached_share > 0.5 => Some(cached),
             _ => None,
         }
@@ -287,6 +297,8 @@ mod tests {
         let faster = Rates { direct: Some(1e9), ..Rates::default() }.faster(rates);
         assert_eq!((faster.direct, faster.cached), (Some(0.9 * 2e9), Some(8e9)));
         let direct = Rates { direct: Some(2e9), ..Rates::default() };
-        assert_eq!((direct.read(0.1), direct.read(0.9)), (Some(2e9), None));
+        assert_eq!((direct.read(0.1), direct.read(0.9)), (Some(2e9), Some(2e9)));
+        let cached = Rates { cached: Some(8e9), ..Rates::default() };
+        assert_eq!((cached.read(0.1), cached.read(0.9)), (None, Some(8e9)));
     }
 }
