@@ -28,7 +28,7 @@ cargo xtask bench parts              criterion benchmarks of single components
 cargo xtask bench llama              the same as `demo --large`, in three rounds
 cargo xtask bench exact              logits of a 1.1B model, streamed and in memory
 cargo xtask bench caps               a 1.1B model under memory limits and budgets (needs root)
-cargo xtask bench offload            a 1.1B model under memory limits, compared with accelerate,
+cargo xtask bench offload [ROUNDS]   a 1.1B model under memory limits, compared with accelerate,
                                      diffusers and mmap; needs 15 GB of disk
 cargo xtask bench moe                a mixture of experts against accelerate
 cargo xtask bench overhead           the cost of streaming when everything is resident
@@ -70,6 +70,9 @@ fn main() -> ExitCode {
         ["ci"] => ci(),
         ["docs"] => docs(),
         ["test", tier] => test(tier),
+        ["bench", "offload", rounds] => {
+            python::prepared().and_then(|venv| bench::run_script(&venv, "offload", &[rounds]))
+        }
         ["bench", what] => bench::run(what),
         ["big-endian"] => big_endian::test(),
         ["gpu-bundle"] => gpu_bundle::make(),

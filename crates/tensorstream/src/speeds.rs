@@ -91,6 +91,9 @@ impl Speeds {
     /// Remembers what an engine has measured, if it has read and computed enough to measure it.
     pub fn remember(&self, checkpoint: &Checkpoint, stats: &EngineStats) {
         let Some(files) = self.files(checkpoint) else { return };
+        if stats.total_read_bytes() < LEAST_BYTES {
+            return;
+        }
         // The rates in the statistics are those of the configuration where nothing was measured.
         let passes = stats.recent_passes.iter().skip(1);
         let (mut read, mut reading_ns, mut decoded, mut decoding_ns) = (0, 0, 0, 0);
@@ -103,14 +106,14 @@ impl Speeds {
         let rate = |bytes: u64, ns: u64| {
             (bytes >= LEAST_BYTES && ns >= LEAST_NS).then(|| bytes as f64 / (ns as f64 / 1e9))
         };
-        let Some(read_rate) = rate(read, reading_ns) else { return };
+        let read_rate = rate(read, reading_ns);
         let mut known = Rates::default();
         let is_cached = |path| matches!(path, ReadPath::Buffered | ReadPath::Mapped);
         let cached = stats.read_bytes.iter().filter(|(path, _)| is_cached(*path));
         let cached: u64 = cached.map(|(_, bytes)| bytes).sum();
         match cached as f64 / stats.total_read_bytes() as f64 {
-            0.9.. => known.cached = Some(read_rate),
-            0.0..0.1 => known.direct = Some(read_rate),
+            0.9.. => known.cached = read_rate,
+            0.0..0.1 => known.direct = read_rate,
             _ => {}
         }
         known.decoding = rate(decoded, decoding_ns);

@@ -29,7 +29,7 @@ pub enum TraceKind {
     Copy,
     /// A unit was compared with its checksums by a worker.
     Check,
-    /// A unit was evicted. `bytes` is the memory of its slot.
+    /// A unit was evicted, after the event before. `bytes` is the memory of its slot.
     Evict,
     /// The memory that units and buffers occupy has changed to `bytes`.
     Memory,
@@ -79,7 +79,8 @@ pub struct Trace {
     pub begin_ns: u64,
     /// The end of the period.
     pub end_ns: u64,
-    /// The events, in the order of their ends. An event may have begun before the trace.
+    /// The events, in the order in which the engine noticed their ends. An event may have begun
+    /// before the trace.
     pub events: Vec<TraceEvent>,
     /// The number of events that are missing, because the trace was full.
     pub dropped: u64,

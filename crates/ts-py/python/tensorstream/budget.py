@@ -54,6 +54,8 @@ class Budget:
                 f"invalid budget to share: {size!r}: expected bytes, or a size such as '6GiB'"
             )
         self._bytes = size
+        # Held by a thread whose model joins, so that no share changes before it is in force.
+        self._joining = threading.Lock()
         self._lock = threading.Lock()
         self._members: list[_Member] = []
         # The garbage collector may delete a model in the middle of any code, also of this class, so
@@ -99,7 +101,10 @@ class Budget:
             BudgetError: The models together need more than the budget, or another one does not give
                 memory back.
         """
-        member = _Member(streamer.smallest_limit(), whole, weakref.ref(streamer))
+        with self._joining:
+            self._join(_Member(streamer.smallest_limit(), whole, weakref.ref(streamer)), streamer)
+
+    def _join(self, member: _Member, streamer: _native.Streamer) -> None:
         with self._lock:
             self._remove_left()
             others = list(self._members)
@@ -117,7 +122,8 @@ class Budget:
     def _leave(self, member: _Member) -> None:
         """Notes that a model has left. The others grow at the end of their next passes."""
         self._left.append(member)
-        # If another thread, or a frame below this one, holds the lock, its next user does the rest.
+        # If another thread, or a frame below this one, holds the lock, the others grow when the
+        # next model joins or leaves.
         if self._lock.acquire(blocking=False):
             try:
                 self._remove_left()

@@ -107,7 +107,7 @@ _UNIT_HEADER = ("MiB", "reads", "waits", "waited s", "used s", "unit")
 
 
 def explain(model: nn.Module) -> Explanation:
-    """Explains what the time of an offloaded model goes into, and what another budget would change.
+    """Shows where the time of an offloaded model goes, and predicts other budgets.
 
     Needs at least one finished forward pass. Passes that ran at the same time as others are not
     measured.
