@@ -61,6 +61,40 @@ def test_models_divide_a_budget_and_give_memory_back(tmp_path: Path) -> None:
     assert ts.stats(first)["plan"]["streamed_bytes_per_pass"] == 0
 
 
+def test_models_that_join_at_once_keep_the_budget(tmp_path: Path) -> None:
+    shared = ts.Budget("12MiB")
+    models = [nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))) for _ in range(4)]
+    config = ts.Config(storage_path=tmp_path / "weights", budget=shared)
+    threads = [threading.Thread(target=ts.offload, args=(model, config)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(shared.shares()) == 4
+    assert limits(*models) and sum(limits(*models)) <= 12 * MIB
+
+
+def test_a_graph_survives_a_smaller_share_in_bf16(tmp_path: Path) -> None:
+    shared = ts.Budget("8MiB")
+    model = (
+        nn.Sequential(*(nn.Linear(512, 512) for _ in range(12))).bfloat16().requires_grad_(False)
+    )
+    x = torch.randn(2, 512, dtype=torch.bfloat16, requires_grad=True)
+    model(x).sum().backward()
+    expected = x.grad.clone()
+    ts.offload(model, ts.Config(storage_path=tmp_path / "weights", budget=shared))
+    for _ in range(3):
+        x.grad = None
+        output = model(x)
+        other = stored(tmp_path, 2, shared)
+        output.sum().backward()
+        assert torch.equal(x.grad, expected)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            other(torch.ones(2, 512))
+        assert sum(limits(model, other)) <= 8 * MIB
+        ts.restore(other)
+
+
 def test_models_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     shared = ts.Budget(4 * MIB)
     models = [stored(tmp_path, 1, shared)]

@@ -158,11 +158,22 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class _Member:
-    """A model that shares a budget: its smallest and its largest useful share, in bytes."""
+    """A model that shares a budget.
 
-    smallest: int
+    Attributes:
+        smallest_at_first: The smallest share that works when it joins, in bytes.
+        whole: The largest share that it can use, in bytes.
+    """
+
+    smallest_at_first: int
     whole: int
     _streamer: weakref.ref[_native.Streamer] | None = None
+
+    @property
+    def smallest(self) -> int:
+        """The smallest share that works. It grows when a pass uses more units together."""
+        streamer = self.streamer()
+        return streamer.smallest_limit() if streamer is not None else self.smallest_at_first
 
     def streamer(self) -> _native.Streamer | None:
         return self._streamer() if self._streamer is not None else None
@@ -173,8 +184,7 @@ def set_limits(members: Sequence[_Member], limits: Sequence[int], now: bool = Tr
     for member, limit in zip(list(members), limits, strict=True):
         streamer = member.streamer()
         if streamer is not None:
-            # A model may need more than when it joined, if a pass has used units together.
-            streamer.set_limit(max(limit, streamer.smallest_limit()), now)
+            streamer.set_limit(limit, now)
 
 
 def wait_until_given_back(members: Sequence[_Member]) -> None:

@@ -77,7 +77,7 @@ class Plan:
 
         Args:
             budgets: Budgets in bytes, or sizes such as "600MiB". By default, nine budgets from the
-                smallest that works to one with which everything stays in memory.
+                smallest that works to about the size of all weights.
 
         Raises:
             ConfigurationError: A budget is not a size.
