@@ -63,7 +63,8 @@ pub struct Trial {
 /// file. Direct reads do not change the page cache.
 ///
 /// Chooses the default if it reaches at least 95% of the best bandwidth. Otherwise chooses, among
-/// the tunings that reach 95%, the one with the fewest bytes in flight.
+/// the tunings that reach 95%, the one with the fewest bytes in flight. Prefers those with at least
+/// eight reads: while a model computes, threads wait for a processor, and a short queue runs dry.
 ///
 /// This takes about two seconds at most, once for each file system. If the device is too slow to
 /// try all tunings in that time, the default is used.
@@ -99,6 +100,11 @@ const TRIAL_TIME: Duration = Duration::from_millis(40);
 const TOTAL_TIME: Duration = Duration::from_millis(1700);
 /// Tunings with at least this share of the best bandwidth count as equally good.
 const TOLERANCE: f64 = 0.95;
+/// Fewer reads in flight are idle too often while the processors are busy with a model. A trial has
+/// them for itself, so it does not show this.
+const LEAST_DEPTH: usize = 8;
+/// The version of [`choose`]. Files of other versions are not used.
+const CHOICE: usize = 2;
 /// If one read takes longer than this, the device is too slow to measure.
 const READ_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -258,13 +264,17 @@ fn direct_provider(source: &Arc<Source>) -> Result<Arc<dyn BackendProvider>, Err
 }
 
 /// Returns the default if it reaches the share [`TOLERANCE`] of the best bandwidth. Otherwise
-/// returns, among the tunings that reach this share, the one with the fewest bytes in flight.
+/// returns, among the tunings that reach this share, the one with the fewest bytes in flight,
+/// preferably with at least [`LEAST_DEPTH`] reads.
 fn choose(trials: &[Trial]) -> Tuning {
     let best = trials.iter().map(|trial| trial.gib_per_s).fold(0.0, f64::max);
     let good =
         trials.iter().filter(|trial| trial.gib_per_s >= TOLERANCE * best).map(|trial| trial.tuning);
-    good.min_by_key(|t| (*t != Tuning::default(), t.request_bytes * t.in_flight, t.in_flight))
-        .unwrap_or_default()
+    let rank = |t: &Tuning| {
+        let is_short = t.in_flight < LEAST_DEPTH;
+        (*t != Tuning::default(), is_short, t.request_bytes * t.in_flight, t.in_flight)
+    };
+    good.min_by_key(rank).unwrap_or_default()
 }
 
 fn load_cached(path: &Path) -> Option<Tuning> {
@@ -273,6 +283,9 @@ fn load_cached(path: &Path) -> Option<Tuning> {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(" = "))?;
         line.parse::<usize>().ok()
     };
+    if value("choice")? != CHOICE {
+        return None;
+    }
     let tuning = Tuning { request_bytes: value("request_bytes")?, in_flight: value("in_flight")? };
     // The file may have been damaged or edited.
     let is_valid =
@@ -289,6 +302,7 @@ fn store_cached(path: &Path, tuning: Tuning) -> std::io::Result<()> {
         file,
         "# Measurement by tensorstream for one file system. Remove this file to measure again."
     )?;
+    writeln!(file, "choice = {CHOICE}")?;
     writeln!(file, "request_bytes = {}\nin_flight = {}", tuning.request_bytes, tuning.in_flight)?;
     fs::rename(partial, path)
 }
@@ -304,14 +318,19 @@ mod tests {
     #[test]
     fn a_slow_default_is_replaced_by_the_fewest_bytes_in_flight() {
         let trials = [trial(1, 2, 0.9), trial(2, 8, 1.93), trial(4, 4, 1.95), trial(8, 16, 2.0)];
-        assert_eq!(choose(&trials), trials[2].tuning);
+        assert_eq!(choose(&trials), trials[1].tuning);
         assert_eq!(
             choose(&[trial(1, 2, 2.0), trial(4, 8, 1.91), trial(8, 16, 2.0)]),
             Tuning::default()
         );
         assert_eq!(
-            choose(&[trial(1, 2, 2.0), trial(4, 8, 1.89), trial(8, 16, 2.0)]),
-            trial(1, 2, 2.0).tuning
+            choose(&[trial(1, 2, 2.0), trial(4, 8, 1.89), trial(8, 16, 2.0), trial(1, 16, 1.99)]),
+            trial(1, 16, 1.99).tuning
+        );
+        // Short queues are chosen only if all others are slow.
+        assert_eq!(
+            choose(&[trial(2, 2, 2.0), trial(1, 2, 1.95), trial(4, 8, 1.5)]),
+            trial(1, 2, 1.95).tuning
         );
         assert_eq!(choose(&[]), Tuning::default());
     }
@@ -334,8 +353,10 @@ mod tests {
         for text in
             ["", "request_bytes = 5\nin_flight = 8", "request_bytes = 4194304", "in_flight = -1"]
         {
-            fs::write(&path, text).unwrap();
+            fs::write(&path, format!("choice = {CHOICE}\n{text}")).unwrap();
             assert_eq!(load_cached(&path), None, "{text:?}");
         }
+        fs::write(&path, "request_bytes = 2097152\nin_flight = 16").unwrap();
+        assert_eq!(load_cached(&path), None, "an older choice");
     }
 }

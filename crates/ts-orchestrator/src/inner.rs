@@ -224,6 +224,7 @@ impl<D: Device> EngineInner<D> {
             recent_passes: state.pass_log.passes(),
             recent_ns: state.pass_log.span_ns(),
             workers: self.worker_count,
+            in_flight: state.backend.as_ref().map_or(0, |b| b.capabilities().max_in_flight),
             rates: self.measured_rates(&state),
             compute: state.compute_times(&self.compute, self.measured_rates(&state)),
             routed: state.routed.stats,

@@ -161,6 +161,8 @@ pub struct EngineStats {
     pub recent_ns: u64,
     /// The number of threads that copy, decode and verify.
     pub workers: usize,
+    /// The number of reads that the backend has in flight at most.
+    pub in_flight: usize,
     /// The measured speed of storage and of the processors. What was not measured is as configured.
     pub rates: Rates,
     /// The measured duration of computations.

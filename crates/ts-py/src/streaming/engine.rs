@@ -44,12 +44,14 @@ pub(super) fn engine_factory(
 ) -> PyResult<(Vec<Unit>, Vec<Table>, EngineFactory)> {
     let units = model_units(py, checkpoint, units)?;
     let tables = model_tables(py, checkpoint, tables)?;
-    let tuner = match &settings {
-        Some(Settings { in_flight: None, .. }) => Tuner::default(),
-        _ => Tuner::disabled(),
-    };
     let untuned = config(budget, settings.as_ref())?;
-    let tuned = interruptible(py, |interrupt| checkpoint.inner.tuned(untuned, &tuner, interrupt))?;
+    let tuned = match &settings {
+        Some(Settings { in_flight: None, .. }) => {
+            let tuner = Tuner::default();
+            interruptible(py, |interrupt| checkpoint.inner.tuned(untuned, &tuner, interrupt))?
+        }
+        _ => untuned,
+    };
     let (request_bytes, io) = (tuned.request_bytes, tuned.io);
     let together = unit_sets(together);
     let (checkpoint, engine_units) = (checkpoint.inner.clone(), units.clone());

@@ -223,6 +223,8 @@ class Stats(TypedDict):
     recent_s: float
     #: The number of threads that copy, decode and verify.
     workers: int
+    #: The number of reads in flight at most.
+    io_depth: int
     #: The speed of reading, while anything was read, and of decoding with one thread. Measured as
     #: far as possible.
     read_bytes_per_s: float
