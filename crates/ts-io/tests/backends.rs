@@ -184,7 +184,7 @@ mod linux {
         assert_eq!(tuner.tuning(&source, &budget, &mut never).unwrap(), measured);
 
         let file = std::fs::read_dir(cache).unwrap().next().unwrap().unwrap().path();
-        std::fs::write(&file, "request_bytes = 1048576\nin_flight = 2\n").unwrap();
+        std::fs::write(&file, "choice = 2\nrequest_bytes = 1048576\nin_flight = 2\n").unwrap();
         let expected = Tuning::default().with_request_bytes(1 << 20).with_in_flight(2);
         assert_eq!(tuner.tuning(&source, &budget, &mut never).unwrap(), expected);
         assert_eq!(
