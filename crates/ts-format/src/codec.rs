@@ -346,6 +346,26 @@ impl Encoder {
         Ok(Self { codec, zstd, split, level })
     }
 
+    /// Creates an encoder that is about twice as fast. Its chunks are slightly longer.
+    ///
+    /// It needs at most [`QUICK_BYTES`](Self::QUICK_BYTES) of memory, besides the chunks.
+    pub fn quick(codec: Codec) -> Self {
+        let level = codec.levels().map(|(levels, _)| 1.clamp(*levels.start(), *levels.end()));
+        let quick = Self::new(codec, level).expect("the level is within the range of the codec");
+        let split = quick.split.is_some().then(split::Coder::quick);
+        Self { split, ..quick }
+    }
+
+    /// The maximum memory use of a [quick](Self::quick) encoder for chunks of up to
+    /// [`CHUNK_LEN`](crate::CHUNK_LEN) bytes, in bytes.
+    pub const QUICK_BYTES: usize = 2 << 20;
+
+    /// Returns the current memory use in bytes.
+    pub fn bytes(&self) -> usize {
+        let split = self.split.as_ref().map_or(0, split::Coder::bytes);
+        self.zstd.as_ref().map_or(0, CCtx::sizeof) + split
+    }
+
     /// Encodes a chunk of a tensor of this dtype and appends it to `out`. Appends `raw` itself if
     /// its encoded form would not be smaller. `raw` must consist of whole elements.
     pub fn encode(&mut self, dtype: Dtype, raw: &[u8], out: &mut Vec<u8>) -> Encoded {

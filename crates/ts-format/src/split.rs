@@ -26,9 +26,9 @@ pub(crate) const WIDTHS: [usize; 4] = [1, 2, 4, 8];
 
 /// An encoder for the codec `split`.
 pub(crate) struct Coder {
-    /// One encoder for each of [`HUFFMAN_BLOCKS`]. The best block size depends on how fast the
+    /// One encoder for each block size to try. The best block size depends on how fast the
     /// distribution of bytes changes.
-    zstd: [CCtx<'static>; HUFFMAN_BLOCKS.len()],
+    zstd: Vec<CCtx<'static>>,
     /// Scratch memory: the planes of a block.
     planes: Vec<u8>,
     /// Scratch memory: the shortest frame so far, and the latest frame.
@@ -36,8 +36,18 @@ pub(crate) struct Coder {
 }
 
 impl Coder {
+    /// Creates an encoder that tries all of [`HUFFMAN_BLOCKS`].
     pub(crate) fn new() -> Self {
-        let zstd = HUFFMAN_BLOCKS.map(|len| {
+        Self::with_blocks(&HUFFMAN_BLOCKS)
+    }
+
+    /// Creates an encoder that tries one block size only.
+    pub(crate) fn quick() -> Self {
+        Self::with_blocks(&HUFFMAN_BLOCKS[1..2])
+    }
+
+    fn with_blocks(blocks: &[u32]) -> Self {
+        let zstd = |&len: &u32| {
             let mut context = CCtx::create();
             for parameter in [
                 // At the lowest level, zstd skips so many bytes that it finds no matches.
@@ -51,8 +61,15 @@ impl Coder {
                     .expect("the bundled zstd supports these parameters");
             }
             context
-        });
+        };
+        let zstd = blocks.iter().map(zstd).collect();
         Self { zstd, planes: Vec::new(), frames: Default::default() }
+    }
+
+    /// Returns the current memory use in bytes.
+    pub(crate) fn bytes(&self) -> usize {
+        let frames: usize = self.frames.iter().map(Vec::capacity).sum();
+        self.planes.capacity() + frames + self.zstd.iter().map(CCtx::sizeof).sum::<usize>()
     }
 
     /// Appends an encoded chunk to `out`: a table of lengths, then the planes of each block. `raw`

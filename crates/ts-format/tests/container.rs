@@ -260,6 +260,30 @@ fn fingerprints_depend_only_on_content() {
     assert_ne!(of(&[a]), of(&[tensor("a", Dtype::F32, &[3, 3], None, 1)]));
 }
 
+#[test]
+fn a_quick_encoder_has_bounded_memory_and_nearly_the_same_ratio() {
+    let mut state = 1u32;
+    let mut value = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        // Weights of a layer have few exponents.
+        let (random, exponent) = (state >> 16, 118 + (state >> 9 & 3));
+        ((random & 0x807f) as u16 | (exponent << 7) as u16).to_le_bytes()
+    };
+    let raw: Vec<u8> = (0..CHUNK_LEN / 2).flat_map(|_| value()).collect();
+    for (codec, dtype) in [(Codec::Split, Dtype::BF16), (Codec::Zstd, Dtype::I64)] {
+        let (mut full, mut quick) = (Vec::new(), Vec::new());
+        Encoder::new(codec, None).unwrap().encode(dtype, &raw, &mut full);
+        let mut encoder = Encoder::quick(codec);
+        let encoded = encoder.encode(dtype, &raw, &mut quick);
+        assert!(encoder.bytes() > 1 << 16 && encoder.bytes() <= Encoder::QUICK_BYTES);
+        assert!(quick.len() as f64 <= 1.02 * full.len() as f64, "{} {}", quick.len(), full.len());
+        let mut decoded = vec![0; raw.len()];
+        let mut scratch = Scratch::default();
+        decode_chunk(encoded.codec, encoded.width, &quick, &mut decoded, &mut scratch).unwrap();
+        assert!(decoded == raw);
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
