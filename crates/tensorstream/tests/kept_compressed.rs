@@ -7,9 +7,13 @@
 mod common;
 
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{quiet, with_compression};
 use tensorstream::format::Compression;
+use tensorstream::io::Registry;
+use tensorstream::io::fault::{Faults, FaultyProvider};
 use tensorstream::orchestrator::{Engine, EngineConfig, Rates, Residency, UnitId};
 use tensorstream::{Checkpoint, convert};
 
@@ -18,28 +22,37 @@ const UNIT_BYTES: usize = 3 << 20;
 
 /// Returns the bytes of a unit: bf16 values with few exponents, like weights.
 fn weights(unit: usize) -> Vec<u8> {
+    weights_of(unit, UNIT_BYTES)
+}
+
+fn weights_of(unit: usize, len: usize) -> Vec<u8> {
     let mut state = unit as u32 + 1;
     let mut value = |_| {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         let (random, exponent) = (state >> 16, 118 + (state >> 9 & 3));
         ((random & 0x807f) as u16 | (exponent << 7) as u16).to_le_bytes()
     };
-    (0..UNIT_BYTES / 2).flat_map(&mut value).collect()
+    (0..len / 2).flat_map(&mut value).collect()
 }
 
 /// Writes a safetensors file with one tensor for each unit.
 fn write_checkpoint(path: &Path) {
+    write_units(path, &(0..UNITS).map(weights).collect::<Vec<_>>());
+}
+
+fn write_units(path: &Path, units: &[Vec<u8>]) {
     let tensor = |i: usize| {
-        let (begin, end) = (i * UNIT_BYTES, (i + 1) * UNIT_BYTES);
-        let len = UNIT_BYTES / 2;
+        let bytes = units[i].len();
+        let (begin, end) = (i * bytes, (i + 1) * bytes);
+        let len = bytes / 2;
         format!(
             r#""u{i}.weight":{{"dtype":"BF16","shape":[{len}],"data_offsets":[{begin},{end}]}}"#
         )
     };
-    let header = format!("{{{}}}", (0..UNITS).map(tensor).collect::<Vec<_>>().join(","));
+    let header = format!("{{{}}}", (0..units.len()).map(tensor).collect::<Vec<_>>().join(","));
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.as_bytes());
-    (0..UNITS).for_each(|i| file.extend(weights(i)));
+    units.iter().for_each(|bytes| file.extend(bytes));
     std::fs::write(path, file).unwrap();
 }
 
@@ -123,4 +136,59 @@ fn memory_of_compressed_units_is_given_up_before_a_call_fails() {
     drop(leases);
     pass(&engine, &expected);
     pass(&engine, &expected);
+}
+
+/// Units of a plain checkpoint are encoded after the first pass, if this pays.
+#[test]
+fn plain_units_are_encoded_and_then_decoded_from_memory() {
+    const PLAIN_BYTES: usize = 12 << 20;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("plain.safetensors");
+    let mut expected: Vec<_> = (0..UNITS).map(|i| weights_of(i, PLAIN_BYTES)).collect();
+    // A unit that does not shrink.
+    let mut state = 1u64;
+    let mut random = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (state >> 40) as u8
+    };
+    expected[3].iter_mut().for_each(|byte| *byte = random());
+    write_units(&path, &expected);
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let engine = |keep_compressed| {
+        // Each read takes a second by the clock of the engine.
+        let reads = Arc::new(AtomicU64::new(0));
+        let clock = Arc::clone(&reads);
+        let faults = Faults::new(move |_| {
+            reads.fetch_add(1, Ordering::SeqCst);
+            None
+        });
+        let buffered = Registry::builtin().choose(Some("buffered"), &[]).unwrap().provider;
+        let mut registry = Registry::builtin();
+        registry.register(Arc::new(FaultyProvider::new(buffered, faults)));
+        let config = EngineConfig::with_budget(90 << 20)
+            .with_keep_compressed(keep_compressed)
+            .with_clock(Box::new(move || clock.load(Ordering::SeqCst) * 1_000_000_000))
+            .with_registry(registry)
+            .with_backend("buffered".to_owned());
+        checkpoint.engine(checkpoint.units_by_module(), config).unwrap()
+    };
+    let (plain, encoding) = (engine(false), engine(true));
+    for _ in 0..4 {
+        pass(&plain, &expected);
+        pass(&encoding, &expected);
+        plain.replan();
+        encoding.replan();
+    }
+    assert_eq!(plain.stats().encoded_bytes, 0);
+    let stats = encoding.stats();
+    assert!(stats.encoded_bytes > PLAIN_BYTES as u64, "{:?}", stats.plan);
+    assert!(stats.reserved_high_water_bytes <= stats.budget_bytes);
+    let kept: Vec<_> = (0..UNITS).filter(|&i| stats.units[i].compressed).collect();
+    assert!(!kept.is_empty() && !kept.contains(&3), "{kept:?}");
+    for _ in 0..2 {
+        let (with, without) = (pass(&encoding, &expected), pass(&plain, &expected));
+        assert!(with < without, "{with} of {without} bytes are read");
+    }
+    // Nothing is encoded again.
+    assert_eq!(encoding.stats().encoded_bytes, stats.encoded_bytes);
 }

@@ -32,9 +32,9 @@ pub(crate) struct EngineContext<D: Device> {
 }
 
 impl<D: Device> EngineContext<D> {
-    /// Allocates memory for the compressed unit with this index. Returns `None` if there is too
-    /// little memory, or if the unit is not kept compressed.
-    pub(crate) fn allocate_image(&self, unit: usize) -> Option<Buffer> {
-        self.slots.host.allocate(self.units[unit].image.as_ref()?.len).ok()
+    /// Allocates memory for a compressed unit of `len` bytes. Returns `None` if there is too little
+    /// memory, or if `len` is `None`.
+    pub(crate) fn allocate_image(&self, len: Option<usize>) -> Option<Buffer> {
+        self.slots.host.allocate(len?).ok()
     }
 }

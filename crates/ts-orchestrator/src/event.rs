@@ -35,6 +35,23 @@ pub(crate) enum Event<D: Device> {
         mismatch: Option<ChecksumMismatch>,
         work: Work,
     },
+    /// A worker estimated how long a unit is when it is encoded.
+    Estimated {
+        load: u32,
+        slot: Buffer,
+        /// The memory it needs then, in bytes.
+        needed: usize,
+        /// The number of bytes that were encoded for this.
+        raw: u64,
+        work: Work,
+    },
+    /// A worker encoded a piece of a unit.
+    Encoded {
+        load: u32,
+        /// The number of bytes before encoding.
+        raw: u64,
+        work: Work,
+    },
     JobPanicked(PanickedJob),
     Uploaded(UploadResult<D>),
     /// A lease was dropped on a thread that must not take the engine's lock.
@@ -94,8 +111,10 @@ pub(crate) struct DamagedChunk {
 pub(crate) enum PanickedJob {
     /// `Job::FillPart` with this token.
     FillPart(u64),
-    /// `Job::Check` of this load.
-    Check(u32),
+    /// A job with the slot of this load.
+    Slot(u32),
+    /// `Job::Encode` of this load.
+    Encode(u32),
 }
 
 /// The result of copying a unit to its device.

@@ -1,32 +1,53 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Units that are kept in memory compressed: the bytes of their chunks as they are on storage.
+//! Units that are kept in memory compressed: the bytes of their chunks as they are on storage, or as
+//! they were encoded.
 
-use ts_pool::BLOCK_ALIGN;
+use std::sync::Arc;
+
+use ts_pool::{BLOCK_ALIGN, SharedBuffer};
 
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::requests::{RequestSizes, copied_requests};
 
+/// A compressed unit in memory.
+#[derive(Debug, Clone)]
+pub(crate) struct KeptImage {
+    pub(crate) bytes: SharedBuffer,
+    pub(crate) layout: Arc<ImageLayout>,
+}
+
 /// The layout of a compressed unit in memory.
 #[derive(Debug)]
 pub(crate) struct ImageLayout {
-    /// The reads that fill the image. Each is also copied or decoded into the slot.
-    pub(crate) reads: Vec<SlotRead>,
-    /// The length of the image, in bytes: the lengths of all reads.
+    /// The parts, sorted by their position in the slot.
+    pub(crate) parts: Vec<ImagePart>,
+    /// The length of the image, in bytes: the lengths of all parts.
     pub(crate) len: usize,
 }
 
+/// A part of a compressed unit in memory, which is copied or decoded into the slot.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ImagePart {
+    /// How the part is read from storage, if the image has the bytes that are stored there.
+    pub(crate) read: SlotRead,
+    /// The position in the image, in bytes.
+    pub(crate) at: usize,
+}
+
 impl ImageLayout {
-    /// Returns the layout of the image of a unit, or `None` if the unit is not smaller on storage
-    /// than in memory.
+    /// Returns the layout of the image of a unit that is compressed on storage, or `None` if the
+    /// unit is not smaller there than in memory. Reads in this order fill the image.
     pub(crate) fn new(layout: &SlotLayout, sizes: RequestSizes) -> Option<Self> {
         let decodes = |read: &SlotRead| matches!(read.kind, ReadKind::Decoded { .. });
         if !layout.reads.iter().any(decodes) {
             return None;
         }
-        let reads: Vec<SlotRead> =
-            layout.reads.iter().flat_map(|read| copied_requests(read, sizes)).collect();
-        let len = reads.iter().map(|read| read.required).sum();
-        let image = Self { reads, len };
+        let (mut parts, mut len) = (Vec::new(), 0);
+        for read in layout.reads.iter().flat_map(|read| copied_requests(read, sizes)) {
+            parts.push(ImagePart { read, at: len });
+            len += read.required;
+        }
+        let image = Self { parts, len };
         (image.bytes() < layout.len).then_some(image)
     }
 

@@ -224,6 +224,8 @@ impl<D: Device> EngineInner<D> {
             recent_passes: state.pass_log.passes(),
             recent_ns: state.pass_log.span_ns(),
             workers: self.worker_count,
+            encoded_bytes: state.counters.encoded_bytes,
+            encode_ns: state.counters.encode_ns,
             in_flight: state.backend.as_ref().map_or(0, |b| b.capabilities().max_in_flight),
             rates: self.measured_rates(&state),
             compute: state.compute_times(&self.compute, self.measured_rates(&state)),
@@ -252,6 +254,14 @@ impl<D: Device> EngineInner<D> {
                 Event::Checked { load, slot, mismatch, work } => {
                     state.trace_check(load, slot.len() as u64, work, now_ns);
                     state.on_checked(&self.context, load, slot, mismatch, now_ns);
+                }
+                Event::Estimated { load, slot, needed, raw, work } => {
+                    state.count_encoded(load, raw, work, now_ns);
+                    state.on_estimated(&self.context, load, slot, needed, now_ns);
+                }
+                Event::Encoded { load, raw, work } => {
+                    state.count_encoded(load, raw, work, now_ns);
+                    state.on_encoded(&self.context, load, now_ns);
                 }
                 Event::JobPanicked(job) => state.on_job_panicked(&self.context, job, now_ns),
                 Event::Uploaded(upload) => state.on_uploaded(&self.context, upload, now_ns),

@@ -57,6 +57,7 @@
 
 mod config;
 mod context;
+mod encoding;
 mod engine;
 mod error;
 mod event;

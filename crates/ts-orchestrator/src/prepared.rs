@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::config::ComputeTimes;
+use crate::encoding::Pieces;
 use crate::image::ImageLayout;
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::plan::{Rates, UnitDemand};
@@ -21,8 +22,10 @@ pub(crate) struct PreparedUnit {
     pub(crate) slot_bytes: usize,
     /// The number of bytes that a load reads.
     pub(crate) read_bytes: u64,
-    /// The layout of the compressed unit. `None` if it is not kept compressed.
-    pub(crate) image: Option<ImageLayout>,
+    /// The layout of the unit as it is compressed on storage. `None` if it is not kept so.
+    pub(crate) image: Option<Arc<ImageLayout>>,
+    /// How the unit is encoded. `None` if it is never encoded.
+    pub(crate) pieces: Option<Arc<Pieces>>,
     /// The checksums of the tensors that have checksums.
     pub(crate) checks: Arc<[TensorCheck]>,
 }
@@ -65,7 +68,7 @@ impl PreparedUnit {
             slot_bytes: self.slot_bytes,
             read_bytes: self.read_bytes,
             compute_s: compute_s.unwrap_or_else(|| estimate_compute_s(self.slot_bytes)),
-            compressed_bytes: self.image.as_ref().map(ImageLayout::bytes),
+            compressed_bytes: self.image.as_ref().map(|image| image.bytes()),
             decode_s: decoded_bytes as f64 / decode_bytes_per_s,
             stored_compressed: decoded_bytes > 0,
         }

@@ -9,6 +9,7 @@ use ts_pool::BLOCK_ALIGN;
 
 use crate::Error;
 use crate::config::{EngineConfig, Prefetch};
+use crate::encoding::{CODER_BYTES, Pieces};
 use crate::image::ImageLayout;
 use crate::layout::{ReadKind, SlotLayout};
 use crate::plan::{CurvePoint, NeverFits, Plan, PlanRequest};
@@ -29,6 +30,9 @@ const BOUNCE_SHARE: usize = 16;
 /// The share of the budget for decoders is the budget divided by this number. One decoder can
 /// exceed this share.
 const DECODER_SHARE: usize = 32;
+/// The share of the budget for decoders and coders, if units are encoded, is the budget divided by
+/// this number. If this is too little for one of each, units are not encoded.
+const CODER_SHARE: usize = 16;
 
 /// The sizes of everything that an engine reserves, and its first plan.
 #[derive(Debug)]
@@ -40,7 +44,7 @@ pub(crate) struct Sizing {
     pub(crate) bounce_total: usize,
     /// The number of threads that copy, decode and verify.
     pub(crate) workers: usize,
-    /// The size of all decoders together, in bytes.
+    /// The size of all decoders and coders together, in bytes.
     pub(crate) decoder_total: usize,
     /// The size of the cached rows of tables, in bytes.
     pub(crate) row_cache_bytes: usize,
@@ -66,6 +70,8 @@ pub(crate) struct Overhead {
     wanted_workers: usize,
     /// Whether each worker needs a decoder.
     decodes: bool,
+    /// Whether units may be encoded, so that each worker needs a decoder and a coder.
+    encodes: bool,
     /// Whether units live on a device with its own memory. Its budget is for slots only.
     staged: bool,
 }
@@ -75,12 +81,14 @@ pub(crate) struct Overhead {
 struct Buffers {
     bounces: usize,
     workers: usize,
+    /// Whether workers also encode.
+    encodes: bool,
     row_cache_bytes: usize,
 }
 
 impl Overhead {
-    /// Returns what an engine with this budget reserves: all that is wanted, or as much as fits the
-    /// shares of the budget.
+    /// Returns what an engine with this budget reserves if no units are encoded: all that is wanted,
+    /// or as much as fits the shares of the budget.
     fn buffers(&self, budget_bytes: usize, row_cache_bytes: usize) -> Buffers {
         let bounces = budget_bytes / BOUNCE_SHARE / self.bounce_bytes.max(1);
         let decoders =
@@ -88,18 +96,30 @@ impl Overhead {
         Buffers {
             bounces: bounces.min(self.wanted_bounces).max(LEAST_BOUNCE_COUNT),
             workers: decoders.min(self.wanted_workers).max(1),
+            encodes: false,
             row_cache_bytes,
         }
+    }
+
+    /// Returns what an engine reserves if units are encoded. Returns `None` if none can be encoded,
+    /// or if the budget is too small for it.
+    fn encoding_buffers(&self, budget_bytes: usize, row_cache_bytes: usize) -> Option<Buffers> {
+        let workers = budget_bytes / CODER_SHARE / (DECODER_BYTES + CODER_BYTES);
+        let buffers = self.buffers(budget_bytes, row_cache_bytes);
+        let workers = workers.min(buffers.workers);
+        (self.encodes && workers > 0).then_some(Buffers { workers, encodes: true, ..buffers })
     }
 
     /// Returns the least that an engine can reserve.
     fn least_buffers(&self) -> Buffers {
         let workers = if self.decodes { 1 } else { self.wanted_workers };
-        Buffers { bounces: LEAST_BOUNCE_COUNT, workers, row_cache_bytes: 0 }
+        Buffers { bounces: LEAST_BOUNCE_COUNT, workers, encodes: false, row_cache_bytes: 0 }
     }
 
     fn decoder_total(&self, buffers: Buffers) -> usize {
-        if self.decodes { buffers.workers * DECODER_BYTES } else { 0 }
+        let decoder = if self.decodes || buffers.encodes { DECODER_BYTES } else { 0 };
+        let coder = if buffers.encodes { CODER_BYTES } else { 0 };
+        buffers.workers * (decoder + coder)
     }
 
     /// Returns how much of the budget the buffers take, in bytes.
@@ -147,7 +167,15 @@ impl Overhead {
             })
         };
         let rows = RowCache::bytes(tables, budget_bytes);
-        attempt(self.buffers(budget_bytes, rows))
+        let usual = attempt(self.buffers(budget_bytes, rows));
+        let streams = |(plan, _): &(Plan, Buffers)| plan.ring_bytes > 0;
+        if usual.as_ref().is_ok_and(streams)
+            && let Some(buffers) = self.encoding_buffers(budget_bytes, rows)
+            && let Ok(encoding) = attempt(buffers)
+        {
+            return Ok(encoding);
+        }
+        usual
             .or_else(|_| attempt(Buffers { row_cache_bytes: rows, ..self.least_buffers() }))
             .or_else(|_| attempt(self.least_buffers()))
     }
@@ -199,11 +227,15 @@ impl Sizing {
     ) -> Result<Self, Error> {
         let Preparation { units, order, requests, overhead } =
             Preparation::new(units, sources, config, staged)?;
+        let mut units = units;
         let demands = PreparedUnit::demands(&units, &config.compute, config.rates);
         let request = config.plan_request(&demands, &order);
         let (plan, buffers) =
             overhead.plan(request, &config.tables, config.prefetch, config.budget_bytes)?;
         let slot_budget = overhead.slot_budget(config.budget_bytes, buffers);
+        if !buffers.encodes {
+            units.iter_mut().for_each(|unit| unit.pieces = None);
+        }
         let mut sizes: Vec<usize> = units.iter().map(|unit| unit.slot_bytes).collect();
         sizes.sort_unstable_by(|a, b| b.cmp(a));
         let staging_total =
@@ -262,19 +294,22 @@ impl Preparation {
         let reads = || units.iter().flat_map(|unit| &unit.layout.reads);
         let decodes = reads().any(|read| matches!(read.kind, ReadKind::Decoded { .. }))
             || config.tables.iter().any(|table| !table.tensor().chunks.is_empty());
+        let mut units = units;
+        // Units on a device with its own memory are not kept compressed on the host.
+        if config.keep_compressed && !staged {
+            for unit in units.iter_mut().filter(|unit| unit.unit.access == Access::Ordered) {
+                unit.image = ImageLayout::new(&unit.layout, requests).map(Arc::new);
+                unit.pieces = Pieces::new(&unit.unit.tensors, &unit.layout);
+            }
+        }
         let overhead = Overhead {
             bounce_bytes: requests.bounce_bytes.next_multiple_of(BLOCK_ALIGN),
             wanted_bounces: 2 * (config.io.in_flight + config.workers.max(1)),
             wanted_workers: config.workers.max(1),
             decodes,
+            encodes: units.iter().any(|unit| unit.pieces.is_some()),
             staged,
         };
-        let mut units = units;
-        // Units on a device with its own memory are not kept compressed on the host.
-        if config.keep_compressed && !staged {
-            let ordered = units.iter_mut().filter(|unit| unit.unit.access == Access::Ordered);
-            ordered.for_each(|unit| unit.image = ImageLayout::new(&unit.layout, requests));
-        }
         Ok(Self { units, order, requests, overhead })
     }
 }
@@ -330,5 +365,5 @@ pub(crate) fn prepare(unit: Unit, sources: &[Arc<Source>], alignment: usize) -> 
         Some(TensorCheck { tensor: index, range, digest: Arc::clone(digest) })
     });
     let checks = digests.collect();
-    PreparedUnit { unit, layout, slot_bytes, read_bytes, image: None, checks }
+    PreparedUnit { unit, layout, slot_bytes, read_bytes, image: None, pieces: None, checks }
 }

@@ -2,6 +2,7 @@
 //! The mutable state of an engine, and its transitions. All methods run under the lock of the
 //! engine and never block.
 
+mod compress;
 mod demand;
 mod guesses;
 mod loading;
@@ -15,12 +16,14 @@ use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 
 use ts_io::{Backend, ReadPath};
-use ts_pool::{Buffer, SharedBuffer, WatchedBuffer};
+use ts_pool::{Buffer, WatchedBuffer};
 use ts_streams::Device;
 
 use crate::Error;
 use crate::config::{ComputeTimes, Routing, Verify};
 use crate::context::EngineContext;
+use crate::encoding::is_worthwhile;
+use crate::image::KeptImage;
 use crate::layout::ReadKind;
 use crate::pass::Passes;
 use crate::plan::{Plan, Rates, Residency};
@@ -125,9 +128,11 @@ pub(crate) struct UnitState<D: Device> {
     /// Whether the unit is kept compressed.
     compressed: bool,
     /// The compressed unit, once it was read.
-    image: Option<SharedBuffer>,
+    image: Option<KeptImage>,
     /// The memory that is reserved for the compressed unit until it was read.
     reserved_image: Option<Buffer>,
+    /// How much memory the unit takes when it is encoded.
+    estimate: Estimate,
     /// The threads that use the unit, one entry for each lease.
     pub(crate) users: Vec<ThreadId>,
     /// The number of calls that wait for the unit.
@@ -144,6 +149,24 @@ pub(crate) struct UnitState<D: Device> {
     /// also warms up caches.
     fastest_use_ns: Option<u64>,
     pub(crate) stats: UnitStats,
+}
+
+/// How much memory a unit takes when it is encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Estimate {
+    /// Not known yet.
+    Unknown,
+    /// This much, in bytes.
+    Bytes(usize),
+    /// Too much to be worth it.
+    TooMuch,
+}
+
+impl Estimate {
+    /// Returns the estimate that a unit of `slot_bytes` bytes needs `needed` bytes.
+    fn new(needed: usize, slot_bytes: usize) -> Self {
+        if is_worthwhile(needed, slot_bytes) { Self::Bytes(needed) } else { Self::TooMuch }
+    }
 }
 
 /// Memory of an evicted unit that leases or tensors may still reference.
@@ -188,6 +211,9 @@ pub(crate) struct EngineCounters {
     /// The bytes that were decoded, and the processor time that this took.
     pub(crate) decoded_bytes: u64,
     pub(crate) decode_ns: u64,
+    /// The bytes that were encoded, and the processor time that this took.
+    pub(crate) encoded_bytes: u64,
+    pub(crate) encode_ns: u64,
 }
 
 impl<D: Device> EngineState<D> {
@@ -289,7 +315,7 @@ impl<D: Device> EngineState<D> {
             unit.reserved = context.slots.allocate(context.units[i].layout.len).ok();
         }
         for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.compressed) {
-            unit.reserved_image = context.allocate_image(i);
+            unit.reserved_image = context.allocate_image(unit.image_bytes(&context.units[i]));
         }
     }
 
@@ -605,6 +631,7 @@ impl<D: Device> UnitState<D> {
             compressed: false,
             image: None,
             reserved_image: None,
+            estimate: Estimate::Unknown,
             users: Vec::new(),
             waiters: 0,
             evicted: Vec::new(),
@@ -620,6 +647,16 @@ impl<D: Device> UnitState<D> {
     pub(crate) fn snapshot(&self) -> UnitStats {
         let present = matches!(self.presence, Presence::Present(_));
         UnitStats { present, ..self.stats.clone() }
+    }
+
+    /// Returns the memory that the compressed unit takes, in bytes; `None` if it is not known, or
+    /// if the unit does not shrink.
+    pub(crate) fn image_bytes(&self, prepared: &PreparedUnit) -> Option<usize> {
+        let encoded = match self.estimate {
+            Estimate::Bytes(bytes) => Some(bytes),
+            Estimate::Unknown | Estimate::TooMuch => None,
+        };
+        prepared.image.as_ref().map(|image| image.bytes()).or(encoded)
     }
 
     fn needs_verification(&self, verify: Verify) -> bool {

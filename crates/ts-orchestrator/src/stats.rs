@@ -159,8 +159,12 @@ pub struct EngineStats {
     /// The time from the end of the latest of these passes back to the beginning of the first one,
     /// in nanoseconds.
     pub recent_ns: u64,
-    /// The number of threads that copy, decode and verify.
+    /// The number of threads that copy, decode, encode and verify.
     pub workers: usize,
+    /// The number of bytes that were encoded to keep units compressed, before encoding.
+    pub encoded_bytes: u64,
+    /// The processor time of encoding, in nanoseconds.
+    pub encode_ns: u64,
     /// The number of reads that the backend has in flight at most.
     pub in_flight: usize,
     /// The measured speed of storage and of the processors. What was not measured is as configured.

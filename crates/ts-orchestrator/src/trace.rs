@@ -29,6 +29,8 @@ pub enum TraceKind {
     Copy,
     /// A unit was compared with its checksums by a worker.
     Check,
+    /// A part of a unit was encoded by a worker.
+    Encode,
     /// A unit was evicted, after the event before. `bytes` is the memory of its slot.
     Evict,
     /// The memory that units and buffers occupy has changed to `bytes`.

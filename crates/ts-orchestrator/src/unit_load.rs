@@ -10,7 +10,9 @@ use ts_io::ReadPath;
 use ts_pool::{Buffer, DeviceBuffer, SharedBuffer};
 use ts_streams::Device;
 
+use crate::encoding::Encoding;
 use crate::event::DamagedChunk;
+use crate::image::{ImageLayout, ImagePart, KeptImage};
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::prepared::PreparedUnit;
 use crate::requests::{RequestSizes, requests};
@@ -60,10 +62,10 @@ pub(crate) struct LoadWork {
 pub(crate) enum Image {
     /// Nowhere.
     None,
-    /// The load fills this memory.
-    Empty(Buffer),
+    /// The load fills this memory with the bytes on storage.
+    Empty(Buffer, Arc<ImageLayout>),
     /// The load decodes this memory, and reads nothing.
-    Filled(SharedBuffer),
+    Filled(KeptImage),
 }
 
 /// A unit that is being loaded.
@@ -82,6 +84,8 @@ pub(crate) struct UnitLoad<D: Device> {
     keeps: bool,
     /// The compressed unit, after all parts were filled.
     pub(crate) image: Option<Buffer>,
+    /// The unit while it is encoded, and the number of pieces that are not encoded yet.
+    pub(crate) encoding: Option<(Arc<Encoding>, usize)>,
     pub(crate) error: Option<Error>,
     /// Whether the unit was only likely to be used when the load started.
     pub(crate) guessed: bool,
@@ -132,35 +136,37 @@ impl<D: Device> UnitLoad<D> {
             device,
             parts: Vec::new(),
             pending: 0,
-            keeps: matches!(image, Image::Empty(_)),
+            keeps: matches!(image, Image::Empty(..)),
             image: None,
+            encoding: None,
             error: None,
             guessed: false,
             cancelled: false,
             started_ns: now_ns,
             read_bytes: Vec::new(),
         };
-        let reads: Vec<SlotRead> = match (&image, &prepared.image) {
-            (Image::None, _) | (_, None) => {
-                prepared.layout.reads.iter().flat_map(|read| requests(read, sizes)).collect()
+        let parts: Vec<ImagePart> = match &image {
+            Image::None => {
+                let reads = prepared.layout.reads.iter().flat_map(|read| requests(read, sizes));
+                reads.map(|read| ImagePart { read, at: 0 }).collect()
             }
-            (_, Some(layout)) => layout.reads.clone(),
+            Image::Empty(_, layout) | Image::Filled(KeptImage { layout, .. }) => {
+                layout.parts.clone()
+            }
         };
         let (mut rest, mut work, mut at) = (host, LoadWork::default(), 0);
-        let (mut image, mut stored_at) = (image, 0);
-        for read in reads {
+        let mut image = image;
+        for ImagePart { read, at: stored_at } in parts {
             load.push_gap(take_front(&mut rest, read.slot_offset - at), at);
             let target = take_front(&mut rest, read.len);
             at = read.slot_offset + read.len;
             let (token, kind) = (token(load_id, load.parts.len()), read.kind);
-            let stored = stored_at..stored_at + read.required;
-            stored_at = stored.end;
-            if let Image::Filled(image) = &image {
-                let image = image.clone();
+            if let Image::Filled(KeptImage { bytes, .. }) = &image {
+                let (image, stored) = (bytes.clone(), stored_at..stored_at + read.required);
                 work.decodes.push(QueuedDecode { token, image, stored, kind, target });
             } else {
                 let kept = match &mut image {
-                    Image::Empty(rest) => Some(take_front(rest, read.required)),
+                    Image::Empty(rest, _) => Some(take_front(rest, read.required)),
                     _ => None,
                 };
                 let (file, offset, required) = (read.file, read.file_offset, read.required);

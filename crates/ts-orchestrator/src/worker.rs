@@ -15,6 +15,7 @@ use ts_streams::{
 };
 
 use crate::Error;
+use crate::encoding::{Coder, Encoding, Pieces};
 use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, Work};
 use crate::layout::ReadKind;
 
@@ -36,6 +37,10 @@ pub(crate) enum Job {
     },
     /// Compares a unit with its checksums. The result is an [`Event::Checked`].
     Check { load: u32, slot: Buffer, checks: Arc<[TensorCheck]> },
+    /// Estimates how long a unit is when it is encoded. The result is an [`Event::Estimated`].
+    Estimate { load: u32, slot: Buffer, pieces: Arc<Pieces> },
+    /// Encodes a piece of a unit. The result is an [`Event::Encoded`].
+    Encode { load: u32, encoding: Arc<Encoding>, piece: usize },
 }
 
 /// Bytes to copy or decode.
@@ -66,13 +71,19 @@ pub(crate) struct TensorCheck {
     pub(crate) digest: Arc<Digest>,
 }
 
+/// The idle decoders and coders. There are at most as many of each as threads.
+#[derive(Debug, Default)]
+struct Tools {
+    decoders: Mutex<Vec<Decoder>>,
+    coders: Mutex<Vec<Coder>>,
+}
+
 /// Runs [`Job`]s on streams of the host. Dropping the workers finishes submitted jobs.
 #[derive(Debug)]
 pub(crate) struct Workers<D: Device> {
     streams: StreamPool<CpuDevice>,
     pub(crate) threads: usize,
-    /// The idle decoders. There are at most as many decoders as threads.
-    decoders: Arc<Mutex<Vec<Decoder>>>,
+    tools: Arc<Tools>,
     events: Sender<Event<D>>,
 }
 
@@ -81,8 +92,8 @@ impl<D: Device> Workers<D> {
         let new = || {
             // A stream runs its work in order, but jobs are independent. So each priority has one
             // stream per thread.
-            let priorities =
-                [vec![StreamPriority::High; threads], vec![StreamPriority::Normal; threads]];
+            let priorities = [StreamPriority::High, StreamPriority::Normal, StreamPriority::Low]
+                .map(|priority| vec![priority; threads]);
             let device = CpuDevice::with_threads(threads)?;
             StreamPool::with_priorities(
                 device,
@@ -92,17 +103,22 @@ impl<D: Device> Workers<D> {
         };
         let streams =
             new().map_err(|e| Error::System(format!("cannot create the engine's workers: {e}")))?;
-        Ok(Self { streams, threads, decoders: Arc::default(), events: events.clone() })
+        Ok(Self { streams, threads, tools: Arc::default(), events: events.clone() })
     }
 
-    /// Queues a job. Urgent jobs start before all queued jobs that are not urgent.
+    /// Queues a job. Urgent jobs start before all queued jobs that are not urgent, and jobs that
+    /// encode start after all others.
     pub(crate) fn submit(&self, job: Job, urgent: bool) {
-        let priority = if urgent { StreamPriority::High } else { StreamPriority::Normal };
+        let priority = match (&job, urgent) {
+            (Job::Encode { .. }, _) => StreamPriority::Low,
+            (_, true) => StreamPriority::High,
+            (_, false) => StreamPriority::Normal,
+        };
         let stream = self.streams.priority_stream(priority).expect("each priority has a stream");
-        let (decoders, events, panicked) =
-            (Arc::clone(&self.decoders), self.events.clone(), job.if_panicked());
+        let (tools, events, panicked) =
+            (Arc::clone(&self.tools), self.events.clone(), job.if_panicked());
         let work = HostFn::new(move || {
-            let event = catch_unwind(AssertUnwindSafe(|| job.run(&decoders)));
+            let event = catch_unwind(AssertUnwindSafe(|| job.run(&tools)));
             // Fails only if the engine is gone. Then the buffers return to their pool here.
             let _ = events.send(event.unwrap_or(Event::JobPanicked(panicked)));
         });
@@ -115,14 +131,15 @@ impl Job {
     fn if_panicked(&self) -> PanickedJob {
         match self {
             Job::FillPart { token, .. } => PanickedJob::FillPart(*token),
-            Job::Check { load, .. } => PanickedJob::Check(*load),
+            Job::Check { load, .. } | Job::Estimate { load, .. } => PanickedJob::Slot(*load),
+            Job::Encode { load, .. } => PanickedJob::Encode(*load),
         }
     }
 
-    fn run<D: Device>(self, decoders: &Mutex<Vec<Decoder>>) -> Event<D> {
+    fn run<D: Device>(self, tools: &Tools) -> Event<D> {
         match self {
             Job::FillPart { token, from, stored, kind, verify, mut target, mut kept } => {
-                let idle = || decoders.lock();
+                let idle = || tools.decoders.lock();
                 let mut decoder = idle().pop().unwrap_or_default();
                 let (stored, started) = (&from.bytes()[stored], Instant::now());
                 let damage = decoder.fill(stored, kind, verify, &mut target).err();
@@ -143,7 +160,28 @@ impl Job {
                 let mismatch = checks.iter().find_map(|check| check.mismatch(&slot));
                 Event::Checked { load, slot, mismatch, work: Work::since(started) }
             }
+            Job::Estimate { load, slot, pieces } => {
+                let started = Instant::now();
+                let (needed, raw) = tools.with_coder(|coder| pieces.estimate(&slot, coder));
+                Event::Estimated { load, slot, needed, raw, work: Work::since(started) }
+            }
+            Job::Encode { load, encoding, piece } => {
+                let started = Instant::now();
+                let raw = tools.with_coder(|coder| encoding.encode(piece, coder));
+                // The handler of the event takes the unit out of it.
+                drop(encoding);
+                Event::Encoded { load, raw, work: Work::since(started) }
+            }
         }
+    }
+}
+
+impl Tools {
+    fn with_coder<T>(&self, encode: impl FnOnce(&mut Coder) -> T) -> T {
+        let mut coder = self.coders.lock().pop().unwrap_or_default();
+        let result = encode(&mut coder);
+        self.coders.lock().push(coder);
+        result
     }
 }
 

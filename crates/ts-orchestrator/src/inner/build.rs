@@ -78,7 +78,9 @@ impl<D: Device> EngineInner<D> {
         )?;
         let (prefetch, verify) = (config.prefetch, config.verify);
         let checks = verify != Verify::Never && units.iter().any(|unit| !unit.checks.is_empty());
-        let workers = (checks || bounces.is_some()).then(|| Workers::new(worker_count, &events));
+        let encodes = units.iter().any(|unit| unit.pieces.is_some());
+        let workers =
+            (checks || encodes || bounces.is_some()).then(|| Workers::new(worker_count, &events));
         let workers = workers.transpose()?;
         let timeout = config.io.timeout;
         let context = EngineContext {

@@ -21,6 +21,9 @@ const REPLAN_GAIN: f64 = 0.05;
 /// A new plan reads its resident units again. Within this many passes, it must save more time than
 /// this reading takes.
 const REPLAN_PASSES: f64 = 8.0;
+/// Encoding the units that a new plan keeps compressed must pay off within this many passes. They
+/// are encoded once, and a model that is called this often is common: a pass gives one token.
+const ENCODE_PASSES: f64 = 64.0;
 
 impl<D: Device> EngineInner<D> {
     pub(crate) fn begin_pass(&self, interrupt: Interrupt<'_>) -> Result<PassId, Error> {
@@ -147,17 +150,20 @@ impl<D: Device> EngineInner<D> {
             let least_ring_bytes = request.least_ring_bytes.max(state.streamed_high_water);
             let request = PlanRequest { least_ring_bytes, ..request };
             let better = plan(&request).ok()?;
-            Some((better, predict(&request, &residency), request.rates.read_bytes_per_s))
+            Some((better, predict(&request, &residency), request.rates))
         });
-        let Some((better, kept, read_bytes_per_s)) = plans else { return };
+        let Some((better, kept, rates)) = plans else { return };
         // A new plan reads the units that it keeps again, and this must pay off within a few
         // passes. All slots together have the size of the first plan's peak, so a larger plan
         // cannot be used.
         let kept_bytes = better.resident_bytes + better.compressed_bytes;
-        let fresh_start_s = kept_bytes as f64 / read_bytes_per_s;
+        let fresh_start_s = kept_bytes as f64 / rates.read_bytes_per_s;
+        let encode_s = state.encode_s(&self.context, &better, rates);
         let pays = kept.as_ref().is_none_or(|kept| {
             let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
-            gain_s > REPLAN_GAIN * kept.predicted_pass_s && gain_s * REPLAN_PASSES > fresh_start_s
+            gain_s > REPLAN_GAIN * kept.predicted_pass_s
+                && gain_s * REPLAN_PASSES > fresh_start_s
+                && gain_s * ENCODE_PASSES > fresh_start_s + encode_s
         });
         state.plan_outdated = false;
         if (pays || state.has_new_limit())
@@ -196,7 +202,8 @@ impl<D: Device> EngineInner<D> {
         let rates = self.measured_rates(state);
         let compute = state.compute_times(&self.compute, rates);
         let units = self.context.units.iter().map(|unit| &**unit);
-        let demands = PreparedUnit::demands(units, &compute, rates);
+        let mut demands = PreparedUnit::demands(units, &compute, rates);
+        state.add_encoded(&self.context, &mut demands, rates);
         let least_ring_bytes = self.context.prefetch.least_ring_bytes(state.slot_limit);
         let request = PlanRequest::new(&demands, state.passes.order(), state.slot_limit)
             .with_together(&state.together)

@@ -11,6 +11,7 @@ use crate::Error;
 use crate::config::Verify;
 use crate::context::EngineContext;
 use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, UploadResult, Work};
+use crate::image::KeptImage;
 use crate::layout::ReadKind;
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
@@ -39,13 +40,15 @@ impl<D: Device> EngineState<D> {
         let unit = &mut self.units[id.index()];
         let image = match &unit.image {
             Some(image) => Image::Filled(image.clone()),
-            None if unit.compressed => {
-                let memory = unit.reserved_image.take();
-                memory
-                    .or_else(|| context.allocate_image(id.index()))
-                    .map_or(Image::None, Image::Empty)
-            }
-            None => Image::None,
+            None => match &prepared.image {
+                Some(layout) if unit.compressed => {
+                    let memory = unit.reserved_image.take();
+                    memory
+                        .or_else(|| context.allocate_image(Some(layout.len)))
+                        .map_or(Image::None, |memory| Image::Empty(memory, Arc::clone(layout)))
+                }
+                _ => Image::None,
+            },
         };
         unit.presence = Presence::Loading;
         let (mut load, work) =
@@ -312,7 +315,7 @@ impl<D: Device> EngineState<D> {
     ) {
         let load_id = match job {
             PanickedJob::FillPart(token) => split_token(token).0,
-            PanickedJob::Check(load) => load,
+            PanickedJob::Slot(load) | PanickedJob::Encode(load) => load,
         };
         let load = self.loads.get_mut(&load_id).expect("a load exists until its jobs have ended");
         let unit = load.name();
@@ -324,7 +327,8 @@ impl<D: Device> EngineState<D> {
                 self.filling -= 1;
                 self.return_part(context, load_id, split_token(token).1, None, now_ns);
             }
-            PanickedJob::Check(_) => self.upload_or_finish(context, load_id, None, now_ns),
+            PanickedJob::Slot(_) => self.upload_or_finish(context, load_id, None, now_ns),
+            PanickedJob::Encode(_) => self.on_encoded(context, load_id, now_ns),
         }
     }
 
@@ -355,7 +359,7 @@ impl<D: Device> EngineState<D> {
             (Some(workers), Some(slot)) if verify => {
                 workers.submit(Job::Check { load: load_id, slot, checks }, urgent);
             }
-            (_, slot) => self.upload_or_finish(context, load_id, slot, now_ns),
+            (_, slot) => self.compress_or_finish(context, load_id, slot, now_ns),
         }
     }
 
@@ -381,12 +385,12 @@ impl<D: Device> EngineState<D> {
                 what: "do not match their checksum".into(),
             });
         }
-        self.upload_or_finish(context, load_id, Some(slot), now_ns);
+        self.compress_or_finish(context, load_id, Some(slot), now_ns);
     }
 
     /// Copies a unit to its device if it lives there, else finishes its load. `host` is `None` if
     /// the load has lost the memory that it read to, after a timeout or a panic.
-    fn upload_or_finish(
+    pub(super) fn upload_or_finish(
         &mut self,
         context: &EngineContext<D>,
         load_id: u32,
@@ -444,9 +448,9 @@ impl<D: Device> EngineState<D> {
         // The unit may have been evicted from memory for good meanwhile.
         let image = load.image.take().filter(|_| unit.compressed);
         if load.error.is_some() || load.cancelled {
-            unit.reserved_image = image;
-        } else if let Some(image) = image {
-            unit.image = Some(image.freeze());
+            unit.reserved_image = image.or_else(|| unit.reserved_image.take());
+        } else if let (Some(image), Some(layout)) = (image, &load.prepared.image) {
+            unit.image = Some(KeptImage { bytes: image.freeze(), layout: Arc::clone(layout) });
         }
         let read_bytes: u64 = load.read_bytes.iter().map(|&(_, bytes)| bytes).sum();
         unit.stats.read_bytes += read_bytes;
