@@ -119,6 +119,7 @@ fn kind_name(kind: TraceKind) -> &'static str {
         TraceKind::Decode => "decode",
         TraceKind::Copy => "copy",
         TraceKind::Check => "check",
+        TraceKind::Encode => "encode",
         TraceKind::Evict => "evict",
         TraceKind::Memory => "memory",
         TraceKind::Replan => "replan",
@@ -148,7 +149,9 @@ impl Lanes {
                 // These have no bars.
                 TraceKind::Memory | TraceKind::Evict | TraceKind::Replan => continue,
                 TraceKind::Read(_) => GROUPS[2].1,
-                TraceKind::Decode | TraceKind::Copy | TraceKind::Check => GROUPS[3].1,
+                TraceKind::Decode | TraceKind::Copy | TraceKind::Check | TraceKind::Encode => {
+                    GROUPS[3].1
+                }
                 _ => GROUPS[0].1,
             };
             let lanes = ends.entry(first).or_default();

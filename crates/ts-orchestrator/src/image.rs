@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Units that are kept in memory compressed: the bytes of their chunks as they are on storage, or as
-//! they were encoded.
+//! Units that are kept in memory compressed: the bytes of their chunks as they are on storage, or
+//! as they were encoded.
 
 use std::sync::Arc;
 

@@ -87,8 +87,8 @@ struct Buffers {
 }
 
 impl Overhead {
-    /// Returns what an engine with this budget reserves if no units are encoded: all that is wanted,
-    /// or as much as fits the shares of the budget.
+    /// Returns what an engine with this budget reserves if no units are encoded: all that is
+    /// wanted, or as much as fits the shares of the budget.
     fn buffers(&self, budget_bytes: usize, row_cache_bytes: usize) -> Buffers {
         let bounces = budget_bytes / BOUNCE_SHARE / self.bounce_bytes.max(1);
         let decoders =

@@ -41,6 +41,7 @@ from torch import nn
         ("prefetch_strategy", "eager", "one of none, next_layer, adaptive, aggressive"),
         ("memory_mode", 3, "one of aggressive, balanced, conservative"),
         ("verify_checksums", 1, "True, False or"),
+        ("compression", True, '"auto" or "off"'),
         ("compression_enabled", "yes", "True or False"),
         ("compression_level", 23, "an integer from 1 to 22"),
     ],
@@ -93,6 +94,31 @@ def test_every_backend_reads_the_same_weights(linear: Any, backend: str) -> None
     path = {"uring": "direct", "mmap": "mapped"}.get(backend, backend)
     if path in by_path:
         assert by_path[path] > 0
+
+
+@pytest.mark.parametrize("compression", ["auto", "off"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_compression_in_memory_keeps_results(
+    tmp_path: Path, compression: str, dtype: torch.dtype
+) -> None:
+    def layers(device: str) -> nn.Sequential:
+        linear = [nn.Linear(2048, 2048, device=device, dtype=dtype) for _ in range(16)]
+        return nn.Sequential(*linear)
+
+    reference = layers("cpu")
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    x = torch.randn(3, 2048).to(dtype)
+    expected = reference(x)
+    weights = sum(weight.nbytes for weight in reference.parameters())
+    config = ts.Config(budget=weights * 3 // 4, storage_path=tmp_path, compression=compression)
+    model = ts.offload(layers("meta"), config)
+    for _ in range(4):
+        assert torch.equal(model(x), expected)
+    stats = ts.stats(model)
+    assert stats["read_bytes"] > 2 * weights, "it streams"
+    # At least samples are encoded, which show whether more would pay.
+    assert (stats["encoded_bytes"] > 0) == (compression == "auto")
+    assert stats["reserved_high_water_bytes"] <= stats["budget_bytes"]
 
 
 @pytest.mark.parametrize("backend", ["CUDA", "GPUDIRECT"])

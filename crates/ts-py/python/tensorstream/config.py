@@ -116,6 +116,7 @@ class Settings(TypedDict):
     in_flight: int | None
     prefetch: str
     verify: str
+    keep_compressed: bool
 
 
 #: The default budget as a share of the available memory. The rest is for activations.
@@ -171,6 +172,9 @@ class Config:
         vram_budget_gb: Deprecated: use ``budget``. The budget in GB of 10^9 bytes.
         verify_checksums: Whether to compare weights with their checksums at each read. ``"once"``
             compares them at the first read only. Safetensors files have no checksums.
+        compression: Whether weights are kept in memory compressed, without loss, where this makes
+            passes faster: ``"auto"`` or ``"off"``. Those of an uncompressed checkpoint are
+            compressed after the first pass. Nothing is written.
         compression_enabled: Whether to compress weights that are written to ``storage_path``,
             without loss. bf16 shrinks to two thirds. Streaming is faster with compression if
             reading is slower than decoding, which reaches 4 GB/s per core.
@@ -204,6 +208,7 @@ class Config:
     memory_pressure_mode: MemoryPressureMode | str = MemoryPressureMode.STRICT
     vram_budget_gb: float | None = None
     verify_checksums: bool | str = True
+    compression: str = "auto"
     compression_enabled: bool = False
     compression_level: int | None = None
     exact: bool = True
@@ -221,10 +226,11 @@ class Config:
         self._check_io_depth()
         if not isinstance(self.verify_checksums, bool) and self.verify_checksums != "once":
             raise invalid("verify_checksums", self.verify_checksums, 'True, False or "once"')
-        if not isinstance(self.compression_enabled, bool):
-            raise invalid("compression_enabled", self.compression_enabled, "True or False")
-        if not isinstance(self.exact, bool):
-            raise invalid("exact", self.exact, "True or False")
+        if self.compression not in ("auto", "off"):
+            raise invalid("compression", self.compression, '"auto" or "off"')
+        for name in ("compression_enabled", "exact"):
+            if not isinstance(getattr(self, name), bool):
+                raise invalid(name, getattr(self, name), "True or False")
         object.__setattr__(
             self, "memory_mode", _member(MemoryMode, "memory_mode", self.memory_mode)
         )
@@ -411,6 +417,7 @@ class Config:
             "in_flight": self.io_depth or self.num_io_threads,
             "prefetch": PrefetchStrategy(self.prefetch_strategy).value,
             "verify": VERIFY[self.verify_checksums],
+            "keep_compressed": self.compression == "auto",
         }
 
     def passed_over(self) -> list[tuple[str, str]]:

@@ -81,6 +81,7 @@ pub(crate) struct Settings {
     in_flight: Option<usize>,
     prefetch: String,
     verify: String,
+    keep_compressed: bool,
 }
 
 /// Returns the configuration of an engine, with defaults if there are no settings.
@@ -89,7 +90,9 @@ pub(crate) struct Settings {
 /// ValueError if the name of a prefetch strategy or of a verify mode is unknown.
 pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<EngineConfig> {
     let config = EngineConfig::with_budget(budget);
-    let Some(Settings { max_passes, backend, in_flight, prefetch, verify }) = settings else {
+    let Some(Settings { max_passes, backend, in_flight, prefetch, verify, keep_compressed }) =
+        settings
+    else {
         return Ok(config);
     };
     let prefetch = match prefetch.as_str() {
@@ -117,7 +120,8 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
     let mut io = BackendOptions::default();
     io.in_flight = in_flight.unwrap_or(io.in_flight);
     let config = config.with_max_passes(*max_passes).with_backend(backend.clone()).with_io(io);
-    Ok(config.with_prefetch(prefetch).with_verify(verify).with_watch_writes(true))
+    let config = config.with_prefetch(prefetch).with_verify(verify).with_watch_writes(true);
+    Ok(config.with_keep_compressed(*keep_compressed))
 }
 
 /// Returns the units with these names and tensors.

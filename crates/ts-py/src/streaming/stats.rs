@@ -49,6 +49,8 @@ pub(super) fn stats_dict<'py>(
     dict.set_item("recent_s", seconds(stats.recent_ns))?;
     dict.set_item("workers", stats.workers)?;
     dict.set_item("io_depth", stats.in_flight)?;
+    dict.set_item("encoded_bytes", stats.encoded_bytes)?;
+    dict.set_item("encode_s", stats.encode_ns as f64 / 1e9)?;
     dict.set_item("read_bytes_per_s", stats.rates.read_bytes_per_s)?;
     dict.set_item("decode_bytes_per_s", stats.rates.decode_bytes_per_s)?;
     let routed = PyDict::new(py);

@@ -221,10 +221,13 @@ class Stats(TypedDict):
     recent_passes: list[PassStats]
     #: The time from the beginning of the first to the end of the last of them.
     recent_s: float
-    #: The number of threads that copy, decode and verify.
+    #: The number of threads that copy, decode, encode and verify.
     workers: int
     #: The number of reads in flight at most.
     io_depth: int
+    #: The bytes that were encoded to keep weights in memory compressed, and the processor time.
+    encoded_bytes: int
+    encode_s: float
     #: The speed of reading, while anything was read, and of decoding with one thread. Measured as
     #: far as possible.
     read_bytes_per_s: float
