@@ -72,9 +72,13 @@ pub struct EngineConfig {
     /// threads, because each needs about 2 MiB. The default is the number of processors, at most 4:
     /// four threads decode more than 10 GB/s, which few devices deliver.
     pub workers: usize,
-    /// Whether units that are compressed on storage may be kept in memory compressed. Those that
-    /// are take less of the budget, and are decoded for each use. Off by default: it pays where
-    /// storage is slow or many processors are idle.
+    /// Whether units may be kept in memory compressed, without loss. Those that are take less of
+    /// the budget, and are decoded for each use. The plan keeps units compressed where this is
+    /// predicted to pay: where storage is slow or many processors are idle.
+    ///
+    /// Units that are not compressed on storage are encoded after the first pass. This needs a
+    /// sixteenth of the budget, at most about 6 MiB for each worker, and saves memory for units
+    /// with floats of at least 1 MiB. Off by default.
     pub keep_compressed: bool,
     /// The number of threads that pre-fault the host memory for units when the engine is created; 0
     /// for none. Pre-faulted pages stay allocated even if no unit ever uses them.

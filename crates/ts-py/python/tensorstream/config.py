@@ -226,11 +226,9 @@ class Config:
         self._check_io_depth()
         if not isinstance(self.verify_checksums, bool) and self.verify_checksums != "once":
             raise invalid("verify_checksums", self.verify_checksums, 'True, False or "once"')
-        if self.compression not in ("auto", "off"):
-            raise invalid("compression", self.compression, '"auto" or "off"')
-        for name in ("compression_enabled", "exact"):
-            if not isinstance(getattr(self, name), bool):
-                raise invalid(name, getattr(self, name), "True or False")
+        self._check_compression()
+        if not isinstance(self.exact, bool):
+            raise invalid("exact", self.exact, "True or False")
         object.__setattr__(
             self, "memory_mode", _member(MemoryMode, "memory_mode", self.memory_mode)
         )
@@ -251,6 +249,12 @@ class Config:
             raise invalid(
                 "memory_pressure_mode", pressure.value, "strict, because the budget is shared"
             )
+
+    def _check_compression(self) -> None:
+        if self.compression not in ("auto", "off"):
+            raise invalid("compression", self.compression, '"auto" or "off"')
+        if not isinstance(self.compression_enabled, bool):
+            raise invalid("compression_enabled", self.compression_enabled, "True or False")
         if self.compression_level is not None:
             _check_int("compression_level", self.compression_level, 1, 22)
             if not self.compression_enabled:
