@@ -67,6 +67,20 @@ impl Codec {
     }
 }
 
+impl Codec {
+    /// Returns an error message if the codec does not have this level.
+    fn check_level(self, level: Option<i32>) -> Result<(), String> {
+        match (self.levels(), level) {
+            (Some((levels, _)), Some(level)) if !levels.contains(&level) => {
+                let (first, last) = levels.into_inner();
+                Err(format!("invalid level {level} for codec {self} (expected {first} to {last})"))
+            }
+            (None, Some(level)) => Err(format!("codec {self} has no levels (got level {level})")),
+            _ => Ok(()),
+        }
+    }
+}
+
 impl fmt::Display for Codec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -198,6 +212,7 @@ fn inflate(src: &[u8], dst: &mut [u8]) -> Result<usize, String> {
 /// let auto = Compression::parse("auto", None)?;
 /// assert_eq!(auto.codec(Dtype::BF16), Some(Codec::Split));
 /// assert_eq!(auto.codec(Dtype::U8), None);
+/// assert_eq!(Compression::parse("auto", Some(9))?.level(Codec::Zstd), Some(9));
 /// assert_eq!(Compression::parse("zstd", Some(9))?, Compression::Codec(Codec::Zstd, Some(9)));
 /// # Ok::<(), String>(())
 /// ```
@@ -211,6 +226,8 @@ pub enum Compression {
     /// integers, packed dtypes and `F8_E8M0`. So does a tensor whose first 16 MiB shrink by less
     /// than 1/32. The choice is deterministic.
     Auto,
+    /// Like [`Auto`](Self::Auto), with this level for [`Codec::Zstd`].
+    AutoAt(i32),
     /// This codec at this level, for all dtypes that the codec supports. A level of `None` is the
     /// default level of the codec.
     Codec(Codec, Option<i32>),
@@ -220,17 +237,22 @@ impl Compression {
     /// [`Auto`](Self::Auto) compresses a tensor only if this saves at least 1/32.
     const MIN_SAVING: u64 = 32;
 
-    /// Parses a compression: `auto`, or the name of a codec with an optional level. For `raw`,
+    /// Parses a compression: `auto` or the name of a codec, with an optional level. For `raw`,
     /// returns [`None`](Self::None).
     ///
-    /// This function does not check whether the codec has this level; [`Encoder::new`] does.
+    /// This function does not check whether a named codec has this level; [`Encoder::new`] does.
     ///
     /// # Errors
-    /// Returns an error message if the name is unknown, or if `auto` or `raw` has a level.
+    /// Returns an error message if the name is unknown, if zstd does not have the level of `auto`,
+    /// or if `raw` has a level.
     pub fn parse(name: &str, level: Option<i32>) -> Result<Self, String> {
         match (name, Codec::from_name(name), level) {
-            ("auto" | "raw", _, Some(level)) => {
+            ("raw", _, Some(level)) => {
                 Err(format!("compression {name:?} has no levels (got level {level})"))
+            }
+            ("auto", _, Some(level)) => {
+                Codec::Zstd.check_level(Some(level))?;
+                Ok(Compression::AutoAt(level))
             }
             ("auto", ..) => Ok(Compression::Auto),
             (_, Some(Codec::Raw), _) => Ok(Compression::None),
@@ -249,27 +271,27 @@ impl Compression {
             (Compression::None | Compression::Codec(Codec::Raw, _), _) => None,
             (Compression::Codec(Codec::Split, _), _) => floats.then_some(Codec::Split),
             (Compression::Codec(codec, _), _) => Some(codec),
-            (Compression::Auto, _) if floats => Some(Codec::Split),
-            (Compression::Auto, Dtype::Bool | Dtype::I16 | Dtype::U16 | Dtype::I32) => {
-                Some(Codec::Zstd)
-            }
-            (Compression::Auto, Dtype::U32 | Dtype::I64 | Dtype::U64) => Some(Codec::Zstd),
-            (Compression::Auto, _) => None,
+            (Compression::Auto | Compression::AutoAt(_), _) if floats => Some(Codec::Split),
+            (_, Dtype::Bool | Dtype::I16 | Dtype::U16 | Dtype::I32) => Some(Codec::Zstd),
+            (_, Dtype::U32 | Dtype::I64 | Dtype::U64) => Some(Codec::Zstd),
+            (Compression::Auto | Compression::AutoAt(_), _) => None,
         }
     }
 
-    /// Returns the requested level, if any.
-    pub fn level(self) -> Option<i32> {
+    /// Returns the requested level for tensors that are compressed with this codec, if any.
+    pub fn level(self, codec: Codec) -> Option<i32> {
         match self {
             Compression::Codec(_, level) => level,
+            Compression::AutoAt(level) => codec.levels().map(|_| level),
             Compression::None | Compression::Auto => None,
         }
     }
 
     /// Returns whether to compress a tensor whose first `raw` bytes, at most 16 MiB, compress to
-    /// `stored` bytes. Only [`Auto`](Self::Auto) ever returns false.
+    /// `stored` bytes. Only [`Auto`](Self::Auto) and [`AutoAt`](Self::AutoAt) ever return false.
     pub fn is_worthwhile(self, raw: u64, stored: u64) -> bool {
-        self != Compression::Auto || stored <= raw - raw.div_ceil(Self::MIN_SAVING)
+        let is_auto = matches!(self, Compression::Auto | Compression::AutoAt(_));
+        !is_auto || stored <= raw - raw.div_ceil(Self::MIN_SAVING)
     }
 }
 
@@ -324,18 +346,9 @@ impl Encoder {
     /// # Errors
     /// Returns an error message if the codec does not have this level.
     pub fn new(codec: Codec, level: Option<i32>) -> Result<Self, String> {
-        let level = match (codec.levels(), level) {
-            (Some((levels, _)), Some(level)) if !levels.contains(&level) => {
-                let (first, last) = levels.into_inner();
-                return Err(format!(
-                    "invalid level {level} for codec {codec} (expected {first} to {last})"
-                ));
-            }
-            (None, Some(level)) => {
-                return Err(format!("codec {codec} has no levels (got level {level})"));
-            }
-            (levels, level) => level.or(levels.map(|(_, default)| default)).unwrap_or(0),
-        };
+        codec.check_level(level)?;
+        let default = codec.levels().map(|(_, default)| default);
+        let level = level.or(default).unwrap_or(0);
         let zstd = (codec == Codec::Zstd).then(|| {
             let mut context = CCtx::create();
             let set = context.set_parameter(CParameter::CompressionLevel(level));

@@ -115,7 +115,7 @@ def test_compression_in_memory_keeps_results(
     for _ in range(4):
         assert torch.equal(model(x), expected)
     stats = ts.stats(model)
-    assert stats["read_bytes"] > 2 * weights, "it streams"
+    assert stats["read_bytes"] > 1.5 * weights, "it streams"
     # At least samples are encoded, which show whether more would pay.
     assert (stats["encoded_bytes"] > 0) == (compression == "auto")
     assert stats["reserved_high_water_bytes"] <= stats["budget_bytes"]
@@ -181,7 +181,7 @@ def test_weights_are_stored_and_streamed_compressed(tmp_path: Path, level: int |
         assert torch.equal(streamed(x), expected)
     (file,) = tmp_path.glob("*.ts")
     assert file.stat().st_size < 0.8 * sum(p.nbytes for p in model.parameters())
-    assert f"-{'auto' if level is None else 'zstd9'}.ts" in file.name
+    assert f"-{'auto' if level is None else 'auto9'}.ts" in file.name
 
 
 def test_verify_checksums_sets_the_verification_mode() -> None:

@@ -137,7 +137,7 @@ impl Outgoing {
             None => None,
             Some(codec) => {
                 let encoder =
-                    Encoder::new(codec, options.compression.level()).map_err(unsendable)?;
+                    Encoder::new(codec, options.compression.level(codec)).map_err(unsendable)?;
                 Some(Box::new(encoder))
             }
         };

@@ -143,7 +143,7 @@ fn encode_all(
         let at = match encoders.iter().position(|(known, _)| *known == codec) {
             Some(at) => at,
             None => {
-                let encoder = Encoder::new(codec, compression.level());
+                let encoder = Encoder::new(codec, compression.level(codec));
                 let encoder =
                     encoder.map_err(|reason| Error::Compression { path: path.into(), reason })?;
                 encoders.push((codec, encoder));

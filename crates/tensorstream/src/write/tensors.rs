@@ -366,6 +366,6 @@ fn encoders(
         tensors.iter().filter_map(|t| compression.codec(t.meta.dtype)).chain(requested).collect();
     codecs.sort_unstable();
     codecs.dedup();
-    let create = |codec| Encoders::new(codec, compression.level(), jobs).map_err(invalid);
+    let create = |codec| Encoders::new(codec, compression.level(codec), jobs).map_err(invalid);
     codecs.into_iter().map(create).collect()
 }

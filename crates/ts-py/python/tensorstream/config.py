@@ -178,8 +178,8 @@ class Config:
         compression_enabled: Whether to compress weights that are written to ``storage_path``,
             without loss. bf16 shrinks to two thirds. Streaming is faster with compression if
             reading is slower than decoding, which reaches 4 GB/s per core.
-        compression_level: The level of zstd, 1 to 22, to compress with. By default, each tensor
-            uses the codec that makes it smallest.
+        compression_level: The level of zstd, 1 to 22, to compress integers and booleans with.
+            Floats, which shrink more with a codec of their own, have no level.
         exact: Whether results must be bit-identical to those of the model in memory. If false, a
             layer that is larger than the budget is also streamed in blocks where products with
             blocks round differently. Without it, such a budget is refused. Experts of a mixture
@@ -402,7 +402,7 @@ class Config:
         """Returns the codec for weights that are written to files."""
         if not self.compression_enabled:
             return "raw"
-        return "auto" if self.compression_level is None else "zstd"
+        return "auto"
 
     def level(self) -> int | None:
         """Returns the level of the codec, or ``None`` for its default."""

@@ -42,7 +42,8 @@ def convert(
             - ``"auto"`` chooses the codec that makes a tensor smallest, if it saves 3% or more.
             - ``"split"`` compresses floats. bf16 shrinks to two thirds.
             - ``"zstd"``, ``"lz4"`` and ``"zlib"`` compress all tensors.
-        compression_level: -7 to 22 for zstd (default 3), 0 to 9 for zlib (default 6).
+        compression_level: -7 to 22 for zstd (default 3), 0 to 9 for zlib (default 6). With
+            ``"auto"``, it is for the tensors that zstd compresses: integers and booleans.
         jobs: The number of threads that compress. The default is the number of cores.
         max_shard_size: The maximum size of the tensors in a shard: bytes, or a size such as
             ``"2GB"``. The default is 5 GB.
