@@ -350,17 +350,12 @@ def test_the_exit_status_reports_the_outcome(tmp_path: Path) -> None:
     assert "convert" in command("--help").stdout
 
 
-def test_progress_bars_are_shown_only_on_terminals(tmp_path: Path) -> None:
-    path = tmp_path / "a.ts"
-    ts.save_file({"w": torch.zeros(16 << 20)}, path)
-    assert command("verify", path).stderr == ""
+def shown_on_terminal(program: list[str | Path]) -> bytes:
+    """Runs a program, and returns what it writes to a terminal as standard error."""
     parent, child = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
     with subprocess.Popen(
-        [Path(sys.executable).parent / "tensorstream", "convert", path, tmp_path / "b.ts"],
-        stdout=subprocess.DEVNULL,
-        stderr=child,
-        env=environment,
+        program, stdout=subprocess.DEVNULL, stderr=child, env=environment
     ) as running:
         os.close(child)
         shown = b""
@@ -371,7 +366,37 @@ def test_progress_bars_are_shown_only_on_terminals(tmp_path: Path) -> None:
                 break
         running.wait(30)
     os.close(parent)
-    assert b"converting" in shown
+    assert running.returncode == 0, shown
+    return shown
+
+
+def test_progress_bars_are_shown_only_on_terminals(tmp_path: Path) -> None:
+    path = tmp_path / "a.ts"
+    ts.save_file({"w": torch.zeros(16 << 20)}, path)
+    assert command("verify", path).stderr == ""
+    program = Path(sys.executable).parent / "tensorstream"
+    assert b"converting" in shown_on_terminal([program, "convert", path, tmp_path / "b.ts"])
+
+
+def test_a_long_first_pass_shows_its_progress(tmp_path: Path) -> None:
+    program = f"""
+import time, torch, tensorstream as ts
+
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        time.sleep(0.7)
+        return super().forward(x)
+
+layers = torch.nn.Sequential(*(Slow(512, 512) for _ in range(3)))
+model = ts.offload(layers, ts.Config(storage_path={str(tmp_path)!r}, budget="2MiB"))
+model(torch.randn(1, 512))
+"""
+    python: list[str | Path] = [sys.executable, "-c", program]
+    shown = shown_on_terminal(python)
+    assert shown.count(b"first pass") >= 1
+    assert b"3.0" in shown, "the total, in MiB"
+    quiet = subprocess.run(python, capture_output=True, timeout=60, check=True)
+    assert b"first pass" not in quiet.stderr
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from .. import _native
 from ..errors import ModelError
 from ._profile import Profile
+from ._progress import first_pass
 from ._streamed_tensor import (
     RESTORE_FIRST,
     StreamedTensor,
@@ -288,12 +289,16 @@ class Pass(ReplacedMethod):
     def __init__(self, module: nn.Module, weights: Weights) -> None:
         super().__init__(module, "forward")
         self._weights = weights
+        self._is_first = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         streamer = self._weights.streamer
         in_pass = streamer.begin_pass()
+        is_first, self._is_first = self._is_first, False
+        progress = first_pass(streamer) if is_first else contextlib.nullcontext()
         try:
-            result = self.original()(*args, **kwargs)
+            with progress:
+                result = self.original()(*args, **kwargs)
         except BaseException:
             in_pass.close()
             raise
