@@ -80,6 +80,8 @@ pub(crate) struct UnitLoad<D: Device> {
     parts: Vec<Part>,
     /// The number of parts that are not filled yet.
     pending: usize,
+    /// Whether the unit is decoded from memory, so that its bytes were verified before.
+    pub(crate) from_image: bool,
     /// Whether the load also fills the compressed unit in memory.
     keeps: bool,
     /// The compressed unit, after all parts were filled.
@@ -136,6 +138,7 @@ impl<D: Device> UnitLoad<D> {
             device,
             parts: Vec::new(),
             pending: 0,
+            from_image: matches!(image, Image::Filled(_)),
             keeps: matches!(image, Image::Empty(..)),
             image: None,
             encoding: None,

@@ -351,10 +351,11 @@ impl<D: Device> EngineState<D> {
         let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
         load.image = load.join_kept();
         let slot = load.join();
+        let from_image = load.from_image;
         let (checks, failed, id) =
             (Arc::clone(&load.prepared.checks), load.error.is_some() || load.cancelled, load.id);
         let (urgent, verify) = self.urgency(context, id);
-        let verify = verify && !checks.is_empty() && !failed;
+        let verify = verify && !checks.is_empty() && !failed && !from_image;
         match (&self.workers, slot) {
             (Some(workers), Some(slot)) if verify => {
                 workers.submit(Job::Check { load: load_id, slot, checks }, urgent);
