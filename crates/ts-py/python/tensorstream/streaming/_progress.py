@@ -26,7 +26,11 @@ def first_pass(streamer: _native.Streamer) -> Iterator[None]:
     thread = threading.Thread(
         target=_show, args=(streamer, ended), name="tensorstream-progress", daemon=True
     )
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # The system refuses another thread. The pass matters more.
+        yield
+        return
     try:
         yield
     finally:
