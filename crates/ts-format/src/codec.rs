@@ -361,7 +361,8 @@ impl Encoder {
 
     /// Creates an encoder that is about twice as fast. Its chunks are slightly longer.
     ///
-    /// It needs at most [`QUICK_BYTES`](Self::QUICK_BYTES) of memory, besides the chunks.
+    /// It needs at most [`QUICK_BYTES`](Self::QUICK_BYTES) of memory, besides the chunks. For
+    /// [`Dtype::F64`], it needs up to twice as much.
     pub fn quick(codec: Codec) -> Self {
         let level = codec.levels().map(|(levels, _)| 1.clamp(*levels.start(), *levels.end()));
         let quick = Self::new(codec, level).expect("the level is within the range of the codec");

@@ -270,7 +270,8 @@ fn a_quick_encoder_has_bounded_memory_and_nearly_the_same_ratio() {
         ((random & 0x807f) as u16 | (exponent << 7) as u16).to_le_bytes()
     };
     let raw: Vec<u8> = (0..CHUNK_LEN / 2).flat_map(|_| value()).collect();
-    for (codec, dtype) in [(Codec::Split, Dtype::BF16), (Codec::Zstd, Dtype::I64)] {
+    let split = [Dtype::BF16, Dtype::F32].map(|dtype| (Codec::Split, dtype));
+    for (codec, dtype) in split.into_iter().chain([(Codec::Zstd, Dtype::I64)]) {
         let (mut full, mut quick) = (Vec::new(), Vec::new());
         Encoder::new(codec, None).unwrap().encode(dtype, &raw, &mut full);
         let mut encoder = Encoder::quick(codec);
