@@ -153,11 +153,18 @@ impl Overhead {
         prefetch: Prefetch,
         budget_bytes: usize,
     ) -> Result<(Plan, Buffers), NeverFits> {
+        // Without coders, only units that are compressed on storage can be kept compressed.
+        let mut unencoded = request.units.to_vec();
+        for unit in unencoded.iter_mut().filter(|unit| !unit.stored_compressed) {
+            unit.compressed_bytes = None;
+        }
         let attempt = |buffers: Buffers| {
             let slot_budget = self.slot_budget(budget_bytes, buffers);
             let least_ring_bytes = prefetch.least_ring_bytes(slot_budget);
-            let plan =
-                plan(&PlanRequest { budget_bytes: slot_budget, least_ring_bytes, ..request });
+            let units = if buffers.encodes { request.units } else { &unencoded[..] };
+            let request =
+                PlanRequest { units, budget_bytes: slot_budget, least_ring_bytes, ..request };
+            let plan = plan(&request);
             let smallest =
                 |e: &NeverFits| e.smallest_budget_bytes.saturating_add(self.least_bytes());
             plan.map(|plan| (plan, buffers)).map_err(|e| NeverFits {

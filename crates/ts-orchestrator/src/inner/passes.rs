@@ -232,6 +232,8 @@ impl<D: Device> EngineInner<D> {
         Rates {
             read_bytes_per_s: read.unwrap_or(assumed.read_bytes_per_s),
             decode_bytes_per_s: decode.unwrap_or(assumed.decode_bytes_per_s),
+            // A small budget has memory for fewer decoders.
+            processors: assumed.processors.min(self.worker_count),
             ..assumed
         }
     }

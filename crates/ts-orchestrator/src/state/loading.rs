@@ -22,7 +22,7 @@ use crate::unit::UnitId;
 use crate::unit_load::{Image, LoadWork, QueuedDecode, UnitLoad, split_token};
 use crate::worker::{Job, Stored};
 
-use super::{EngineState, Presence, Target};
+use super::{EngineState, Estimate, Presence, Target};
 
 impl<D: Device> EngineState<D> {
     /// Starts to load a unit. Returns the work to queue. `guessed` says whether the unit is only
@@ -318,6 +318,12 @@ impl<D: Device> EngineState<D> {
             PanickedJob::Slot(load) | PanickedJob::Encode(load) => load,
         };
         let load = self.loads.get_mut(&load_id).expect("a load exists until its jobs have ended");
+        // A unit whose encoding fails is streamed from now on.
+        if let (PanickedJob::Slot(_) | PanickedJob::Encode(_), Some(id)) = (job, load.id) {
+            let unit = &mut self.units[id.index()];
+            unit.estimate = Estimate::TooMuch;
+            (unit.compressed, unit.stats.compressed) = (unit.image.is_some(), unit.image.is_some());
+        }
         let unit = load.name();
         load.error.get_or_insert(Error::System(format!(
             "cannot load unit `{unit}`: a worker thread panicked (a bug in TensorStream)"
