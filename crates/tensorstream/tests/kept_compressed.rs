@@ -11,10 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{quiet, with_compression};
-use tensorstream::format::Compression;
+use tensorstream::format::{ByteRange, Compression, Dtype, TensorEntry, TensorMeta};
 use tensorstream::io::Registry;
 use tensorstream::io::fault::{Faults, FaultyProvider};
-use tensorstream::orchestrator::{Engine, EngineConfig, Rates, Residency, UnitId};
+use tensorstream::orchestrator::{
+    Engine, EngineConfig, Phase, Rates, Residency, Unit, UnitId, UnitTensor, Verify,
+};
 use tensorstream::{Checkpoint, convert};
 
 const UNITS: usize = 8;
@@ -66,6 +68,23 @@ fn pass(engine: &Engine, expected: &[Vec<u8>]) -> u64 {
     }
     engine.end_pass(pass);
     engine.stats().total_read_bytes() - before
+}
+
+/// Returns a configuration whose reads take a second each by the clock of the engine.
+fn slow_reads(budget_bytes: usize) -> EngineConfig {
+    let reads = Arc::new(AtomicU64::new(0));
+    let clock = Arc::clone(&reads);
+    let faults = Faults::new(move |_| {
+        reads.fetch_add(1, Ordering::SeqCst);
+        None
+    });
+    let buffered = Registry::builtin().choose(Some("buffered"), &[]).unwrap().provider;
+    let mut registry = Registry::builtin();
+    registry.register(Arc::new(FaultyProvider::new(buffered, faults)));
+    EngineConfig::with_budget(budget_bytes)
+        .with_clock(Box::new(move || clock.load(Ordering::SeqCst) * 1_000_000_000))
+        .with_registry(registry)
+        .with_backend("buffered".to_owned())
 }
 
 #[test]
@@ -155,21 +174,7 @@ fn plain_units_are_encoded_and_then_decoded_from_memory() {
     write_units(&path, &expected);
     let checkpoint = Checkpoint::open(&path).unwrap();
     let engine = |keep_compressed| {
-        // Each read takes a second by the clock of the engine.
-        let reads = Arc::new(AtomicU64::new(0));
-        let clock = Arc::clone(&reads);
-        let faults = Faults::new(move |_| {
-            reads.fetch_add(1, Ordering::SeqCst);
-            None
-        });
-        let buffered = Registry::builtin().choose(Some("buffered"), &[]).unwrap().provider;
-        let mut registry = Registry::builtin();
-        registry.register(Arc::new(FaultyProvider::new(buffered, faults)));
-        let config = EngineConfig::with_budget(90 << 20)
-            .with_keep_compressed(keep_compressed)
-            .with_clock(Box::new(move || clock.load(Ordering::SeqCst) * 1_000_000_000))
-            .with_registry(registry)
-            .with_backend("buffered".to_owned());
+        let config = slow_reads(90 << 20).with_keep_compressed(keep_compressed);
         checkpoint.engine(checkpoint.units_by_module(), config).unwrap()
     };
     let (plain, encoding) = (engine(false), engine(true));
@@ -191,4 +196,65 @@ fn plain_units_are_encoded_and_then_decoded_from_memory() {
     }
     // Nothing is encoded again.
     assert_eq!(encoding.stats().encoded_bytes, stats.encoded_bytes);
+}
+
+/// Units that fitted at first are encoded once the limit is lower.
+#[test]
+fn units_are_encoded_after_the_limit_fell() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("plain.safetensors");
+    let expected: Vec<_> = (0..UNITS).map(weights).collect();
+    write_units(&path, &expected);
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let config = slow_reads(100 << 20).with_keep_compressed(true);
+    let engine = checkpoint.engine(checkpoint.units_by_module(), config).unwrap();
+    pass(&engine, &expected);
+    assert_eq!(pass(&engine, &expected), 0, "all units fit");
+    assert_eq!(engine.stats().encoded_bytes, 0);
+    engine.set_limit(20 << 20).unwrap();
+    for _ in 0..4 {
+        engine.replan();
+        pass(&engine, &expected);
+    }
+    assert!(engine.limit_in_force());
+    let stats = engine.stats();
+    assert!(stats.units.iter().any(|unit| unit.compressed), "{:?}", stats.plan);
+}
+
+/// Checksums can cover bytes of the file around a slice of a tensor. These bytes are not kept when
+/// the slice is encoded, so they must not be compared again.
+#[test]
+fn encoded_slices_of_tensors_with_checksums_are_right() {
+    let directory = tempfile::tempdir().unwrap();
+    let (raw, file) = (directory.path().join("raw.safetensors"), directory.path().join("a.ts"));
+    let whole = weights_of(0, UNITS * UNIT_BYTES);
+    write_units(&raw, std::slice::from_ref(&whole));
+    convert(&raw, &file, with_compression(Compression::None, 0), &mut quiet).unwrap();
+    let checkpoint = Checkpoint::open(&file).unwrap();
+    let catalog = checkpoint.catalog();
+    let tensor = catalog.tensor("u0.weight").unwrap();
+    let range = tensor.range();
+    // No slice begins at the beginning of a chunk.
+    let (lead, len) = (100_000, UNIT_BYTES - 40_000);
+    let offset = |i: usize| lead + i * len;
+    let unit = |i: usize| {
+        let part = ByteRange { offset: range.offset + offset(i) as u64, len: len as u64, ..range };
+        let meta = TensorMeta { dtype: Dtype::BF16, shape: vec![len as u64 / 2] };
+        let entry = TensorEntry { meta, parts: vec![part] };
+        let tensor = UnitTensor::new(catalog, "u0.weight", entry, Phase::Mapped);
+        assert!(tensor.digest.as_ref().unwrap().range.offset < part.offset);
+        Unit::new(format!("slice {i}"), vec![tensor])
+    };
+    let units: Vec<_> = (0..UNITS - 1).map(unit).collect();
+    let expected: Vec<_> = (0..units.len()).map(|i| whole[offset(i)..][..len].to_vec()).collect();
+    let config = slow_reads(100 << 20).with_keep_compressed(true).with_verify(Verify::EveryRead);
+    let engine = checkpoint.engine(units, config).unwrap();
+    engine.set_limit(30 << 20).unwrap();
+    for _ in 0..5 {
+        pass(&engine, &expected);
+        engine.replan();
+    }
+    let stats = engine.stats();
+    let decoded = stats.units.iter().filter(|unit| unit.compressed && unit.loads > 3);
+    assert!(decoded.count() > 0, "{:?}", stats.plan);
 }

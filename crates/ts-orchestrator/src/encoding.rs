@@ -13,9 +13,9 @@ use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::unit::UnitTensor;
 
 /// The most bytes of a piece that are encoded to estimate the length of the unit.
-const SAMPLE_BYTES: usize = 128 << 10;
+const SAMPLE_BYTES: usize = 64 << 10;
 /// The most pieces that are encoded to estimate the length of a unit.
-const MOST_SAMPLES: usize = 16;
+const MOST_SAMPLES: usize = 8;
 /// Units that are smaller than this are not worth the effort, in bytes.
 const LEAST_UNIT_BYTES: usize = 1 << 20;
 /// A unit is kept compressed only if this saves at least this part of its memory.

@@ -28,8 +28,9 @@ use crate::sizing::Overhead;
 use crate::state::{EngineState, Presence, UnitState};
 use crate::stats::{EngineStats, TableStats, add_bytes};
 use crate::table::{Table, TableId};
-use crate::trace::{Trace, TraceLog};
+use crate::trace::{Trace, TraceKind, TraceLog};
 use crate::unit::{Access, UnitId};
+use crate::unit_load::split_token;
 
 /// How often a blocked call calls its [`Interrupt`].
 const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
@@ -247,20 +248,21 @@ impl<D: Device> EngineInner<D> {
             match event {
                 Event::Read(completion) => state.on_read(&self.context, completion, now_ns),
                 Event::PartFilled { token, target, kept, damage, decoded, work } => {
+                    let kind = decoded.map_or(TraceKind::Copy, |_| TraceKind::Decode);
                     let bytes = decoded.unwrap_or(target.len()) as u64;
-                    state.on_worked(token, decoded.is_some(), bytes, work, now_ns);
+                    state.on_worked(kind, split_token(token).0, bytes, work, now_ns);
                     state.on_part_filled(&self.context, token, (target, kept), damage, now_ns);
                 }
                 Event::Checked { load, slot, mismatch, work } => {
-                    state.trace_check(load, slot.len() as u64, work, now_ns);
+                    state.on_worked(TraceKind::Check, load, slot.len() as u64, work, now_ns);
                     state.on_checked(&self.context, load, slot, mismatch, now_ns);
                 }
                 Event::Estimated { load, slot, needed, raw, work } => {
-                    state.count_encoded(load, raw, work, now_ns);
+                    state.on_worked(TraceKind::Encode, load, raw, work, now_ns);
                     state.on_estimated(&self.context, load, slot, needed, now_ns);
                 }
                 Event::Encoded { load, raw, work } => {
-                    state.count_encoded(load, raw, work, now_ns);
+                    state.on_worked(TraceKind::Encode, load, raw, work, now_ns);
                     state.on_encoded(&self.context, load, now_ns);
                 }
                 Event::JobPanicked(job) => state.on_job_panicked(&self.context, job, now_ns),

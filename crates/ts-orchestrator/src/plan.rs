@@ -167,6 +167,16 @@ impl<'a> PlanRequest<'a> {
         }
     }
 
+    /// Returns the units without those forms that an engine would have to encode: only units that
+    /// are compressed on storage can be kept compressed.
+    pub(crate) fn unencoded_units(&self) -> Vec<UnitDemand> {
+        let unencoded = |unit: &UnitDemand| {
+            let compressed_bytes = unit.compressed_bytes.filter(|_| unit.stored_compressed);
+            UnitDemand { compressed_bytes, ..unit.clone() }
+        };
+        self.units.iter().map(unencoded).collect()
+    }
+
     /// Sets [`together`](Self::together).
     #[must_use]
     pub fn with_together(self, together: &'a [Vec<UnitId>]) -> Self {

@@ -154,10 +154,7 @@ impl Overhead {
         budget_bytes: usize,
     ) -> Result<(Plan, Buffers), NeverFits> {
         // Without coders, only units that are compressed on storage can be kept compressed.
-        let mut unencoded = request.units.to_vec();
-        for unit in unencoded.iter_mut().filter(|unit| !unit.stored_compressed) {
-            unit.compressed_bytes = None;
-        }
+        let unencoded = request.unencoded_units();
         let attempt = |buffers: Buffers| {
             let slot_budget = self.slot_budget(budget_bytes, buffers);
             let least_ring_bytes = prefetch.least_ring_bytes(slot_budget);
@@ -176,9 +173,11 @@ impl Overhead {
         let rows = RowCache::bytes(tables, budget_bytes);
         let usual = attempt(self.buffers(budget_bytes, rows));
         let streams = |(plan, _): &(Plan, Buffers)| plan.ring_bytes > 0;
-        if usual.as_ref().is_ok_and(streams)
+        // A model that fits now may have to stream once the limit falls.
+        if let Ok(usual) = &usual
             && let Some(buffers) = self.encoding_buffers(budget_bytes, rows)
             && let Ok(encoding) = attempt(buffers)
+            && (streams(usual) || !streams(&encoding))
         {
             return Ok(encoding);
         }

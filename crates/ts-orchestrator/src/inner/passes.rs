@@ -145,20 +145,30 @@ impl<D: Device> EngineInner<D> {
     fn propose_plan(&self, state: &mut EngineState<D>) {
         let order = state.passes.order().to_vec();
         let residency = state.residency();
+        let new_limit = state.has_new_limit();
         let plans = self.with_request(state, |request| {
             // Assumes that the streamed units will need as much memory as before.
             let least_ring_bytes = request.least_ring_bytes.max(state.streamed_high_water);
             let request = PlanRequest { least_ring_bytes, ..request };
-            let better = plan(&request).ok()?;
-            Some((better, predict(&request, &residency), request.rates))
+            let mut better = plan(&request).ok()?;
+            let mut encode_s = state.encode_s(&self.context, &better, request.rates);
+            // A new limit needs a new plan, but not one that encodes.
+            if new_limit && encode_s > 0.0 {
+                let units = request.unencoded_units();
+                let plain = plan(&PlanRequest { units: &units, ..request }).ok()?;
+                let gain_s = plain.predicted_pass_s - better.predicted_pass_s;
+                if gain_s * ENCODE_PASSES <= encode_s {
+                    (better, encode_s) = (plain, 0.0);
+                }
+            }
+            Some((better, predict(&request, &residency), request.rates, encode_s))
         });
-        let Some((better, kept, rates)) = plans else { return };
+        let Some((better, kept, rates, encode_s)) = plans else { return };
         // A new plan reads the units that it keeps again, and this must pay off within a few
         // passes. All slots together have the size of the first plan's peak, so a larger plan
         // cannot be used.
         let kept_bytes = better.resident_bytes + better.compressed_bytes;
         let fresh_start_s = kept_bytes as f64 / rates.read_bytes_per_s;
-        let encode_s = state.encode_s(&self.context, &better, rates);
         let pays = kept.as_ref().is_none_or(|kept| {
             let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
             gain_s > REPLAN_GAIN * kept.predicted_pass_s
@@ -166,9 +176,7 @@ impl<D: Device> EngineInner<D> {
                 && gain_s * ENCODE_PASSES > fresh_start_s + encode_s
         });
         state.plan_outdated = false;
-        if (pays || state.has_new_limit())
-            && better.peak_bytes() <= self.context.slots.capacity_bytes()
-        {
+        if (pays || new_limit) && better.peak_bytes() <= self.context.slots.capacity_bytes() {
             state.pending_plan = Some(better);
         } else if let Some(kept) = kept {
             state.plan = kept;

@@ -8,10 +8,8 @@ use ts_streams::Device;
 
 use crate::context::EngineContext;
 use crate::encoding::{Encoded, Encoding};
-use crate::event::Work;
 use crate::plan::{Plan, Rates, Residency, UnitDemand};
 use crate::prepared::PreparedUnit;
-use crate::trace::{TraceEvent, TraceKind};
 use crate::worker::Job;
 
 use super::{EngineCounters, EngineState, Estimate};
@@ -85,18 +83,6 @@ impl<D: Device> EngineState<D> {
         let EngineCounters { encoded_bytes, encode_ns, .. } = self.counters;
         let per_byte_s = encode_ns as f64 / 1e9 / encoded_bytes.max(1) as f64;
         bytes as f64 * per_byte_s / rates.processors.max(1) as f64
-    }
-
-    /// Counts and traces the encoding of a part of a unit.
-    pub(crate) fn count_encoded(&mut self, load: u32, raw: u64, work: Work, now_ns: u64) {
-        self.counters.encoded_bytes += raw;
-        self.counters.encode_ns += work.took_ns();
-        if let Some(trace) = &mut self.trace {
-            let unit = self.loads.get(&load).and_then(|load| load.id);
-            let (begin_ns, end_ns) = work.span_ns(now_ns);
-            let event = TraceEvent::new(TraceKind::Encode, begin_ns, end_ns);
-            trace.add(event.of(unit).bytes(raw));
-        }
     }
 
     /// Handles the estimate of how much memory a unit takes when it is encoded.

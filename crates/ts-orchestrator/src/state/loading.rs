@@ -253,34 +253,31 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Counts and traces the work on a part that a worker copied or decoded.
+    /// Counts and traces what a worker did with `bytes` bytes of a load.
     pub(crate) fn on_worked(
         &mut self,
-        token: u64,
-        decoded: bool,
+        kind: TraceKind,
+        load: u32,
         bytes: u64,
         work: Work,
         now_ns: u64,
     ) {
-        if decoded {
-            self.counters.decoded_bytes += bytes;
-            self.counters.decode_ns += work.took_ns();
+        let counters = &mut self.counters;
+        match kind {
+            TraceKind::Decode => {
+                counters.decoded_bytes += bytes;
+                counters.decode_ns += work.took_ns();
+            }
+            TraceKind::Encode => {
+                counters.encoded_bytes += bytes;
+                counters.encode_ns += work.took_ns();
+            }
+            _ => {}
         }
-        if let Some(trace) = &mut self.trace {
-            let kind = if decoded { TraceKind::Decode } else { TraceKind::Copy };
-            let unit = self.loads.get(&split_token(token).0).and_then(|load| load.id);
-            let (begin_ns, end_ns) = work.span_ns(now_ns);
-            trace.add(TraceEvent::new(kind, begin_ns, end_ns).of(unit).bytes(bytes));
-        }
-    }
-
-    /// Traces that a worker compared a unit with its checksums.
-    pub(crate) fn trace_check(&mut self, load: u32, bytes: u64, work: Work, now_ns: u64) {
         if let Some(trace) = &mut self.trace {
             let unit = self.loads.get(&load).and_then(|load| load.id);
             let (begin_ns, end_ns) = work.span_ns(now_ns);
-            let event = TraceEvent::new(TraceKind::Check, begin_ns, end_ns);
-            trace.add(event.of(unit).bytes(bytes));
+            trace.add(TraceEvent::new(kind, begin_ns, end_ns).of(unit).bytes(bytes));
         }
     }
 
