@@ -462,9 +462,11 @@ impl<D: Device> Engine<D> {
     /// Limits the memory for weights and buffers to this many bytes, or to the budget if that is
     /// less.
     ///
-    /// Takes effect with the next [`replan`](Self::replan) that succeeds, and [`end_pass`] then
-    /// returns `true`. It drops all units, and returns memory beyond the limit to the system.
-    /// Buffers keep their size. A larger limit later takes the memory again.
+    /// Returns the memory of units that are kept beyond the limit and not in use to the system, so
+    /// that these units are streamed. The rest takes effect with the next
+    /// [`replan`](Self::replan) that succeeds, and [`end_pass`] then returns `true`: it drops all
+    /// units, and returns all memory beyond the limit. Buffers keep their size. A larger limit later
+    /// takes the memory again.
     ///
     /// Has no effect on the memory of a device with its own memory.
     ///

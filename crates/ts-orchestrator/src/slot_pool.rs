@@ -8,7 +8,7 @@ use std::sync::mpsc::Sender;
 use parking_lot::Mutex;
 use ts_pool::{
     BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation,
-    SetAside, StreamOrderedAllocator, StreamOrderedPool, WriteWatch,
+    SetAside, SharedBuffer, StreamOrderedAllocator, StreamOrderedPool, WriteWatch,
 };
 use ts_streams::{Device, MemoryKind, StreamPriority};
 
@@ -23,7 +23,7 @@ pub(crate) struct SlotPool<D: Device> {
     pub(crate) host: HostPool,
     device: Option<DeviceSlots<D>>,
     /// The host memory that the limit takes out of use.
-    aside: Mutex<Option<SetAside>>,
+    aside: Mutex<Vec<SetAside>>,
     /// Detects writes to resident units.
     watch: Option<Arc<WriteWatch>>,
     /// The number of references that streams have to host slots. A stream drops its references
@@ -44,6 +44,16 @@ struct DeviceSlots<D: Device> {
 pub(crate) enum Slot<D: Device> {
     Host(Buffer),
     Device(DeviceBuffer<D>),
+}
+
+impl<D: Device> Slot<D> {
+    /// Returns the memory if it is on the host.
+    pub(crate) fn into_host(self) -> Option<SharedBuffer> {
+        match self {
+            Slot::Host(buffer) => Some(buffer.freeze()),
+            Slot::Device(_) => None,
+        }
+    }
 }
 
 /// The memory for loading one unit.
@@ -139,13 +149,35 @@ impl<D: Device> SlotPool<D> {
     /// this while no slot is in use. Returns whether the rest was free.
     pub(crate) fn limit(&self, bytes: usize) -> bool {
         let mut aside = self.aside.lock();
-        *aside = None;
+        aside.clear();
         let rest = self.host.stats().capacity_bytes.saturating_sub(bytes);
         if self.device.is_some() || rest == 0 {
             return true;
         }
-        *aside = self.host.set_aside(rest).ok();
-        aside.is_some()
+        aside.extend(self.host.set_aside(rest).ok());
+        !aside.is_empty()
+    }
+
+    /// Returns the memory of a buffer to the system, until the next call of [`limit`](Self::limit).
+    /// Returns its size in bytes, or the buffer if something else references it.
+    pub(crate) fn give_back(&self, buffer: SharedBuffer) -> Result<usize, SharedBuffer> {
+        let aside = buffer.set_aside()?;
+        let bytes = aside.bytes();
+        self.aside.lock().push(aside);
+        Ok(bytes)
+    }
+
+    /// Takes all memory again that was returned to the system. Returns whether there was any.
+    pub(crate) fn take_back(&self) -> bool {
+        let aside = std::mem::take(&mut *self.aside.lock());
+        !aside.is_empty()
+    }
+
+    /// Returns how much host memory slots can take, in bytes. Less than the capacity if some was
+    /// returned to the system.
+    pub(crate) fn left_bytes(&self) -> usize {
+        let aside: usize = self.aside.lock().iter().map(SetAside::bytes).sum();
+        self.host.stats().capacity_bytes - aside
     }
 
     /// Allocates a slot of `len` bytes.
@@ -254,7 +286,7 @@ impl<D: Device> SlotPool<D> {
                 // Locked first, so that no other thread changes it before the pool is looked at.
                 let aside = self.aside.lock();
                 let stats = self.host.stats();
-                let aside = aside.as_ref().map_or(0, SetAside::bytes);
+                let aside: usize = aside.iter().map(SetAside::bytes).sum();
                 (stats.in_use_bytes - aside, stats.high_water_bytes)
             }
         }

@@ -4,6 +4,7 @@
 
 mod compress;
 mod demand;
+mod give_back;
 mod guesses;
 mod loading;
 mod pass_times;
@@ -60,6 +61,8 @@ pub(crate) struct EngineState<D: Device> {
     /// The memory for slots, in bytes: now, and when the plan was made.
     pub(crate) slot_limit: usize,
     planned_limit: usize,
+    /// Whether memory was given back since the plan was made.
+    gave_back: bool,
     /// Whether prefetching is paused until loads in flight have ended.
     pub(crate) paused: bool,
     pub(crate) counters: EngineCounters,
@@ -238,6 +241,7 @@ impl<D: Device> EngineState<D> {
             streamed_high_water: 0,
             slot_limit: usize::MAX,
             planned_limit: usize::MAX,
+            gave_back: false,
             paused: false,
             counters: EngineCounters::default(),
             pass_log: PassLog::default(),
@@ -347,14 +351,15 @@ impl<D: Device> EngineState<D> {
         // If a part of the memory is not free yet, the end of the next pass tries again.
         if self.has_new_limit() && context.slots.limit(self.slot_limit) {
             self.planned_limit = self.slot_limit;
+            self.gave_back = false;
         }
         self.reserve_residents(context);
         true
     }
 
-    /// Returns whether the plan was made for another limit.
+    /// Returns whether the plan was made for another limit, or relies on memory that was given back.
     pub(crate) fn has_new_limit(&self) -> bool {
-        self.slot_limit != self.planned_limit
+        self.slot_limit != self.planned_limit || self.gave_back
     }
 
     /// Returns the result of a gather if it has ended.
@@ -599,26 +604,29 @@ impl<D: Device> EngineState<D> {
 
     /// Evicts a unit. Its memory is freed when the last lease or tensor in it is dropped.
     fn evict(&mut self, id: UnitId) {
+        drop(self.take_present(id));
+    }
+
+    /// Evicts a unit. Returns its memory if the unit was present.
+    fn take_present(&mut self, id: UnitId) -> Option<Arc<UnitMemory<D>>> {
         self.idle.remove(&id);
         self.routed.remove_idle(id);
         let unit = &mut self.units[id.index()];
-        if let Presence::Present(memory) = std::mem::take(&mut unit.presence) {
-            if let Some(trace) = &mut self.trace {
-                let now_ns = trace.latest_ns();
-                let bytes = unit.stats.slot_bytes as u64;
-                trace.add(
-                    TraceEvent::new(TraceKind::Evict, now_ns, now_ns).of(Some(id)).bytes(bytes),
-                );
-            }
-            self.routed.stats.evictions += u64::from(self.routed.contains(id));
-            if !unit.used_since_load {
-                self.counters.wasted_loads += 1;
-            }
-            if Arc::strong_count(&memory) > 1 {
-                let memory = Arc::downgrade(&memory);
-                unit.evicted.push(EvictedMemory { memory, modified: false });
-            }
+        let Presence::Present(memory) = std::mem::take(&mut unit.presence) else { return None };
+        if let Some(trace) = &mut self.trace {
+            let now_ns = trace.latest_ns();
+            let bytes = unit.stats.slot_bytes as u64;
+            trace.add(TraceEvent::new(TraceKind::Evict, now_ns, now_ns).of(Some(id)).bytes(bytes));
         }
+        self.routed.stats.evictions += u64::from(self.routed.contains(id));
+        if !unit.used_since_load {
+            self.counters.wasted_loads += 1;
+        }
+        if Arc::strong_count(&memory) > 1 {
+            let memory = Arc::downgrade(&memory);
+            unit.evicted.push(EvictedMemory { memory, modified: false });
+        }
+        Some(memory)
     }
 }
 
@@ -641,6 +649,22 @@ impl<D: Device> UnitState<D> {
             fastest_use_ns: None,
             stats,
         }
+    }
+
+    /// Returns whether the unit is resident, and no thread uses or waits for it.
+    fn is_evictable(&self) -> bool {
+        let free = match &self.presence {
+            Presence::Present(memory) => Arc::strong_count(memory) == 1,
+            Presence::Absent => self.reserved.is_some(),
+            Presence::Loading => false,
+        };
+        self.resident && self.users.is_empty() && self.waiters == 0 && free
+    }
+
+    /// Makes a resident unit a streamed one. Returns its reserved slot, if it is not loaded.
+    fn demote(&mut self) -> Option<Slot<D>> {
+        (self.resident, self.stats.resident) = (false, false);
+        self.reserved.take()
     }
 
     /// Returns the statistics of the unit.

@@ -111,6 +111,19 @@ impl<D: Device> UnitMemory<D> {
         }
     }
 
+    /// Returns the bytes if they are in host memory that no stream may use. Otherwise, frees them
+    /// as a drop does.
+    pub(crate) fn into_host(mut self) -> Option<SharedBuffer> {
+        drop(self.watched.take());
+        match self.bytes.take()? {
+            Bytes::Host { buffer, streams, .. } if streams.lock().is_empty() => Some(buffer),
+            other => {
+                self.bytes = Some(other);
+                None
+            }
+        }
+    }
+
     /// Delays the reuse of the memory. After this value is dropped, the memory is not reused until
     /// the stream has finished all work that was submitted to it before the drop.
     pub(crate) fn use_on(&self, stream: &D::Stream) -> Result<(), ts_pool::Error> {

@@ -331,13 +331,16 @@ fn bytes_still_in_memory_are_not_read_again() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// For random models, budgets and visits: the bytes are correct, the budget is kept, and
+    /// For random models, budgets, limits and visits: the bytes are correct, the budget is kept, and
     /// nothing hangs.
     #[test]
     fn random_programs_get_correct_bytes_within_budget(
         sizes in prop::collection::vec(1usize..120_000, 1..14),
         spare in 0usize..600_000,
-        visits in prop::collection::vec((any::<prop::sample::Index>(), any::<bool>()), 0..60),
+        visits in prop::collection::vec(
+            (any::<prop::sample::Index>(), any::<bool>(), prop::option::weighted(0.1, 0usize..700_000)),
+            0..60,
+        ),
         passes in 1usize..4,
     ) {
         let model = Model::new(&sizes);
@@ -350,7 +353,10 @@ proptest! {
         let mut kept: Vec<(usize, TensorBytes)> = Vec::new();
         for _ in 0..passes {
             let pass = engine.begin_pass();
-            for (unit, keep) in &visits {
+            for (unit, keep, limit) in &visits {
+                if let Some(limit) = limit {
+                    engine.set_limit(engine.smallest_limit() + limit).unwrap();
+                }
                 let unit = unit.index(sizes.len());
                 let id = UnitId(unit as u32);
                 match engine.acquire_interruptible(Some(pass), id, &mut patience()) {
@@ -414,6 +420,37 @@ fn a_limit_below_the_budget_gives_memory_back() {
     let again = engine.stats();
     assert_eq!(again.limit_bytes, whole.limit_bytes);
     assert_eq!(again.plan.residency, whole.plan.residency);
+}
+
+#[test]
+fn memory_is_given_back_during_a_pass() {
+    let sizes: Vec<usize> = (1..=12).map(|i| i * 64 * KIB).collect();
+    let model = Model::new(&sizes);
+    let engine = model.engine(config(6 << 20)).unwrap();
+    let order: Vec<usize> = (0..12).collect();
+    model.pass(&engine, &order);
+    for round in 0..3 {
+        let before = engine.stats();
+        assert!(before.in_use_bytes > 4 << 20, "{}", before.in_use_bytes);
+        let pass = engine.begin_pass();
+        let lease = engine.acquire(Some(pass), UnitId(0)).unwrap();
+        engine.set_limit(engine.smallest_limit() + round * 256 * KIB).unwrap();
+        let less = engine.stats();
+        assert!(less.in_use_bytes <= less.limit_bytes, "given back although a unit is in use");
+        assert!(!engine.limit_in_force(), "the plan is not for this limit");
+        drop(lease);
+        // What is left is in pieces, and the units that were given up are needed again.
+        for &unit in &order {
+            let lease = engine.acquire(Some(pass), UnitId(unit as u32)).unwrap();
+            model.check(unit, &lease.tensor(0));
+        }
+        // The memory is taken again, although the limit is the one of the plan.
+        engine.set_limit(usize::MAX).unwrap();
+        assert!(engine.end_pass(pass));
+        assert!(engine.replan());
+        model.pass(&engine, &order);
+        assert_eq!(engine.stats().plan.residency, before.plan.residency);
+    }
 }
 
 #[test]

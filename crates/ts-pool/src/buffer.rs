@@ -4,7 +4,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::Error;
-use crate::pool::{Block, HostPool};
+use crate::pool::{Block, HostPool, SetAside};
 
 /// A mutable byte buffer from a [`HostPool`]: a whole block, or a part that was
 /// [split off](Buffer::split_off) a block.
@@ -123,6 +123,21 @@ pub struct SharedBuffer {
     block: Arc<Block>,
     offset: usize,
     len: usize,
+}
+
+impl SharedBuffer {
+    /// Takes the memory out of the pool, and returns its pages to the system, as
+    /// [`HostPool::set_aside`] does. Unlike there, the memory is that of this buffer.
+    ///
+    /// # Errors
+    /// Returns the buffer if there are clones or other parts of its block.
+    pub fn set_aside(self) -> Result<SetAside, Self> {
+        let Self { block, offset, len } = self;
+        match Arc::try_unwrap(block) {
+            Ok(block) => Ok(SetAside::new(block)),
+            Err(block) => Err(Self { block, offset, len }),
+        }
+    }
 }
 
 impl Deref for SharedBuffer {

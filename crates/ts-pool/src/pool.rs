@@ -187,9 +187,7 @@ impl HostPool {
     /// # Errors
     /// Returns the same errors as [`allocate`](Self::allocate).
     pub fn set_aside(&self, len: usize) -> Result<SetAside, Error> {
-        let block = self.allocate_block(len)?;
-        block.discard();
-        Ok(SetAside { block })
+        Ok(SetAside::new(self.allocate_block(len)?))
     }
 
     /// Allocates the pages of a byte range of the pool from the system now, and keeps their
@@ -272,6 +270,12 @@ pub struct SetAside {
 }
 
 impl SetAside {
+    /// `block` must have no buffer.
+    pub(crate) fn new(block: Block) -> Self {
+        block.discard();
+        Self { block }
+    }
+
     /// Returns the size of the memory in bytes, a multiple of [`BLOCK_ALIGN`].
     pub fn bytes(&self) -> usize {
         self.block.size()

@@ -132,6 +132,7 @@ impl<D: Device> EngineInner<D> {
                 ..refusal
             }));
         }
+        state.give_back(&self.context);
         if state.has_new_limit() {
             self.propose_plan(&mut state);
         } else {

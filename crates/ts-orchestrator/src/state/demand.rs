@@ -79,7 +79,7 @@ impl<D: Device> EngineState<D> {
                 Shortage::Temporary => return Err(Shortage::Temporary),
                 // Nothing else will free memory. So evicts a resident unit, or if there is none,
                 // the present units of the set itself.
-                _ if self.evict_resident(context, set) => {}
+                _ if self.evict_resident(context, set) || self.take_back(context) => {}
                 _ if !compacted && self.evict_set(set) => compacted = true,
                 shortage => return Err(shortage),
             }
@@ -128,7 +128,7 @@ impl<D: Device> EngineState<D> {
             }
             match self.shortage(context, &[]) {
                 Shortage::Temporary => return Err(Shortage::Temporary),
-                _ if self.evict_resident(context, &[]) => {}
+                _ if self.evict_resident(context, &[]) || self.take_back(context) => {}
                 shortage => return Err(shortage),
             }
         }
@@ -162,22 +162,12 @@ impl<D: Device> EngineState<D> {
     /// frees a compressed unit. Returns whether there was such a unit. Takes the last such unit, so
     /// that free memory stays in one piece.
     fn evict_resident(&mut self, context: &EngineContext<D>, set: &[UnitId]) -> bool {
-        let evictable = |unit: &UnitState<D>| {
-            let free = match &unit.presence {
-                Presence::Present(memory) => Arc::strong_count(memory) == 1,
-                Presence::Absent => unit.reserved.is_some(),
-                Presence::Loading => false,
-            };
-            unit.resident && unit.users.is_empty() && unit.waiters == 0 && free
-        };
         let has_image = |unit: &UnitState<D>| {
             unit.image.is_some() || (unit.compressed && unit.reserved_image.is_some())
         };
-        if let Some(last) = self.units.iter().rposition(evictable) {
+        if let Some(last) = self.units.iter().rposition(UnitState::is_evictable) {
             self.evict(UnitId(last as u32));
-            let unit = &mut self.units[last];
-            unit.reserved = None;
-            (unit.resident, unit.stats.resident) = (false, false);
+            drop(self.units[last].demote());
         } else if let Some(last) = self.units.iter().rposition(has_image) {
             let unit = &mut self.units[last];
             (unit.image, unit.reserved_image) = (None, None);

@@ -214,6 +214,10 @@ impl StreamerInner {
     /// the end of a pass.
     pub(super) fn set_limit(&self, py: Python<'_>, limit: usize, now: bool) -> PyResult<()> {
         let engine = self.engine(py)?;
+        if limit < self.limit.load(Ordering::Relaxed) {
+            // They would keep the memory of resident units.
+            self.drop_cached();
+        }
         engine.set_limit(limit).map_err(|e| to_python(py, &e.into()))?;
         self.limit.store(limit, Ordering::Relaxed);
         if now { self.apply_limit(py) } else { Ok(()) }

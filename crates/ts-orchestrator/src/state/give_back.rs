@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Gives memory back as soon as the limit falls, before there is a plan for the new limit.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use ts_streams::Device;
+
+use crate::context::EngineContext;
+use crate::slot_pool::Slot;
+use crate::unit::UnitId;
+use crate::unit_memory::UnitMemory;
+
+use super::EngineState;
+
+impl<D: Device> EngineState<D> {
+    /// Returns host memory of kept units to the system, until the limit is met. Takes units that no
+    /// thread uses, and first those that passes need last. These units are streamed then. If too
+    /// few are unused, the plan for the new limit returns the rest.
+    pub(crate) fn give_back(&mut self, context: &EngineContext<D>) {
+        if context.slots.is_staged() {
+            return;
+        }
+        let mut excess = context.slots.left_bytes().saturating_sub(self.slot_limit);
+        let ahead: Vec<UnitId> = self.passes.ahead().collect();
+        let expected: HashSet<UnitId> = ahead.iter().copied().collect();
+        let all = (0..self.units.len() as u32).map(UnitId);
+        let others = all.filter(|id| !expected.contains(id));
+        for id in others.chain(ahead.into_iter().rev()) {
+            if excess == 0 {
+                return;
+            }
+            excess = excess.saturating_sub(self.give_back_unit(context, id));
+        }
+    }
+
+    /// Returns the memory of a kept unit to the system, unless it is in use. Returns its size in
+    /// bytes.
+    fn give_back_unit(&mut self, context: &EngineContext<D>, id: UnitId) -> usize {
+        let unit = &mut self.units[id.index()];
+        let kept = if unit.is_evictable() {
+            let reserved = unit.demote();
+            let present = self.take_present(id);
+            let present = present.and_then(Arc::into_inner).and_then(UnitMemory::into_host);
+            present.or_else(|| reserved.and_then(Slot::into_host))
+        } else if unit.compressed {
+            let image = unit.image.take().map(|image| image.bytes);
+            image.or_else(|| unit.reserved_image.take().map(ts_pool::Buffer::freeze))
+        } else {
+            return 0;
+        };
+        let unit = &mut self.units[id.index()];
+        (unit.compressed, unit.stats.compressed) = (false, false);
+        let given_back = kept.and_then(|buffer| context.slots.give_back(buffer).ok());
+        self.gave_back |= given_back.is_some();
+        given_back.unwrap_or(0)
+    }
+
+    /// Takes the memory again that was given back since the plan was made, because what is left may
+    /// be too fragmented for this plan. Returns whether there was any.
+    pub(super) fn take_back(&mut self, context: &EngineContext<D>) -> bool {
+        self.gave_back && context.slots.take_back()
+    }
+}
