@@ -12,6 +12,7 @@ mod dlpack;
 mod dtype;
 mod errors;
 mod files;
+mod heap;
 mod memory;
 #[cfg(target_os = "linux")]
 mod openmp;

@@ -127,8 +127,7 @@ PREFETCH = {
     MemoryMode.CONSERVATIVE: PrefetchStrategy.NEXT_LAYER,
 }
 VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
-#: Memory that the budget leaves for activations, page tables and code, in bytes. The smallest
-#: budget that works for a model may leave less, but at least half of this.
+#: Memory that the budget leaves for activations, page tables and code, in bytes.
 HEADROOM = 64 << 20
 #: For each backend that is not built yet: the backend that is used instead (None for the best
 #: available one), and the reason.
@@ -356,10 +355,10 @@ class Config:
         # Leaves memory for activations, page tables, and pages of code that are not mapped yet.
         room = available - available // 16 - HEADROOM
         wanted = self.share_bytes(freed_bytes) if requested is None else requested
-        if smallest > available - HEADROOM // 2:
+        if smallest > available - HEADROOM:
             raise BudgetError(
                 f"not enough memory: {_mib(available)} MiB are available, but the model needs at "
-                f"least {_mib(smallest)} MiB for weights and {_mib(HEADROOM // 2)} MiB for "
+                f"least {_mib(smallest)} MiB for weights and {_mib(HEADROOM)} MiB for "
                 "everything else; free memory, or raise the memory limit of this process"
             )
         budget = max(smallest, min(wanted, room))

@@ -17,6 +17,7 @@ use super::torch::Torch;
 use super::unit_tensors::{UnitEntry, UnitTensors};
 use super::weight::Weight;
 use crate::errors::to_python;
+use crate::heap;
 #[cfg(target_os = "linux")]
 use crate::openmp::IdleTeam;
 use crate::signals::interruptible;
@@ -190,6 +191,7 @@ impl StreamerInner {
     /// Leases units, and returns one lease for each. Blocks until they are in memory.
     pub(super) fn acquire(&self, py: Python<'_>, units: &[usize]) -> PyResult<Vec<Lease>> {
         let engine = self.engine(py)?;
+        py.detach(heap::trim_if_short);
         let pass = self.current_pass();
         let ids: Vec<UnitId> = units.iter().map(|&unit| UnitId(unit as u32)).collect();
         let acquire = || {

@@ -53,6 +53,10 @@ _BLOCK_BYTES = 1 << 20
 #: `products_are_exact` checks.
 _LEAST_BLOCK_ROWS = 256
 _ROW_MULTIPLE = 16
+#: The memory that `products_are_exact` takes for one number of columns, in bytes. In bfloat16, the
+#: process keeps it: oneDNN compiles code for each shape.
+_TRIAL_BYTES = 16 << 20
+_BFLOAT16_TRIAL_BYTES = 48 << 20
 
 
 class Rows(enum.IntEnum):
@@ -121,6 +125,15 @@ def row_divided(model: nn.Module, wanted: Rows, *, exact: bool) -> set[int]:
         )
 
     return set() if wanted is Rows.NONE else {key for key in users if divides(key)}
+
+
+def trial_bytes(model: nn.Module) -> int:
+    """Returns the memory that `row_divided` needs to find out whether products are exact."""
+    linear = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
+    large = {(w.dtype, w.shape[1]) for w in linear if w.nbytes >= _LEAST_DIVIDED_BYTES}
+    return sum(
+        _BFLOAT16_TRIAL_BYTES if dtype == torch.bfloat16 else _TRIAL_BYTES for dtype, _ in large
+    )
 
 
 def batch_divided(model: nn.Module, wanted: Rows, *, exact: bool) -> set[int]:

@@ -167,7 +167,7 @@ def _check_largest_tensor(checkpoint: _native.Checkpoint) -> None:
     if largest is None:
         return
     needed, available = size(largest), _native.available_memory()
-    rest = HEADROOM // 2 + (0 if "transformers" in sys.modules else TRANSFORMERS_BYTES)
+    rest = HEADROOM + (0 if "transformers" in sys.modules else TRANSFORMERS_BYTES)
     if available is not None and available < needed + rest:
         raise BudgetError(
             f"not enough memory: {available >> 20} MiB are available, but tensor `{largest}` needs "

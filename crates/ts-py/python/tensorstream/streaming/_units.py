@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import _native
 from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
-from ..config import Settings
+from ..config import HEADROOM, Settings
 from ..errors import BudgetError, CheckpointError, MissingTensorError, ModelError
 from ._builder import Builder
 from ._division import (
@@ -26,6 +26,7 @@ from ._division import (
     route_argument,
     row_divided,
     slices,
+    trial_bytes,
 )
 from ._store import DimensionOrders
 from ._streamed_tensor import StreamedTensor
@@ -74,8 +75,11 @@ def units_for_budget(
     except BudgetError:
         budget = 0  # too little memory is available, unless more parameters are divided
     if budget < min(smallest, least):
-        # Checking that products are exact takes time, so a model is loaded without it if possible.
-        by_rows, least, _ = build(Rows.ALL)
+        # Checking that products are exact takes time and memory, so a model is loaded without it if
+        # possible.
+        available = _native.available_memory() if exact else None
+        if available is None or available >= HEADROOM + trial_bytes(model):
+            by_rows, least, _ = build(Rows.ALL)
         budget = fitted(min(smallest, least), whole)
     divides = len(by_rows.divided) > len(units.divided)
     # Lookups need buffers, so that a division can also raise the smallest budget.
