@@ -146,7 +146,9 @@ def main() -> int:
     drop_caches()
     before = swapped()
     held = True
-    print("| round | before | given back after | s/token before, under pressure | taken again after |")
+    print(
+        "| round | before | given back after | s/token before, under pressure | taken again after |"
+    )
     print("|---|---|---|---|---|", flush=True)
     with memory_cap(CAP) as prefix:
         children = [first := Child(prefix, "model")]

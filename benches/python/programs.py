@@ -142,10 +142,11 @@ def inputs_of(model: Any, kind: str, batch: int, length: int) -> dict[str, Any]:
     """Returns inputs of a model, the same for the same arguments."""
     import torch
 
-    torch.manual_seed(batch * 100 + length)
+    generator = torch.Generator().manual_seed(batch * 100 + length)
     if kind == "vit":
-        return {"pixel_values": torch.randn(batch, 3, 224, 224, dtype=model.dtype)}
-    ids = torch.randint(0, 8000, (batch, length))
+        pixels = torch.randn(batch, 3, 224, 224, generator=generator)
+        return {"pixel_values": pixels.to(model.dtype)}
+    ids = torch.randint(0, 8000, (batch, length), generator=generator)
     if kind == "t5":
         return {"input_ids": ids, "decoder_input_ids": ids.flip(1)}
     return {"input_ids": ids}
@@ -337,7 +338,9 @@ def main(count: int, first: int) -> int:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     expected = {int(seed): each for seed, each in json.loads(done.stdout.splitlines()[-1]).items()}
     allocated = int(subprocess.check_output([sys.executable, sys.argv[0], "base"], text=True))
-    print(f"{count} programs; PyTorch and transformers allocate {allocated / MIB:.0f} MiB", flush=True)
+    print(
+        f"{count} programs; PyTorch and transformers allocate {allocated / MIB:.0f} MiB", flush=True
+    )
     counts: Counter[str] = Counter()
     for seed in seeds:
         result = outcome(seed, allocated, expected[seed])

@@ -23,7 +23,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
     match name {
         "parts" | "memory" | "routing" | "streams" | "wire" => run_criterion(name),
         "broadcast" | "caps" | "codecs" | "exact" | "load" | "overhead" | "peak" | "llama"
-        | "moe" | "offload" | "serve" | "sessions" | "storage" => {
+        | "moe" | "offload" | "pressure" | "serve" | "sessions" | "storage" => {
             run_script(&python::prepared()?, name, &[])
         }
         "io" => run_script(&python::prepared()?, "backends", &[]),

@@ -31,6 +31,8 @@ cargo xtask bench caps               a 1.1B model under memory limits and budget
 cargo xtask bench offload [ROUNDS]   a 1.1B model under memory limits, compared with accelerate,
                                      diffusers and mmap; needs 15 GB of disk
 cargo xtask bench moe                a mixture of experts against accelerate
+cargo xtask bench pressure           how fast memory is given back when another process needs it
+                                     (needs root)
 cargo xtask bench overhead           the cost of streaming when everything is resident
 cargo xtask bench peak               peak memory, streamed and in memory
 cargo xtask bench io                 each I/O backend, compared with fio, memcpy and curl
@@ -51,6 +53,8 @@ cargo xtask opdb modules             the same for PyTorch's modules
 cargo xtask opdb every               the same with seven dtypes and more inputs with gradients
 cargo xtask opdb served              the same in a sandbox of `tensorstream serve`
 cargo xtask attack                   send 200,000 hostile requests to `tensorstream serve`
+cargo xtask programs                 run 200 random programs under memory limits, and compare their
+                                     results with those in memory (needs root)
 cargo xtask fuzz [SECONDS]           fuzz each parser, for 60 s by default
 cargo xtask valgrind                 run the tests of streams and pools under memcheck
 cargo xtask big-endian               test the file format on an emulated s390x (needs root)
@@ -85,6 +89,9 @@ fn main() -> ExitCode {
             python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &["--served"]))
         }
         ["attack"] => python::prepared().and_then(|venv| bench::run_script(&venv, "attack", &[])),
+        ["programs"] => {
+            python::prepared().and_then(|venv| bench::run_script(&venv, "programs", &[]))
+        }
         ["opdb", "every"] => {
             python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &["--every"]))
         }
