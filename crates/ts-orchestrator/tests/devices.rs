@@ -81,15 +81,28 @@ fn pass_in<D: Device>(engine: &Engine<D>, order: &[u32]) {
     engine.replan();
 }
 
-/// Runs passes that drop each lease before the work that uses it has finished. Returns how often
-/// the device or the file failed.
+/// Runs passes that visit all units in order, as [`passes_in`] does.
 fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize) -> usize {
+    let order: Vec<usize> = (0..model.units.len()).collect();
+    passes_in(model, engine, device, &vec![order; count], false)
+}
+
+/// Runs passes that visit units in these orders, and drop each lease before the work that uses it
+/// has finished. With `replan`, switches to better plans. Returns how often the device or the file
+/// failed.
+fn passes_in<D: Device>(
+    model: &Model,
+    engine: &Engine<D>,
+    device: &D,
+    orders: &[Vec<usize>],
+    replan: bool,
+) -> usize {
     let streams =
         [StreamPriority::Normal, StreamPriority::High].map(|p| device.create_stream(p).unwrap());
     let (copies, mut failures) = (Copies::<D>::default(), 0);
-    for turn in 0..count {
+    for (turn, order) in orders.iter().enumerate() {
         let pass = engine.begin_pass();
-        for unit in 0..model.units.len() {
+        for &unit in order {
             let stream = &streams[(unit + turn) % 2];
             let lease = loop {
                 match engine.acquire(Some(pass), UnitId(unit as u32)) {
@@ -110,14 +123,17 @@ fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize
                 stream.take_error();
             }
         }
-        engine.end_pass(pass);
+        if engine.end_pass(pass) && replan {
+            engine.replan();
+        }
     }
     for stream in &streams {
         failures += usize::from(stream.synchronize().is_err());
     }
     let copies = copies.lock().unwrap();
     let done: Vec<&TensorCopy<D>> = copies.iter().filter(|copy| copy.done).collect();
-    assert!(failures > 0 || done.len() == 2 * count * model.units.len(), "all work has run");
+    let visits: usize = orders.iter().map(Vec::len).sum();
+    assert!(failures > 0 || done.len() == 2 * visits, "all work has run");
     for copy in done {
         assert!(copy.is_right(model), "unit {}, tensor {}", copy.unit, copy.tensor);
     }
@@ -318,7 +334,8 @@ fn tensors_on_a_device_outlive_the_engine() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
-    /// For random stalls and faults: work reads the right bytes, and nothing races or hangs.
+    /// For random stalls, faults, orders and numbers of threads: work reads the right bytes, and
+    /// nothing races or hangs.
     #[test]
     fn device_faults_never_cause_wrong_bytes(
         seed: u64,
@@ -328,6 +345,11 @@ proptest! {
         read_faults in 0.0..0.1f64,
         room in 2usize..6,
         staging_units in 0usize..4,
+        orders in prop::collection::vec(
+            prop::collection::vec(any::<prop::sample::Index>(), 1..12),
+            2..6,
+        ),
+        threads in 1usize..3,
     ) {
         let model = Model::assembled(&sizes);
         let options = SimOptions::default()
@@ -336,11 +358,21 @@ proptest! {
             .with_fault_rate(fault_rate);
         let device = SimDevice::new(options);
         let largest = 2 * sizes.iter().max().unwrap() + 40 * KIB;
-        let config = config(room * largest).with_staging_units(staging_units);
+        let config = config(threads * room * largest)
+            .with_staging_units(staging_units)
+            .with_max_passes(threads);
         let config = with_faulty_reads(config, seed, read_faults);
         let (units, sources) = (model.units.clone(), model.sources());
         let engine = Engine::with_device(&device, units, sources, config).unwrap();
-        passes(&model, &engine, &device, 6);
+        // Each order is used twice, so that the second pass can follow the plan for it.
+        let orders = orders.iter().flat_map(|order| [order, order]);
+        let orders: Vec<Vec<usize>> =
+            orders.map(|order| order.iter().map(|at| at.index(sizes.len())).collect()).collect();
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| passes_in(&model, &engine, &device, &orders, true));
+            }
+        });
         prop_assert_eq!(device.races(), []);
         drop(engine);
         let _ = device.synchronize();
