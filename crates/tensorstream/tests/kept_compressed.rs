@@ -5,6 +5,7 @@
 
 #[allow(dead_code)] // other tests use all of it
 mod common;
+mod weights;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,44 +19,19 @@ use tensorstream::orchestrator::{
     Engine, EngineConfig, Phase, Rates, Residency, Unit, UnitId, UnitTensor, Verify,
 };
 use tensorstream::{Checkpoint, convert};
+use weights::{weights_of, write_units};
 
 const UNITS: usize = 8;
 const UNIT_BYTES: usize = 3 << 20;
 
-/// Returns the bytes of a unit: bf16 values with few exponents, like weights.
+/// Returns the bytes of a unit.
 fn weights(unit: usize) -> Vec<u8> {
     weights_of(unit, UNIT_BYTES)
-}
-
-fn weights_of(unit: usize, len: usize) -> Vec<u8> {
-    let mut state = unit as u32 + 1;
-    let mut value = |_| {
-        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        let (random, exponent) = (state >> 16, 118 + (state >> 9 & 3));
-        ((random & 0x807f) as u16 | (exponent << 7) as u16).to_le_bytes()
-    };
-    (0..len / 2).flat_map(&mut value).collect()
 }
 
 /// Writes a safetensors file with one tensor for each unit.
 fn write_checkpoint(path: &Path) {
     write_units(path, &(0..UNITS).map(weights).collect::<Vec<_>>());
-}
-
-fn write_units(path: &Path, units: &[Vec<u8>]) {
-    let tensor = |i: usize| {
-        let bytes = units[i].len();
-        let (begin, end) = (i * bytes, (i + 1) * bytes);
-        let len = bytes / 2;
-        format!(
-            r#""u{i}.weight":{{"dtype":"BF16","shape":[{len}],"data_offsets":[{begin},{end}]}}"#
-        )
-    };
-    let header = format!("{{{}}}", (0..units.len()).map(tensor).collect::<Vec<_>>().join(","));
-    let mut file = (header.len() as u64).to_le_bytes().to_vec();
-    file.extend(header.as_bytes());
-    units.iter().for_each(|bytes| file.extend(bytes));
-    std::fs::write(path, file).unwrap();
 }
 
 /// Runs a pass, compares all bytes, and returns how many were read.

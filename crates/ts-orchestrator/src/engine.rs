@@ -471,8 +471,8 @@ impl<D: Device> Engine<D> {
     /// Has no effect on the memory of a device with its own memory.
     ///
     /// # Errors
-    /// Returns [`Error::NeverFits`] if the limit is too small for any plan. Then the limit stays as
-    /// it was.
+    /// Returns [`Error::NeverFits`] if the limit is lower than before and too small for any plan.
+    /// Then the limit stays as it was.
     ///
     /// [`end_pass`]: Self::end_pass
     pub fn set_limit(&self, budget_bytes: usize) -> Result<(), Error> {

@@ -138,8 +138,8 @@ pub(crate) struct UnitState<D: Device> {
     estimate: Estimate,
     /// The threads that use the unit, one entry for each lease.
     pub(crate) users: Vec<ThreadId>,
-    /// The number of calls that wait for the unit.
-    waiters: usize,
+    /// The threads that wait for the unit, one entry for each time that a call names it.
+    waiters: Vec<ThreadId>,
     /// The memory of earlier loads, evicted while leases or tensors still referenced it.
     evicted: Vec<EvictedMemory<D>>,
     /// The error of the most recent load, if it failed. A call that waits for the unit takes this
@@ -524,7 +524,7 @@ impl<D: Device> EngineState<D> {
     /// Records that a call waits for a unit. Meanwhile, other calls do not evict the unit to free
     /// memory.
     pub(crate) fn add_waiter(&mut self, id: UnitId) {
-        self.units[id.index()].waiters += 1;
+        self.units[id.index()].waiters.push(std::thread::current().id());
         self.promote_guess(id);
         self.no_longer_idle(id);
     }
@@ -537,8 +537,11 @@ impl<D: Device> EngineState<D> {
 
     /// Reverses [`add_waiter`](Self::add_waiter).
     pub(crate) fn remove_waiter(&mut self, id: UnitId) {
-        self.units[id.index()].waiters -= 1;
-        self.waiting_for_memory.remove(&std::thread::current().id());
+        let this_thread = std::thread::current().id();
+        let waiters = &mut self.units[id.index()].waiters;
+        let at = waiters.iter().position(|&waiter| waiter == this_thread);
+        waiters.swap_remove(at.expect("`add_waiter` was called on this thread"));
+        self.waiting_for_memory.remove(&this_thread);
         self.update_idle(id);
     }
 
@@ -546,7 +549,7 @@ impl<D: Device> EngineState<D> {
     fn update_idle(&mut self, id: UnitId) {
         let unit = &self.units[id.index()];
         let present = matches!(unit.presence, Presence::Present(_));
-        if present && unit.users.is_empty() && unit.waiters == 0 && !unit.resident {
+        if present && unit.users.is_empty() && unit.waiters.is_empty() && !unit.resident {
             if self.guesses.open.contains_key(&id) {
                 // It is likely to be used soon.
             } else if self.routed.contains(id) {
@@ -641,7 +644,7 @@ impl<D: Device> UnitState<D> {
             reserved_image: None,
             estimate: Estimate::Unknown,
             users: Vec::new(),
-            waiters: 0,
+            waiters: Vec::new(),
             evicted: Vec::new(),
             failure: None,
             used_since_load: false,
@@ -658,7 +661,7 @@ impl<D: Device> UnitState<D> {
             Presence::Absent => self.reserved.is_some(),
             Presence::Loading => false,
         };
-        self.resident && self.users.is_empty() && self.waiters == 0 && free
+        self.resident && self.users.is_empty() && self.waiters.is_empty() && free
     }
 
     /// Makes a resident unit a streamed one. Returns its reserved slot, if it is not loaded.

@@ -124,7 +124,9 @@ impl<D: Device> EngineInner<D> {
         let slots = slots - slots % BLOCK_ALIGN;
         let mut state = self.lock();
         let before = std::mem::replace(&mut state.slot_limit, slots);
-        if let Err(refusal) = self.with_request(&state, |request| plan(&request)) {
+        let refusal = self.with_request(&state, |request| plan(&request)).err();
+        // A larger limit is never refused: the engine works with less.
+        if let Some(refusal) = refusal.filter(|_| slots < before) {
             state.slot_limit = before;
             return Err(Error::NeverFits(NeverFits {
                 budget_bytes,
@@ -150,8 +152,15 @@ impl<D: Device> EngineInner<D> {
         let plans = self.with_request(state, |request| {
             // Assumes that the streamed units will need as much memory as before.
             let least_ring_bytes = request.least_ring_bytes.max(state.streamed_high_water);
-            let request = PlanRequest { least_ring_bytes, ..request };
-            let mut better = plan(&request).ok()?;
+            let mut request = PlanRequest { least_ring_bytes, ..request };
+            let mut better = plan(&request);
+            if better.is_err() {
+                // There may be too little memory for all passes to use, at the same time, units that
+                // were found to be needed together. Then passes wait for each other.
+                request.max_passes = 1;
+                better = plan(&request);
+            }
+            let mut better = better.ok()?;
             let mut encode_s = state.encode_s(&self.context, &better, request.rates);
             // A new limit needs a new plan, but not one that encodes.
             if new_limit && encode_s > 0.0 {

@@ -36,7 +36,8 @@ impl<D: Device> EngineState<D> {
         let unit = &mut self.units[id.index()];
         if unit.estimate == Estimate::Unknown && self.plan.ring_bytes > 0 {
             let pieces = Arc::clone(pieces);
-            return workers.submit(Job::Estimate { load: load_id, slot, pieces }, unit.waiters > 0);
+            return workers
+                .submit(Job::Estimate { load: load_id, slot, pieces }, !unit.waiters.is_empty());
         }
         if !unit.compressed || unit.image.is_some() {
             return self.upload_or_finish(context, load_id, Some(slot), now_ns);

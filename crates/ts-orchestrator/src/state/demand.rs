@@ -75,7 +75,7 @@ impl<D: Device> EngineState<D> {
                 self.evict(victim);
                 continue;
             }
-            match self.shortage(context, set) {
+            match self.shortage(context) {
                 Shortage::Temporary => return Err(Shortage::Temporary),
                 // Nothing else will free memory. So evicts a resident unit, or if there is none,
                 // the present units of the set itself.
@@ -94,7 +94,7 @@ impl<D: Device> EngineState<D> {
             let unit = &self.units[id.index()];
             matches!(unit.presence, Presence::Present(_))
                 && unit.users.is_empty()
-                && unit.waiters == 0
+                && unit.waiters.is_empty()
                 && !unit.resident
         };
         let expected = || self.routed.expected().rev().find(is_unused);
@@ -126,7 +126,7 @@ impl<D: Device> EngineState<D> {
                 self.evict(victim);
                 continue;
             }
-            match self.shortage(context, &[]) {
+            match self.shortage(context) {
                 Shortage::Temporary => return Err(Shortage::Temporary),
                 _ if self.evict_resident(context, &[]) || self.take_back(context) => {}
                 shortage => return Err(shortage),
@@ -197,7 +197,7 @@ impl<D: Device> EngineState<D> {
         for &id in set {
             let unit = &self.units[id.index()];
             let own_waits = set.iter().filter(|&&other| other == id).count();
-            let only_ours = unit.users.is_empty() && unit.waiters == own_waits;
+            let only_ours = unit.users.is_empty() && unit.waiters.len() == own_waits;
             let unreferenced = |memory| Arc::strong_count(memory) == 1;
             if only_ours
                 && matches!(&unit.presence, Presence::Present(memory) if unreferenced(memory))
@@ -210,7 +210,7 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Returns the reason why there is no memory, given that no unit is idle.
-    fn shortage(&mut self, context: &EngineContext<D>, set: &[UnitId]) -> Shortage {
+    fn shortage(&mut self, context: &EngineContext<D>) -> Shortage {
         self.live_gathered();
         let this_thread = std::thread::current().id();
         let is_waiting = |user: &ThreadId| {
@@ -218,10 +218,10 @@ impl<D: Device> EngineState<D> {
                 || self.waiting_for_memory.contains(user)
                 || self.waiting_for_pass.contains(user)
         };
-        // Another call waits for these units. It will take them soon, and release them later.
-        let own_waits = |id: usize| set.iter().filter(|own| own.index() == id).count();
-        let is_awaited = |(id, unit): (usize, &UnitState<D>)| {
-            unit.waiters > own_waits(id)
+        // Another thread waits for these units, but not for memory. It will take them soon, and
+        // release them later.
+        let is_awaited = |unit: &UnitState<D>| {
+            unit.waiters.iter().any(|waiter| !is_waiting(waiter))
                 && unit.users.is_empty()
                 && matches!(unit.presence, Presence::Present(_))
         };
@@ -233,7 +233,7 @@ impl<D: Device> EngineState<D> {
             || !self.gathers.is_empty()
             || self.gathered.iter().any(can_drop)
             || context.slots.waits_for_streams()
-            || self.units.iter().enumerate().any(is_awaited)
+            || self.units.iter().any(is_awaited)
             || self.units.iter().filter(in_use).any(can_end)
         {
             return Shortage::Temporary;

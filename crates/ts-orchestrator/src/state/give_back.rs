@@ -56,9 +56,10 @@ impl<D: Device> EngineState<D> {
         given_back.unwrap_or(0)
     }
 
-    /// Takes the memory again that was given back since the plan was made, because what is left may
-    /// be too fragmented for this plan. Returns whether there was any.
+    /// Takes memory again that was returned to the system, if the plan was not made for the limit:
+    /// what is left may be too fragmented for it, or less than the limit. Returns whether there was
+    /// any. The next plan returns what exceeds the limit.
     pub(super) fn take_back(&mut self, context: &EngineContext<D>) -> bool {
-        self.gave_back && context.slots.take_back()
+        self.has_new_limit() && context.slots.take_back()
     }
 }

@@ -161,7 +161,7 @@ impl<D: Device> EngineState<D> {
     /// Cancels the reads of a guessed unit that are not submitted yet. Returns whether there were
     /// any.
     fn cancel_guess(&mut self, context: &EngineContext<D>, id: UnitId, now_ns: u64) -> bool {
-        if self.units[id.index()].waiters > 0 {
+        if !self.units[id.index()].waiters.is_empty() {
             self.promote_guess(id);
             return false;
         }

@@ -103,7 +103,7 @@ impl<D: Device> EngineState<D> {
         match id {
             Some(id) => {
                 let unit = &self.units[id.index()];
-                (unit.waiters > 0, unit.needs_verification(context.verify))
+                (!unit.waiters.is_empty(), unit.needs_verification(context.verify))
             }
             None => (true, context.verify != Verify::Never),
         }
@@ -471,7 +471,7 @@ impl<D: Device> EngineState<D> {
         if let Some(error) = load.error.take() {
             unit.presence = Presence::Absent;
             // If only a guess failed, the unit is read again when it is needed.
-            unit.failure = Some(error).filter(|_| !load.guessed || unit.waiters > 0);
+            unit.failure = Some(error).filter(|_| !load.guessed || !unit.waiters.is_empty());
             unit.reserved = slot.filter(|_| unit.resident);
             return;
         }
@@ -480,6 +480,10 @@ impl<D: Device> EngineState<D> {
         let memory = context.slots.loaded(slot, resident, context.events.clone());
         unit.presence = Presence::Present(Arc::new(memory));
         (unit.used_since_load, unit.verified) = (false, context.verify != Verify::Never);
+        // Their units may be complete now. If not, they find out again that memory is short.
+        for waiter in &unit.waiters {
+            self.waiting_for_memory.remove(waiter);
+        }
         self.update_idle(id);
     }
 }
