@@ -128,7 +128,7 @@ PREFETCH = {
 }
 VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
 #: Memory that the budget leaves for activations, page tables and code, in bytes.
-HEADROOM = 64 << 20
+HEADROOM = 96 << 20
 #: For each backend that is not built yet: the backend that is used instead (None for the best
 #: available one), and the reason.
 FALLBACKS: dict[str, tuple[str | None, str]] = {
