@@ -55,8 +55,8 @@ cargo xtask opdb served              the same in a sandbox of `tensorstream serv
 cargo xtask attack                   send 200,000 hostile requests to `tensorstream serve`
 cargo xtask programs                 run 200 random programs under memory limits, and compare their
                                      results with those in memory (needs root)
-cargo xtask soak                     run a streamed model for 30 minutes, while reads fail, calls are
-                                     interrupted, and memory is short
+cargo xtask soak                     run a streamed model for 30 minutes, while reads fail, calls
+                                     are interrupted, and memory is short
 cargo xtask fuzz [SECONDS]           fuzz each parser, for 60 s by default
 cargo xtask valgrind                 run the tests of streams and pools under memcheck
 cargo xtask big-endian               test the file format on an emulated s390x (needs root)

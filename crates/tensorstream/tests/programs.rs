@@ -25,6 +25,9 @@ use tensorstream::orchestrator::{
 use tensorstream::{Checkpoint, convert};
 use weights::{weights_of, write_units};
 
+const PREFETCH: &[Prefetch] =
+    &[Prefetch::None, Prefetch::NextLayer, Prefetch::Adaptive, Prefetch::Aggressive];
+
 /// A step of a pass.
 #[derive(Debug, Clone)]
 enum Step {
@@ -142,8 +145,8 @@ fn stored(directory: &Path, units: &[Vec<u8>], form: usize) -> Checkpoint {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// All bytes are right, also those that are kept until the end of a pass. Nothing hangs, and the
-    /// budget is kept. At the end, each unit can be loaded.
+    /// All bytes are right, also those that are kept until the end of a pass. Nothing hangs, and
+    /// the budget is kept. At the end, each unit can be loaded.
     #[test]
     fn random_programs_read_the_right_bytes(
         sizes in prop::collection::vec(prop_oneof![1usize..150_000, 500_000usize..1_200_000], 2..9),
@@ -156,7 +159,7 @@ proptest! {
         threads in 1usize..3,
         seed: u64,
         faults in 0.0..0.1f64,
-        prefetch in prop::sample::select(vec![Prefetch::None, Prefetch::NextLayer, Prefetch::Adaptive, Prefetch::Aggressive]),
+        prefetch in prop::sample::select(PREFETCH),
         verify in prop::sample::select(vec![Verify::EveryRead, Verify::Once, Verify::Never]),
     ) {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

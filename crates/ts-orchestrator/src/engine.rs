@@ -465,8 +465,8 @@ impl<D: Device> Engine<D> {
     /// Returns the memory of units that are kept beyond the limit and not in use to the system, so
     /// that these units are streamed. The rest takes effect with the next
     /// [`replan`](Self::replan) that succeeds, and [`end_pass`] then returns `true`: it drops all
-    /// units, and returns all memory beyond the limit. Buffers keep their size. A larger limit later
-    /// takes the memory again.
+    /// units, and returns all memory beyond the limit. Buffers keep their size. A larger limit
+    /// takes the memory again later.
     ///
     /// Has no effect on the memory of a device with its own memory.
     ///

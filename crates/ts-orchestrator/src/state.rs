@@ -357,7 +357,7 @@ impl<D: Device> EngineState<D> {
         true
     }
 
-    /// Returns whether the plan was made for another limit, or relies on memory that was given back.
+    /// Returns whether the plan was made for another limit, or needs memory that was given back.
     pub(crate) fn has_new_limit(&self) -> bool {
         self.slot_limit != self.planned_limit || self.gave_back
     }

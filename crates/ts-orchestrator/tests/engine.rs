@@ -331,14 +331,18 @@ fn bytes_still_in_memory_are_not_read_again() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// For random models, budgets, limits and visits: the bytes are correct, the budget is kept, and
-    /// nothing hangs.
+    /// For random models, budgets, limits and visits: the bytes are correct, the budget is kept,
+    /// and nothing hangs.
     #[test]
     fn random_programs_get_correct_bytes_within_budget(
         sizes in prop::collection::vec(1usize..120_000, 1..14),
         spare in 0usize..600_000,
         visits in prop::collection::vec(
-            (any::<prop::sample::Index>(), any::<bool>(), prop::option::weighted(0.1, 0usize..700_000)),
+            (
+                any::<prop::sample::Index>(),
+                any::<bool>(),
+                prop::option::weighted(0.1, 0usize..700_000),
+            ),
             0..60,
         ),
         passes in 1usize..4,

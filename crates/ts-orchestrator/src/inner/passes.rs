@@ -155,8 +155,8 @@ impl<D: Device> EngineInner<D> {
             let mut request = PlanRequest { least_ring_bytes, ..request };
             let mut better = plan(&request);
             if better.is_err() {
-                // There may be too little memory for all passes to use, at the same time, units that
-                // were found to be needed together. Then passes wait for each other.
+                // The units that were found to be needed together may not fit once for each pass.
+                // Then passes wait for each other.
                 request.max_passes = 1;
                 better = plan(&request);
             }
