@@ -15,6 +15,7 @@ use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
+use std::time::{Duration, Instant};
 
 use ts_io::{Backend, ReadPath};
 use ts_pool::{Buffer, WatchedBuffer};
@@ -63,6 +64,8 @@ pub(crate) struct EngineState<D: Device> {
     planned_limit: usize,
     /// Whether memory was given back since the plan was made.
     gave_back: bool,
+    /// A limit that passes have waited for in vain.
+    waited_limit: Option<usize>,
     /// Whether prefetching is paused until loads in flight have ended.
     pub(crate) paused: bool,
     pub(crate) counters: EngineCounters,
@@ -242,6 +245,7 @@ impl<D: Device> EngineState<D> {
             slot_limit: usize::MAX,
             planned_limit: usize::MAX,
             gave_back: false,
+            waited_limit: None,
             paused: false,
             counters: EngineCounters::default(),
             pass_log: PassLog::default(),
@@ -352,6 +356,7 @@ impl<D: Device> EngineState<D> {
         if self.has_new_limit() && context.slots.limit(self.slot_limit) {
             self.planned_limit = self.slot_limit;
             self.gave_back = false;
+            self.waited_limit = None;
         }
         self.reserve_residents(context);
         true
@@ -360,6 +365,26 @@ impl<D: Device> EngineState<D> {
     /// Returns whether the plan was made for another limit, or needs memory that was given back.
     pub(crate) fn has_new_limit(&self) -> bool {
         self.slot_limit != self.planned_limit || self.gave_back
+    }
+
+    /// Returns whether a pass must wait to begin, because the plan for a new limit can be applied
+    /// only while no pass runs. Otherwise, threads that always run passes would prevent this. A
+    /// pass waits for at most a second, because the memory may be in use for other reasons, and not
+    /// again for the same limit. `since` is when it began to wait for other passes.
+    pub(crate) fn awaits_limit(&mut self, since: &mut Option<Instant>) -> bool {
+        const PATIENCE: Duration = Duration::from_secs(1);
+        let pending = self.has_new_limit() && self.pending_plan.is_some();
+        if !pending || self.waited_limit == Some(self.slot_limit) {
+            return false;
+        }
+        if since.is_none() && self.passes.running() == 0 {
+            return false;
+        }
+        let waits = since.get_or_insert_with(Instant::now).elapsed() < PATIENCE;
+        if !waits {
+            self.waited_limit = Some(self.slot_limit);
+        }
+        waits
     }
 
     /// Returns the result of a gather if it has ended.

@@ -4,7 +4,8 @@
 
 mod testing;
 
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use ts_orchestrator::{Error, ErrorKind, Phase, Prefetch, TensorBytes, UnitId};
@@ -455,6 +456,36 @@ fn memory_is_given_back_during_a_pass() {
         model.pass(&engine, &order);
         assert_eq!(engine.stats().plan.residency, before.plan.residency);
     }
+}
+
+#[test]
+fn a_limit_comes_into_force_while_threads_always_run_passes() {
+    let model = Model::new(&[64 * KIB; 24]);
+    let engine = model.engine(config(2 << 20).with_max_passes(2)).unwrap();
+    let order: Vec<usize> = (0..24).collect();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    if model.pass(&engine, &order) {
+                        engine.replan();
+                    }
+                }
+            });
+        }
+        for limit in [1 << 20, 2 << 20, 1500 * KIB, 2 << 20] {
+            engine.set_limit(limit).unwrap();
+            let began = Instant::now();
+            while !engine.limit_in_force() && began.elapsed() < Duration::from_secs(20) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let in_force = engine.limit_in_force();
+            done.store(!in_force, Ordering::Relaxed);
+            assert!(in_force, "a limit of {limit} bytes");
+        }
+        done.store(true, Ordering::Relaxed);
+    });
 }
 
 #[test]
