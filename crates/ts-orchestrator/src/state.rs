@@ -124,6 +124,14 @@ struct Target {
     kind: ReadKind,
 }
 
+/// A wait of a pass for a new limit.
+#[derive(Debug)]
+pub(crate) struct LimitWait {
+    began: Instant,
+    /// When other passes were last seen running.
+    busy: Instant,
+}
+
 /// The state of one unit.
 #[derive(Debug)]
 pub(crate) struct UnitState<D: Device> {
@@ -368,19 +376,24 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Returns whether a pass must wait to begin, because the plan for a new limit can be applied
-    /// only while no pass runs. Otherwise, threads that always run passes would prevent this. A
-    /// pass waits for at most a second, because the memory may be in use for other reasons, and not
-    /// again for the same limit. `since` is when it began to wait for other passes.
-    pub(crate) fn awaits_limit(&mut self, since: &mut Option<Instant>) -> bool {
-        const PATIENCE: Duration = Duration::from_secs(1);
+    /// only while no pass runs. Otherwise, threads that always run passes would prevent this.
+    ///
+    /// A pass waits for at most 30 seconds, and for one second after the last pass has ended,
+    /// because memory may be in use for other reasons. It does not wait again for the same limit.
+    pub(crate) fn awaits_limit(&mut self, wait: &mut Option<LimitWait>) -> bool {
+        const PATIENCE: Duration = Duration::from_secs(30);
+        const IDLE_PATIENCE: Duration = Duration::from_secs(1);
         let pending = self.has_new_limit() && self.pending_plan.is_some();
-        if !pending || self.waited_limit == Some(self.slot_limit) {
+        let runs = self.passes.running() > 0;
+        if !pending || self.waited_limit == Some(self.slot_limit) || (wait.is_none() && !runs) {
             return false;
         }
-        if since.is_none() && self.passes.running() == 0 {
-            return false;
+        let now = Instant::now();
+        let LimitWait { began, busy } = wait.get_or_insert(LimitWait { began: now, busy: now });
+        if runs {
+            *busy = now;
         }
-        let waits = since.get_or_insert_with(Instant::now).elapsed() < PATIENCE;
+        let waits = now - *began < PATIENCE && now - *busy < IDLE_PATIENCE;
         if !waits {
             self.waited_limit = Some(self.slot_limit);
         }

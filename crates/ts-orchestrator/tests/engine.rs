@@ -474,6 +474,14 @@ fn a_limit_comes_into_force_while_threads_always_run_passes() {
                 }
             });
         }
+        // A pass of a slow model takes longer than other waits are patient.
+        scope.spawn(|| {
+            let pass = engine.begin_pass();
+            std::thread::sleep(Duration::from_millis(1500));
+            if engine.end_pass(pass) {
+                engine.replan();
+            }
+        });
         for limit in [1 << 20, 2 << 20, 1500 * KIB, 2 << 20] {
             engine.set_limit(limit).unwrap();
             let began = Instant::now();

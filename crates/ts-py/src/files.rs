@@ -2,6 +2,7 @@
 //! Checkpoints: reading, writing and converting their files.
 
 pub(crate) mod checkpoint;
+mod conversion;
 mod convert;
 mod fingerprint;
 mod progress;
@@ -14,6 +15,7 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<fingerprint::Fingerprint>()?;
     m.add_class::<progress::Progress>()?;
     m.add_class::<writer::FileWriter>()?;
+    m.add_class::<conversion::Conversion>()?;
     m.add_function(wrap_pyfunction!(convert::compact, m)?)?;
     m.add_function(wrap_pyfunction!(convert::convert, m)?)?;
     Ok(())

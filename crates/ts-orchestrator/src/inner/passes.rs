@@ -30,8 +30,8 @@ impl<D: Device> EngineInner<D> {
         let mut state = self.lock();
         let this_thread = std::thread::current().id();
         let mut timer = InterruptTimer::new();
-        let mut limit_since = None;
-        while state.passes.running() >= self.max_passes || state.awaits_limit(&mut limit_since) {
+        let mut limit_wait = None;
+        while state.passes.running() >= self.max_passes || state.awaits_limit(&mut limit_wait) {
             // A thread that waits here frees no memory. Other threads must take this into account.
             state.waiting_for_pass.insert(this_thread);
             state = self.wait(state, &mut timer, interrupt, || "another pass to end".into())?;

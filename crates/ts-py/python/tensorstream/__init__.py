@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         TensorStreamError,
         UnitReferencedError,
     )
-    from .files._convert import compact, convert
+    from .files._convert import Conversion, compact, convert
     from .files._safe_open import TensorSlice, safe_open
     from .files._state_dict import append_file, load, load_file, load_into, save, save_file
     from .streaming._curve import Curve, CurvePoint
@@ -87,6 +87,7 @@ __all__ = [
     "ConnectionLost",
     "ConnectionStats",
     "ConnectionTimeout",
+    "Conversion",
     "Curve",
     "CurvePoint",
     "DType",
@@ -142,7 +143,7 @@ __all__ = [
 
 _HOMES = {
     "budget": ("Budget",),
-    "files._convert": ("compact", "convert"),
+    "files._convert": ("Conversion", "compact", "convert"),
     "files._state_dict": ("append_file", "load", "load_file", "load_into", "save", "save_file"),
     "files._safe_open": ("TensorSlice", "safe_open"),
     "streaming._curve": ("Curve", "CurvePoint"),

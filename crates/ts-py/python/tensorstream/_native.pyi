@@ -128,6 +128,21 @@ def convert(
 def main(arguments: list[str]) -> int: ...
 
 @final
+class Conversion:
+    def __new__(
+        cls,
+        source: _Path,
+        target: _Path,
+        codec: str,
+        level: int | None,
+        jobs: int,
+        max_shard_bytes: int | None,
+    ) -> Conversion: ...
+    def progress(self) -> tuple[int, int]: ...
+    def cancel(self) -> None: ...
+    def wait(self, seconds: float) -> _bool | None: ...
+
+@final
 class Checkpoint:
     def __new__(cls, path: _Path, lenient: bool = False) -> Checkpoint: ...
     @staticmethod

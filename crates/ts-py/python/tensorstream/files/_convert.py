@@ -3,13 +3,124 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import weakref
+from concurrent.futures import CancelledError
+from typing import Literal, overload
 
 from .. import _native
 from ..config import Codec
 from ..errors import ConfigurationError
 
 Path = str | os.PathLike[str]
+
+
+class Conversion:
+    """A conversion in the background, as ``convert(..., background=True)`` returns it.
+
+    Deleting it cancels the conversion, as does the end of the process. Can be used on any thread,
+    but not in a forked child.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(3)}, "a.safetensors")
+        >>> conversion = ts.convert("a.safetensors", "a.ts", background=True)
+        >>> conversion.result()
+        >>> conversion.done_bytes == conversion.total_bytes
+        True
+    """
+
+    def __init__(self, native: _native.Conversion, source: str, target: str) -> None:
+        self._native = native
+        self._paths = (source, target)
+        _running.add(self)
+
+    @property
+    def done_bytes(self) -> int:
+        """The size of the tensors that were converted, in bytes, before compression."""
+        return self._native.progress()[0]
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all tensors in bytes, before compression; 0 until the source is open."""
+        return self._native.progress()[1]
+
+    def done(self) -> bool:
+        """Returns whether the conversion has succeeded, failed, or stopped. Does not block."""
+        try:
+            return self._native.wait(0) is not None
+        except Exception:
+            return True
+
+    def cancel(self) -> None:
+        """Makes the conversion stop soon. Does not block.
+
+        What a ``.ts`` file has so far is kept, and the next conversion with the same arguments
+        resumes there.
+        """
+        self._native.cancel()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Blocks until the target is complete.
+
+        Args:
+            timeout: The number of seconds after which to give up; ``None`` for no limit.
+
+        Raises:
+            TimeoutError: The conversion is still running.
+            concurrent.futures.CancelledError: The conversion was cancelled.
+            TensorStreamError: The conversion failed, with the errors of ``convert``.
+        """
+        succeeded = self._native.wait(1e9 if timeout is None else timeout)
+        if succeeded is None:
+            raise TimeoutError(f"{self!r} is still running after {timeout} s")
+        if not succeeded:
+            raise CancelledError(f"{self!r} was cancelled")
+
+    def __repr__(self) -> str:
+        source, target = self._paths
+        done, total = self._native.progress()
+        return f"<Conversion of {source} to {target}: {done} of {total} bytes>"
+
+
+_running: weakref.WeakSet[Conversion] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop() -> None:
+    running = list(_running)
+    for conversion in running:
+        conversion.cancel()
+    for conversion in running:
+        while not conversion.done():
+            conversion._native.wait(1)
+
+
+@overload
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    codec: Codec = ...,
+    compression_level: int | None = ...,
+    jobs: int | None = ...,
+    max_shard_size: int | str | None = ...,
+    background: Literal[False] = ...,
+) -> None: ...
+
+
+@overload
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    codec: Codec = ...,
+    compression_level: int | None = ...,
+    jobs: int | None = ...,
+    max_shard_size: int | str | None = ...,
+    background: Literal[True],
+) -> Conversion: ...
 
 
 def convert(
@@ -20,7 +131,8 @@ def convert(
     compression_level: int | None = None,
     jobs: int | None = None,
     max_shard_size: int | str | None = None,
-) -> None:
+    background: bool = False,
+) -> Conversion | None:
     """Converts a checkpoint to another format or compression. Blocks; shows a progress bar.
 
     Tensors and metadata are preserved bit for bit. If the safetensors library wrote a file, then
@@ -44,9 +156,15 @@ def convert(
             - ``"zstd"``, ``"lz4"`` and ``"zlib"`` compress all tensors.
         compression_level: -7 to 22 for zstd (default 3), 0 to 9 for zlib (default 6). With
             ``"auto"``, it is for the tensors that zstd compresses: integers and booleans.
-        jobs: The number of threads that compress. The default is the number of cores.
+        jobs: The number of threads that compress. The default is the number of cores, or with
+            ``background`` one.
         max_shard_size: The maximum size of the tensors in a shard: bytes, or a size such as
             ``"2GB"``. The default is 5 GB.
+        background: Whether to return at once, and convert on a thread of the lowest priority.
+
+    Returns:
+        ``None``, or with ``background`` a ``Conversion``, which has the progress and raises the
+        errors below.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at ``source``.
@@ -72,7 +190,11 @@ def convert(
         raise ConfigurationError(
             f"invalid max_shard_size {max_shard_size!r}: expected bytes or a size such as '2GB'"
         ) from error
+    if background:
+        native = _native.Conversion(source, target, codec, compression_level, jobs or 1, shard)
+        return Conversion(native, os.fspath(source), os.fspath(target))
     _native.convert(source, target, codec, compression_level, jobs or 0, shard)
+    return None
 
 
 def compact(path: Path) -> None:
