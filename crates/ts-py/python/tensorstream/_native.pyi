@@ -14,6 +14,7 @@ __all__ = [
     "DTYPES",
     "Checkpoint",
     "Connection",
+    "Conversion",
     "DType",
     "Dispatcher",
     "Expected",
