@@ -120,6 +120,8 @@ def main(minutes: float) -> int:
     import tensorstream as ts
     import torch
 
+    # A shell ignores SIGINT in programs that it starts in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     program = programs.Program.of(0)
     program.kind, program.dtype = "llama", "float32"
     programs.make(program)
