@@ -110,7 +110,7 @@ pub use error::Error;
 pub use explain::{Explanation, curve_table};
 pub use load::{LoadOptions, Loaded};
 pub use memory::available_bytes;
-pub use pressure::{Governor, PressureMonitor};
+pub use pressure::{Governor, PressureMonitor, Resized};
 pub use progress::{Progress, Watch};
 pub use size::{ParseSizeError, parse_bytes};
 pub use speeds::Speeds;

@@ -67,6 +67,32 @@ impl Governor {
         self.limit = limit;
         changed.then_some(limit)
     }
+
+    /// Returns the limit to set now, if any, after an attempt to set the limit of the governor.
+    /// While that limit is not in force, returns it again, or a lower one, but none that is lower
+    /// while memory that was to be returned is still in use: it is not available yet.
+    fn after(&mut self, latest: Option<Resized>, available: u64, now: Duration) -> Option<usize> {
+        let Some(Resized { is_within: within, in_force: false, .. }) = latest else {
+            return self.next(available, now);
+        };
+        let limit = self.limit;
+        if within {
+            self.next(available, now);
+            self.limit = self.limit.min(limit);
+        }
+        Some(self.limit)
+    }
+}
+
+/// The result of setting a limit.
+#[derive(Debug, Clone, Copy)]
+pub struct Resized {
+    /// The limit that was set, in bytes.
+    pub limit_bytes: usize,
+    /// Whether no more memory than that is used.
+    pub is_within: bool,
+    /// Whether the plan is made for the limit. If not, it must be set again.
+    pub in_force: bool,
 }
 
 /// A thread that watches the available memory, until this object is dropped.
@@ -78,34 +104,30 @@ pub struct PressureMonitor {
 }
 
 impl PressureMonitor {
-    /// Starts the thread, which calls `resize` with each new limit of the governor, in bytes.
-    /// `resize` returns the limit that was set, and whether it is in force. While it is not, the
-    /// thread calls `resize` with it again, because the memory that it frees is not available yet.
-    /// The thread ends when `resize` returns `None`, or when the available memory cannot be
-    /// detected.
+    /// Starts the thread, which calls `resize` with each new limit of the governor, in bytes, and
+    /// again while the limit is not in force.
     ///
-    /// Dropping the object on another thread waits for a call of `resize` that is running.
+    /// The thread ends when `resize` returns `None`, or when the available memory cannot be
+    /// detected. Dropping the object on another thread waits for a call of `resize` that is running.
     ///
     /// # Errors
     /// The system refuses a thread.
     pub fn new(
         mut governor: Governor,
-        mut resize: impl FnMut(usize) -> Option<(usize, bool)> + Send + 'static,
+        mut resize: impl FnMut(usize) -> Option<Resized> + Send + 'static,
     ) -> std::io::Result<Self> {
         let (stop, stopped) = channel::<()>();
         let began = Instant::now();
-        let mut pending = None;
+        let mut latest = None;
         let watch = move || {
             while stopped.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
-                if pending.is_none() {
-                    let Some(available) = crate::available_bytes() else { return };
-                    pending = governor.next(available, began.elapsed());
-                }
-                if let Some(limit) = pending {
-                    let Some((set, in_force)) = resize(limit) else { return };
-                    governor.limit = set;
-                    pending = (!in_force).then_some(set);
-                }
+                let Some(available) = crate::available_bytes() else { return };
+                let Some(limit) = governor.after(latest, available, began.elapsed()) else {
+                    continue;
+                };
+                let Some(resized) = resize(limit) else { return };
+                governor.limit = resized.limit_bytes;
+                latest = Some(resized);
             }
         };
         let thread = std::thread::Builder::new().name("ts-pressure".into());
@@ -155,6 +177,22 @@ mod tests {
             let available = if second % 3 == 2 { 200 << 20 } else { 900 << 20 };
             assert_eq!(governor.next(available, Duration::from_secs(second)), None);
         }
+    }
+
+    #[test]
+    fn a_limit_that_is_not_in_force_can_only_fall() {
+        let mut governor = Governor::new(100 * MIB, 800 * MIB, 1000 * MIB);
+        let second = Duration::from_secs;
+        let pending = |is_within| Some(Resized { limit_bytes: 0, is_within, in_force: false });
+        let plenty = 4 << 30;
+        assert_eq!(governor.after(pending(true), plenty, second(1)), Some(800 * MIB));
+        assert_eq!(governor.after(pending(true), plenty, second(9)), Some(800 * MIB));
+        assert_eq!(governor.after(pending(true), 0, second(10)), Some(550 * MIB));
+        // The memory that is to be returned is still in use.
+        assert_eq!(governor.after(pending(false), 0, second(11)), Some(550 * MIB));
+        assert_eq!(governor.after(pending(true), 0, second(12)), Some(300 * MIB));
+        let in_force = Some(Resized { limit_bytes: 0, is_within: true, in_force: true });
+        assert_eq!(governor.after(in_force, 200 << 20, second(13)), None);
     }
 
     #[test]

@@ -485,7 +485,14 @@ impl<D: Device> Engine<D> {
         self.inner.smallest_limit()
     }
 
-    /// Returns whether the limit that [`set_limit`](Self::set_limit) set is in force.
+    /// Returns whether weights and buffers take no more than the limit, although the plan may still
+    /// be the one for an earlier limit. Always `true` on a device with its own memory.
+    pub fn is_within_limit(&self) -> bool {
+        self.inner.is_within_limit()
+    }
+
+    /// Returns whether the limit that [`set_limit`](Self::set_limit) set is in force: the plan is
+    /// made for it.
     pub fn limit_in_force(&self) -> bool {
         self.inner.limit_in_force()
     }

@@ -22,7 +22,7 @@ pub(crate) struct SlotPool<D: Device> {
     /// The slots if units live in host memory, else the staging memory.
     pub(crate) host: HostPool,
     device: Option<DeviceSlots<D>>,
-    /// The host memory that the limit takes out of use.
+    /// The host memory that was returned to the system.
     aside: Mutex<Vec<SetAside>>,
     /// Detects writes to resident units.
     watch: Option<Arc<WriteWatch>>,
@@ -37,6 +37,11 @@ struct DeviceSlots<D: Device> {
     pool: StreamOrderedPool<D>,
     uploader: Uploader<D>,
     _reservation: Reservation,
+}
+
+/// Returns the size of all these blocks together, in bytes.
+fn total(aside: &[SetAside]) -> usize {
+    aside.iter().map(SetAside::bytes).sum()
 }
 
 /// The slot of a unit, in host memory or on a device.
@@ -150,12 +155,7 @@ impl<D: Device> SlotPool<D> {
     pub(crate) fn limit(&self, bytes: usize) -> bool {
         let mut aside = self.aside.lock();
         aside.clear();
-        let rest = self.host.stats().capacity_bytes.saturating_sub(bytes);
-        if self.device.is_some() || rest == 0 {
-            return true;
-        }
-        aside.extend(self.host.set_aside(rest).ok());
-        !aside.is_empty()
+        self.set_aside_beyond(bytes, &mut aside)
     }
 
     /// Returns the memory of a buffer to the system, until the next call of [`limit`](Self::limit).
@@ -167,17 +167,30 @@ impl<D: Device> SlotPool<D> {
         Ok(bytes)
     }
 
-    /// Takes all memory again that was returned to the system. Returns whether there was any.
-    pub(crate) fn take_back(&self) -> bool {
-        let aside = std::mem::take(&mut *self.aside.lock());
+    /// Takes memory again that was returned to the system, so that slots can take this many bytes.
+    /// Returns whether there was any.
+    pub(crate) fn take_back(&self, bytes: usize) -> bool {
+        let mut aside = self.aside.lock();
+        let before = total(&aside);
+        aside.clear();
+        self.set_aside_beyond(bytes, &mut aside);
+        total(&aside) < before
+    }
+
+    /// Returns host memory beyond this many bytes to the system. Returns whether it was free.
+    fn set_aside_beyond(&self, bytes: usize, aside: &mut Vec<SetAside>) -> bool {
+        let rest = self.host.stats().capacity_bytes.saturating_sub(bytes);
+        if self.device.is_some() || rest == 0 {
+            return true;
+        }
+        aside.extend(self.host.set_aside(rest).ok());
         !aside.is_empty()
     }
 
     /// Returns how much host memory slots can take, in bytes. Less than the capacity if some was
     /// returned to the system.
     pub(crate) fn left_bytes(&self) -> usize {
-        let aside: usize = self.aside.lock().iter().map(SetAside::bytes).sum();
-        self.host.stats().capacity_bytes - aside
+        self.host.stats().capacity_bytes - total(&self.aside.lock())
     }
 
     /// Allocates a slot of `len` bytes.
@@ -286,8 +299,7 @@ impl<D: Device> SlotPool<D> {
                 // Locked first, so that no other thread changes it before the pool is looked at.
                 let aside = self.aside.lock();
                 let stats = self.host.stats();
-                let aside: usize = aside.iter().map(SetAside::bytes).sum();
-                (stats.in_use_bytes - aside, stats.high_water_bytes)
+                (stats.in_use_bytes - total(&aside), stats.high_water_bytes)
             }
         }
     }

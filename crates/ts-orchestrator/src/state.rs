@@ -62,10 +62,10 @@ pub(crate) struct EngineState<D: Device> {
     /// The memory for slots, in bytes: now, and when the plan was made.
     pub(crate) slot_limit: usize,
     planned_limit: usize,
-    /// Whether memory was given back since the plan was made.
-    gave_back: bool,
-    /// A limit that passes have waited for in vain.
-    waited_limit: Option<usize>,
+    /// Whether memory was given back or taken again since the plan was made.
+    resized: bool,
+    /// The latest limit that a pass has waited for in vain, and when this wait ended.
+    waited_limit: Option<(usize, Instant)>,
     /// Whether prefetching is paused until loads in flight have ended.
     pub(crate) paused: bool,
     pub(crate) counters: EngineCounters,
@@ -127,7 +127,9 @@ struct Target {
 /// A wait of a pass for a new limit.
 #[derive(Debug)]
 pub(crate) struct LimitWait {
-    began: Instant,
+    /// The times of calls when they last changed, and when this was.
+    calls: PassTimes,
+    active: Instant,
     /// When other passes were last seen running.
     busy: Instant,
 }
@@ -252,7 +254,7 @@ impl<D: Device> EngineState<D> {
             streamed_high_water: 0,
             slot_limit: usize::MAX,
             planned_limit: usize::MAX,
-            gave_back: false,
+            resized: false,
             waited_limit: None,
             paused: false,
             counters: EngineCounters::default(),
@@ -363,39 +365,53 @@ impl<D: Device> EngineState<D> {
         // If a part of the memory is not free yet, the end of the next pass tries again.
         if self.has_new_limit() && context.slots.limit(self.slot_limit) {
             self.planned_limit = self.slot_limit;
-            self.gave_back = false;
+            self.resized = false;
             self.waited_limit = None;
         }
         self.reserve_residents(context);
         true
     }
 
-    /// Returns whether the plan was made for another limit, or needs memory that was given back.
+    /// Returns whether the plan was made for another limit, or for other memory than there is.
     pub(crate) fn has_new_limit(&self) -> bool {
-        self.slot_limit != self.planned_limit || self.gave_back
+        self.slot_limit != self.planned_limit || self.resized
     }
 
     /// Returns whether a pass must wait to begin, because the plan for a new limit can be applied
     /// only while no pass runs. Otherwise, threads that always run passes would prevent this.
     ///
-    /// A pass waits for at most 30 seconds, and for one second after the last pass has ended,
-    /// because memory may be in use for other reasons. It does not wait again for the same limit.
+    /// The wait ends after 30 seconds in which no pass acquired units, and one second after the
+    /// last pass has ended, because memory may be in use for other reasons. Then passes do not wait
+    /// for this limit for a minute. `wait` is `None` until the pass waits.
     pub(crate) fn awaits_limit(&mut self, wait: &mut Option<LimitWait>) -> bool {
         const PATIENCE: Duration = Duration::from_secs(30);
         const IDLE_PATIENCE: Duration = Duration::from_secs(1);
+        const PAUSE: Duration = Duration::from_secs(60);
         let pending = self.has_new_limit() && self.pending_plan.is_some();
         let runs = self.passes.running() > 0;
-        if !pending || self.waited_limit == Some(self.slot_limit) || (wait.is_none() && !runs) {
+        if !pending || (wait.is_none() && !runs) {
             return false;
         }
         let now = Instant::now();
-        let LimitWait { began, busy } = wait.get_or_insert(LimitWait { began: now, busy: now });
-        if runs {
-            *busy = now;
+        let waited =
+            |(limit, then): (usize, Instant)| limit == self.slot_limit && now - then < PAUSE;
+        // The plan cannot be applied while a thread that waits here uses units.
+        let this_thread = std::thread::current().id();
+        let uses = |unit: &UnitState<D>| unit.users.contains(&this_thread);
+        if self.waited_limit.is_some_and(waited) || self.units.iter().any(uses) {
+            return false;
         }
-        let waits = now - *began < PATIENCE && now - *busy < IDLE_PATIENCE;
+        let calls = self.pass_log.calls();
+        let wait = wait.get_or_insert(LimitWait { calls, active: now, busy: now });
+        if runs {
+            wait.busy = now;
+        }
+        if wait.calls != calls {
+            (wait.calls, wait.active) = (calls, now);
+        }
+        let waits = now - wait.active < PATIENCE && now - wait.busy < IDLE_PATIENCE;
         if !waits {
-            self.waited_limit = Some(self.slot_limit);
+            self.waited_limit = Some((self.slot_limit, now));
         }
         waits
     }

@@ -383,6 +383,11 @@ proptest! {
             if engine.end_pass(pass) {
                 engine.replan();
             }
+            let stats = engine.stats();
+            if engine.limit_in_force() {
+                prop_assert!(engine.is_within_limit());
+                prop_assert!(stats.in_use_bytes <= stats.limit_bytes, "{stats:?}");
+            }
         }
         kept.iter().for_each(|(unit, bytes)| model.check(*unit, bytes));
         let stats = engine.stats();
@@ -459,9 +464,39 @@ fn memory_is_given_back_during_a_pass() {
 }
 
 #[test]
+fn memory_beyond_the_limit_in_force_is_not_taken_again() {
+    let model = Model::new(&[512 * KIB; 12]);
+    let engine = model.engine(config(6 << 20)).unwrap();
+    let order: Vec<usize> = (0..12).collect();
+    model.pass(&engine, &order);
+    engine.set_limit(2 << 20).unwrap();
+    assert!(engine.replan());
+    // No unit is kept, so a lower limit returns nothing at once.
+    let kept: Vec<_> = (0..3).map_while(|unit| acquire_tensor(&engine, unit).ok()).collect();
+    let lower = engine.smallest_limit();
+    engine.set_limit(lower).unwrap();
+    let mut failed = 0;
+    for unit in 3..8 {
+        failed += usize::from(acquire_tensor(&engine, unit).is_err());
+        assert!(engine.stats().in_use_bytes <= 2 << 20, "the memory of the earlier limit");
+    }
+    assert!(failed > 0, "the tensors that are kept occupy the memory");
+    drop(kept);
+    engine.set_limit(2 << 20).unwrap();
+    model.pass(&engine, &order);
+    engine.replan();
+    assert!(engine.limit_in_force() && engine.is_within_limit());
+    assert!(engine.stats().in_use_bytes <= 2 << 20);
+}
+
+#[test]
 fn a_limit_comes_into_force_while_threads_always_run_passes() {
+    [1, 2].into_iter().for_each(a_limit_comes_into_force);
+}
+
+fn a_limit_comes_into_force(max_passes: usize) {
     let model = Model::new(&[64 * KIB; 24]);
-    let engine = model.engine(config(2 << 20).with_max_passes(2)).unwrap();
+    let engine = model.engine(config(2 << 20).with_max_passes(max_passes)).unwrap();
     let order: Vec<usize> = (0..24).collect();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -469,6 +504,8 @@ fn a_limit_comes_into_force_while_threads_always_run_passes() {
             scope.spawn(|| {
                 while !done.load(Ordering::Relaxed) {
                     if model.pass(&engine, &order) {
+                        // Callers do other things before they replan.
+                        std::thread::sleep(Duration::from_millis(5));
                         engine.replan();
                     }
                 }
@@ -490,7 +527,7 @@ fn a_limit_comes_into_force_while_threads_always_run_passes() {
             }
             let in_force = engine.limit_in_force();
             done.store(!in_force, Ordering::Relaxed);
-            assert!(in_force, "a limit of {limit} bytes");
+            assert!(in_force, "a limit of {limit} bytes with {max_passes} passes");
         }
         done.store(true, Ordering::Relaxed);
     });

@@ -31,7 +31,7 @@ impl<D: Device> EngineInner<D> {
         let this_thread = std::thread::current().id();
         let mut timer = InterruptTimer::new();
         let mut limit_wait = None;
-        while state.passes.running() >= self.max_passes || state.awaits_limit(&mut limit_wait) {
+        while state.awaits_limit(&mut limit_wait) || state.passes.running() >= self.max_passes {
             // A thread that waits here frees no memory. Other threads must take this into account.
             state.waiting_for_pass.insert(this_thread);
             state = self.wait(state, &mut timer, interrupt, || "another pass to end".into())?;
@@ -112,6 +112,11 @@ impl<D: Device> EngineInner<D> {
     pub(crate) fn smallest_limit(&self) -> usize {
         let smallest = self.lock().plan.smallest_budget_bytes.next_multiple_of(BLOCK_ALIGN);
         smallest + self.budget.limit_bytes() - self.slot_budget
+    }
+
+    pub(crate) fn is_within_limit(&self) -> bool {
+        let slot_limit = self.lock().slot_limit;
+        self.context.slots.is_staged() || self.context.slots.left_bytes() <= slot_limit
     }
 
     pub(crate) fn limit_in_force(&self) -> bool {

@@ -79,8 +79,9 @@ impl<D: Device> EngineState<D> {
                 Shortage::Temporary => return Err(Shortage::Temporary),
                 // Nothing else will free memory. So evicts a resident unit, or if there is none,
                 // the present units of the set itself.
-                _ if self.evict_resident(context, set) || self.take_back(context) => {}
+                _ if self.evict_resident(context, set) => {}
                 _ if !compacted && self.evict_set(set) => compacted = true,
+                _ if self.take_back(context) => {}
                 shortage => return Err(shortage),
             }
         }

@@ -52,14 +52,16 @@ impl<D: Device> EngineState<D> {
         let unit = &mut self.units[id.index()];
         (unit.compressed, unit.stats.compressed) = (false, false);
         let given_back = kept.and_then(|buffer| context.slots.give_back(buffer).ok());
-        self.gave_back |= given_back.is_some();
+        self.resized |= given_back.is_some();
         given_back.unwrap_or(0)
     }
 
-    /// Takes memory again that was returned to the system, if the plan was not made for the limit:
-    /// what is left may be too fragmented for it, or less than the limit. Returns whether there was
-    /// any. The next plan returns what exceeds the limit.
+    /// Takes memory again that was returned to the system: what was given back since the plan was
+    /// made, because what is left may be too fragmented for this plan, and what a new limit allows.
+    /// Returns whether there was any. The next plan returns what exceeds the limit.
     pub(super) fn take_back(&mut self, context: &EngineContext<D>) -> bool {
-        self.has_new_limit() && context.slots.take_back()
+        let took = context.slots.take_back(self.slot_limit.max(self.planned_limit));
+        self.resized |= took;
+        took
     }
 }

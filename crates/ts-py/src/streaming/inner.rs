@@ -220,7 +220,7 @@ impl StreamerInner {
             // They would keep the memory of resident units.
             self.drop_cached();
         }
-        engine.set_limit(limit).map_err(|e| to_python(py, &e.into()))?;
+        py.detach(|| engine.set_limit(limit)).map_err(|e| to_python(py, &e.into()))?;
         self.limit.store(limit, Ordering::Relaxed);
         if now { self.apply_limit(py) } else { Ok(()) }
     }

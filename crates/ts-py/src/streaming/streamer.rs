@@ -9,7 +9,7 @@ use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tensorstream::orchestrator::UnitId;
-use tensorstream::{Governor, PressureMonitor, Speeds, trace_html, trace_json};
+use tensorstream::{Governor, PressureMonitor, Resized, Speeds, trace_html, trace_json};
 
 use super::engine::{Settings, TableSpec, UnitSpec, engine_factory};
 use super::expected::Expected;
@@ -311,7 +311,11 @@ fn monitor(inner: &Arc<StreamerInner>, governor: Governor) -> std::io::Result<Pr
             // A pass may have used units together, and so need more than before.
             let _ = inner.set_limit(py, limit.max(engine.smallest_limit()), true);
             let stats = engine.stats();
-            Some((stats.limit_bytes, engine.limit_in_force()))
+            Some(Resized {
+                limit_bytes: stats.limit_bytes,
+                is_within: engine.is_within_limit(),
+                in_force: engine.limit_in_force(),
+            })
         };
         Python::try_attach(resize).flatten()
     })
