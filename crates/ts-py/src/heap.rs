@@ -6,37 +6,46 @@
 //! of the heap although it is free, and a process near its memory limit is killed.
 
 /// Returns free memory of the heap to the system if less than 128 MiB are available to this
-/// process, and at least 16 MiB of the heap are free. Looks at most every 50 ms.
+/// process, and at least 16 MiB of the heap are free. Looks at most every 50 ms, and less often
+/// while this frees little: fragments whose pages were returned still count as free.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
-pub(crate) fn trim_if_short() {
+pub(crate) fn trim_if_short(py: pyo3::Python<'_>) {
     use std::sync::OnceLock;
-    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
     use std::time::Instant;
 
-    const PERIOD_MS: u64 = 50;
+    const PERIOD_MS: (u64, u64) = (50, 3200);
     const SHORT: u64 = 128 << 20;
-    const WORTHWHILE: usize = 16 << 20;
+    const WORTHWHILE: u64 = 16 << 20;
     static BEGAN: OnceLock<Instant> = OnceLock::new();
-    static LOOKED_MS: AtomicU64 = AtomicU64::new(0);
+    static NEXT_MS: AtomicU64 = AtomicU64::new(PERIOD_MS.0);
+    static PERIOD: AtomicU64 = AtomicU64::new(PERIOD_MS.0);
 
     let now_ms = BEGAN.get_or_init(Instant::now).elapsed().as_millis() as u64;
-    let looked_ms = LOOKED_MS.load(Ordering::Relaxed);
-    if now_ms < looked_ms + PERIOD_MS
-        || LOOKED_MS
-            .compare_exchange(looked_ms, now_ms, Ordering::Relaxed, Ordering::Relaxed)
-            .is_err()
-    {
+    let next_ms = NEXT_MS.load(Relaxed);
+    let later_ms = now_ms + PERIOD.load(Relaxed);
+    if now_ms < next_ms || NEXT_MS.compare_exchange(next_ms, later_ms, Relaxed, Relaxed).is_err() {
         return;
     }
-    if tensorstream::available_bytes().is_some_and(|available| available < SHORT)
+    py.detach(|| {
+        let Some(before) = tensorstream::available_bytes().filter(|bytes| *bytes < SHORT) else {
+            return PERIOD.store(PERIOD_MS.0, Relaxed);
+        };
         // SAFETY: the function has no arguments and returns a value.
-        && unsafe { libc::mallinfo2() }.fordblks >= WORTHWHILE
-    {
+        if (unsafe { libc::mallinfo2() }.fordblks as u64) < WORTHWHILE {
+            return;
+        }
         // SAFETY: the function only returns pages to the system that the heap does not use.
         unsafe { libc::malloc_trim(0) };
-    }
+        let freed = tensorstream::available_bytes().unwrap_or(before).saturating_sub(before);
+        let period_ms = match freed >= WORTHWHILE {
+            true => PERIOD_MS.0,
+            false => (2 * PERIOD.load(Relaxed)).min(PERIOD_MS.1),
+        };
+        PERIOD.store(period_ms, Relaxed);
+    });
 }
 
 /// Other C libraries have no such function.
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-pub(crate) fn trim_if_short() {}
+pub(crate) fn trim_if_short(_: pyo3::Python<'_>) {}

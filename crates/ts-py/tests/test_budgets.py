@@ -12,6 +12,7 @@ import tensorstream as ts
 import torch
 import transformers as hf
 from test_experts import MODELS, SHAPE, saved
+from torch import nn
 
 PROGRAMS = 200
 ROWS = 20_000
@@ -125,6 +126,35 @@ def test_a_division_does_not_raise_the_smallest_budget(
         with torch.inference_mode():
             for _ in range(2):
                 assert torch.equal(model(ids).logits, reference(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_divisions_are_not_tried_without_memory_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """In bfloat16, trying a division keeps memory for each width, and else for one at a time."""
+    monkeypatch.setattr("tensorstream.streaming._division._tried", {})
+    widths = (1536, 1600, 1664, 1728)
+
+    def layers(device: str) -> nn.ModuleList:
+        return nn.ModuleList(nn.Linear(n, 2048, device=device, dtype=dtype) for n in widths)
+
+    reference = layers("cpu")
+    ts.save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    available = [96 + (4 * 48 if dtype == torch.bfloat16 else 16)]
+    monkeypatch.setattr(ts._native, "available_memory", lambda: available[0] << 20)
+    config = ts.Config(budget="4500KiB", storage_path=tmp_path)
+    available[0] -= 1
+    with pytest.raises(ts.BudgetError, match=r"must be divided .* the budget to \d+ bytes") as why:
+        ts.offload(layers("meta"), config)
+    larger = int(str(why.value).rsplit(" ", 2)[1])
+    available[0] += 1
+    for budget in (config.budget, larger):
+        model = ts.offload(layers("meta"), ts.Config(budget=budget, storage_path=tmp_path))
+        for _ in range(2):
+            for layer, expected in zip(model, reference, strict=True):
+                x = torch.randn(3, expected.in_features).to(dtype)
+                assert torch.equal(layer(x), expected(x))
 
 
 def test_plans_say_what_is_divided_and_what_a_token_needs(tmp_path: Path) -> None:

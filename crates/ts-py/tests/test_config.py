@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -108,12 +109,26 @@ def test_compression_in_memory_keeps_results(
     reference = layers("cpu")
     save_file(reference.state_dict(), tmp_path / "model.safetensors")
     x = torch.randn(3, 2048).to(dtype)
-    expected = reference(x)
     weights = sum(weight.nbytes for weight in reference.parameters())
     config = ts.Config(budget=weights * 3 // 4, storage_path=tmp_path, compression=compression)
     model = ts.offload(layers("meta"), config)
-    for _ in range(4):
-        assert torch.equal(model(x), expected)
+
+    def gradient(model: nn.Module) -> torch.Tensor:
+        inputs = x.clone().requires_grad_()
+        model(inputs).sum().backward()
+        assert inputs.grad is not None
+        return inputs.grad
+
+    for context in (
+        contextlib.nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+    ):
+        for _ in range(2):
+            with context():
+                assert torch.equal(model(x), reference(x))
+        assert torch.equal(gradient(model), gradient(reference))
     stats = ts.stats(model)
     assert stats["read_bytes"] > 1.5 * weights, "it streams"
     # At least samples are encoded, which show whether more would pay.

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Conversions in the background.
 
-use std::path::PathBuf;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
-use pyo3::exceptions::PyOSError;
+use pyo3::exceptions::{PyOSError, PyRuntimeError};
 use pyo3::prelude::*;
-use tensorstream::{Converted, Error, WriteOptions};
+use tensorstream::io::Source;
+use tensorstream::{Checkpoint, Converted, Error, WriteOptions};
 
-use super::writer::write_options;
+use super::convert;
 use crate::errors::to_python;
 use crate::signals::interruptible;
 
@@ -45,13 +47,32 @@ struct Shared {
 }
 
 impl Shared {
-    fn convert(&self, source: &std::path::Path, target: &std::path::Path, options: WriteOptions) {
+    fn convert(&self, source: &Path, target: &Path, options: WriteOptions) {
+        if source.to_str().is_some_and(Source::is_url) {
+            // The first use of the network starts threads for the whole process, which must not
+            // have a low priority. The conversion reports errors.
+            let _ = Checkpoint::open(source);
+        }
         lower_priority();
-        let result = tensorstream::convert(source, target, options, &mut |progress| {
-            self.done_bytes.store(progress.done, Ordering::Relaxed);
-            self.total_bytes.store(progress.total, Ordering::Relaxed);
-            self.cancelled.load(Ordering::Relaxed)
+        let show = |done, total| {
+            self.done_bytes.store(done, Ordering::Relaxed);
+            self.total_bytes.store(total, Ordering::Relaxed);
+        };
+        // A panic must not make the calls that wait for the result hang.
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            tensorstream::convert(source, target, options, &mut |progress| {
+                show(progress.done, progress.total);
+                self.cancelled.load(Ordering::Relaxed)
+            })
+        }));
+        let result = result.unwrap_or_else(|_| {
+            let source = std::io::Error::other("the thread that converts panicked");
+            Err(Error::Write { path: target.to_path_buf(), source })
         });
+        if let Ok(converted) = &result {
+            // If an earlier conversion had done everything, nothing was reported.
+            show(converted.bytes, converted.bytes);
+        }
         *self.result.lock() = Some(result);
         self.ended.notify_all();
     }
@@ -81,8 +102,7 @@ impl Conversion {
         jobs: usize,
         max_shard_bytes: Option<u64>,
     ) -> PyResult<Self> {
-        let mut options = write_options(py, &target, codec, level, jobs)?;
-        options.max_shard_bytes = max_shard_bytes.unwrap_or(options.max_shard_bytes);
+        let options = convert::options(py, &target, codec, level, jobs, max_shard_bytes)?;
         let shared = Arc::<Shared>::default();
         let own = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
@@ -111,7 +131,13 @@ impl Conversion {
     ///
     /// Raises:
     ///     TensorStreamError: It failed.
+    ///     RuntimeError: It was started by the parent of this process.
     fn wait(&self, py: Python<'_>, seconds: f64) -> PyResult<Option<bool>> {
+        if self.process != std::process::id() {
+            return Err(PyRuntimeError::new_err(
+                "the conversion belongs to the parent of this process",
+            ));
+        }
         let began = Instant::now();
         // Longer than any program runs.
         let patience = Duration::try_from_secs_f64(seconds.clamp(0.0, 1e9)).unwrap_or_default();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Converts and compacts checkpoints.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use pyo3::prelude::*;
 use tensorstream::io::fault::WriteFaults;
-use tensorstream::{Converted, Watch};
+use tensorstream::{Converted, Watch, WriteOptions};
 
 use super::progress::watched;
 use super::writer::write_options;
@@ -21,6 +21,20 @@ pub(crate) fn compact(py: Python<'_>, path: PathBuf) -> PyResult<(u64, u64)> {
     let job = |watch: &mut Watch<'_>| tensorstream::compact(&path, &no_faults, watch);
     let compacted = watched(py, Some("compacting"), job)?;
     Ok((compacted.bytes_before, compacted.bytes))
+}
+
+/// Returns the options of a conversion. The arguments are those of [`convert`].
+pub(super) fn options(
+    py: Python<'_>,
+    target: &Path,
+    codec: &str,
+    level: Option<i32>,
+    jobs: usize,
+    max_shard_bytes: Option<u64>,
+) -> PyResult<WriteOptions> {
+    let mut options = write_options(py, target, codec, level, jobs)?;
+    options.max_shard_bytes = max_shard_bytes.unwrap_or(options.max_shard_bytes);
+    Ok(options)
 }
 
 /// Converts a checkpoint to the format of the target's suffix. Blocks, and shows a progress bar.
@@ -47,8 +61,7 @@ pub(crate) fn convert(
     jobs: usize,
     max_shard_bytes: Option<u64>,
 ) -> PyResult<(usize, u64)> {
-    let mut options = write_options(py, &target, codec, level, jobs)?;
-    options.max_shard_bytes = max_shard_bytes.unwrap_or(options.max_shard_bytes);
+    let options = options(py, &target, codec, level, jobs, max_shard_bytes)?;
     let job = |watch: &mut Watch<'_>| tensorstream::convert(&source, &target, options, watch);
     let Converted { tensors, bytes, .. } = watched(py, Some("converting"), job)?;
     Ok((tensors, bytes))

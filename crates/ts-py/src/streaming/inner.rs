@@ -191,7 +191,7 @@ impl StreamerInner {
     /// Leases units, and returns one lease for each. Blocks until they are in memory.
     pub(super) fn acquire(&self, py: Python<'_>, units: &[usize]) -> PyResult<Vec<Lease>> {
         let engine = self.engine(py)?;
-        py.detach(heap::trim_if_short);
+        heap::trim_if_short(py);
         let pass = self.current_pass();
         let ids: Vec<UnitId> = units.iter().map(|&unit| UnitId(unit as u32)).collect();
         let acquire = || {

@@ -34,8 +34,11 @@ impl Pass {
 
     /// Ends the pass like `end`, but does not report weights that were written to. Does nothing if
     /// the pass has already ended.
-    fn close(&self, py: Python<'_>) {
-        self.finish(py);
+    ///
+    /// Returns:
+    ///     Whether ``Streamer.replan`` should be called.
+    fn close(&self, py: Python<'_>) -> bool {
+        self.finish(py).0
     }
 }
 

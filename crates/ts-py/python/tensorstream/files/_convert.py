@@ -20,7 +20,7 @@ class Conversion:
     """A conversion in the background, as ``convert(..., background=True)`` returns it.
 
     Deleting it cancels the conversion, as does the end of the process. Can be used on any thread,
-    but not in a forked child.
+    but not in a forked child, where its thread does not exist.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -48,9 +48,12 @@ class Conversion:
 
     def done(self) -> bool:
         """Returns whether the conversion has succeeded, failed, or stopped. Does not block."""
+        return self._ends_within(0)
+
+    def _ends_within(self, seconds: float) -> bool:
         try:
-            return self._native.wait(0) is not None
-        except Exception:
+            return self._native.wait(seconds) is not None
+        except Exception:  # the error of the conversion
             return True
 
     def cancel(self) -> None:
@@ -93,8 +96,12 @@ def _stop() -> None:
     for conversion in running:
         conversion.cancel()
     for conversion in running:
-        while not conversion.done():
-            conversion._native.wait(1)
+        while not conversion._ends_within(1):
+            pass
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)
 
 
 @overload

@@ -53,8 +53,8 @@ _BLOCK_BYTES = 1 << 20
 #: `products_are_exact` checks.
 _LEAST_BLOCK_ROWS = 256
 _ROW_MULTIPLE = 16
-#: The memory that `products_are_exact` takes for one number of columns, in bytes. In bfloat16, the
-#: process keeps it: oneDNN compiles code for each shape.
+#: The memory that `products_are_exact` takes, in bytes. In bfloat16, this is for each number of
+#: columns, and the process keeps it: oneDNN compiles code for each shape.
 _TRIAL_BYTES = 16 << 20
 _BFLOAT16_TRIAL_BYTES = 48 << 20
 
@@ -93,47 +93,58 @@ def row_divided(model: nn.Module, wanted: Rows, *, exact: bool) -> set[int]:
     These are weights that only embeddings and linear layers use, each in an operation of its own.
     With ``exact``, products with blocks of the weight must round like products with all of it.
     """
+    return {
+        id(weight)
+        for weight, multiplies in _row_candidates(model, wanted)
+        if not (exact and multiplies) or products_are_exact(weight.dtype, weight.shape[1])
+    }
+
+
+def trial_bytes(model: nn.Module) -> int:
+    """Returns the memory that `row_divided` needs to find out whether products are exact."""
+    shapes = {
+        (weight.dtype, weight.shape[1])
+        for weight, multiplies in _row_candidates(model, Rows.ALL)
+        if multiplies
+    }
+    untried = [dtype for dtype, columns in shapes if (dtype, columns) not in _tried]
+    bfloat16 = untried.count(torch.bfloat16)
+    others = _TRIAL_BYTES if len(untried) > bfloat16 else 0
+    return others + bfloat16 * _BFLOAT16_TRIAL_BYTES
+
+
+def _row_candidates(model: nn.Module, wanted: Rows) -> list[tuple[torch.Tensor, bool]]:
+    """Returns the weights that could be divided, and whether a product uses them."""
     users: dict[int, list[nn.Module]] = {}
     parameters: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(id(parameter), []).append(module)
-                parameters[id(parameter)] = parameter
+        for own in module._parameters.values():
+            if own is not None:
+                users.setdefault(id(own), []).append(module)
+                parameters[id(own)] = own
 
     fused = {
-        id(parameter)
+        id(weight)
         for module in model.modules()
         if isinstance(module, FUSED)
-        for parameter in module.parameters()
+        for weight in module.parameters()
     }
 
-    def divides(key: int) -> bool:
-        parameter, modules = parameters[key], users[key]
+    candidates = []
+    for key, modules in users.items() if wanted is not Rows.NONE else ():
+        parameter = parameters[key]
         embeds = [_embeds(module, parameter) for module in modules]
         multiplies = [_multiplies(module, parameter) for module in modules]
-        return (
+        if (
             parameter.ndim == 2
             and key not in fused
             and parameter.nbytes >= _LEAST_DIVIDED_BYTES
             and parameter.shape[0] >= 2 * block_rows(parameter)
             and all(a or b for a, b in zip(embeds, multiplies, strict=True))
             and (all(embeds) or wanted is Rows.ALL)
-            and (
-                all(embeds) or not exact or products_are_exact(parameter.dtype, parameter.shape[1])
-            )
-        )
-
-    return set() if wanted is Rows.NONE else {key for key in users if divides(key)}
-
-
-def trial_bytes(model: nn.Module) -> int:
-    """Returns the memory that `row_divided` needs to find out whether products are exact."""
-    linear = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
-    large = {(w.dtype, w.shape[1]) for w in linear if w.nbytes >= _LEAST_DIVIDED_BYTES}
-    return sum(
-        _BFLOAT16_TRIAL_BYTES if dtype == torch.bfloat16 else _TRIAL_BYTES for dtype, _ in large
-    )
+        ):
+            candidates.append((parameter, not all(embeds)))
+    return candidates
 
 
 def batch_divided(model: nn.Module, wanted: Rows, *, exact: bool) -> set[int]:
@@ -165,12 +176,21 @@ def _multiplies(module: nn.Module, parameter: torch.Tensor) -> bool:
     return isinstance(module, nn.Linear) and parameter is module.weight
 
 
-@functools.cache
+#: The results of `products_are_exact`.
+_tried: dict[tuple[torch.dtype, int], bool] = {}
+
+
 def products_are_exact(dtype: torch.dtype, columns: int) -> bool:
     """Returns whether products with blocks of a matrix equal those with the whole matrix.
 
     Multiplies random matrices on this processor, with the current number of threads.
     """
+    if (dtype, columns) not in _tried:
+        _tried[dtype, columns] = _try_products(dtype, columns)
+    return _tried[dtype, columns]
+
+
+def _try_products(dtype: torch.dtype, columns: int) -> bool:
     if not dtype.is_floating_point or dtype.itemsize == 1:
         return False
     generator = torch.Generator().manual_seed(columns)

@@ -300,13 +300,17 @@ class Pass(ReplacedMethod):
             with progress:
                 result = self.original()(*args, **kwargs)
         except BaseException:
-            in_pass.close()
+            self._replan_if(in_pass.close())
             raise
         proposed = in_pass.end()
         streamer.forget_casts()
+        self._replan_if(proposed)
+        return result
+
+    def _replan_if(self, proposed: bool) -> None:
+        streamer = self._weights.streamer
         if proposed and not streamer.in_use():
             streamer.replan()
-        return result
 
 
 class Streaming:

@@ -75,7 +75,7 @@ def from_pretrained(
     path = expanded(path)
     checkpoint = _native.Checkpoint(path)
     if "dtype" not in kwargs and "torch_dtype" not in kwargs:
-        _check_largest_tensor(checkpoint)
+        _check_memory()
     try:
         import transformers
     except ImportError as error:
@@ -157,21 +157,14 @@ def _build(
     return model
 
 
-def _check_largest_tensor(checkpoint: _native.Checkpoint) -> None:
-    """Raises if the largest tensor does not fit into memory, before transformers uses memory."""
-
-    def size(name: str) -> int:
-        return sum(length for _, _, length in checkpoint.entry(name)[2])
-
-    largest = max(checkpoint.names(), key=size, default=None)
-    if largest is None:
-        return
-    needed, available = size(largest), _native.available_memory()
-    rest = HEADROOM + (0 if "transformers" in sys.modules else TRANSFORMERS_BYTES)
-    if available is not None and available < needed + rest:
+def _check_memory() -> None:
+    """Raises if little memory is available, before transformers uses some of it."""
+    available = _native.available_memory()
+    needed = HEADROOM + (0 if "transformers" in sys.modules else TRANSFORMERS_BYTES)
+    if available is not None and available < needed:
         raise BudgetError(
-            f"not enough memory: {available >> 20} MiB are available, but tensor `{largest}` needs "
-            f"{needed >> 20} MiB and the rest of the process {rest >> 20} MiB; free memory, or "
+            f"not enough memory: {available >> 20} MiB are available, but transformers, "
+            f"activations and code need {needed >> 20} MiB besides the weights; free memory, or "
             "raise the memory limit of this process"
         )
 

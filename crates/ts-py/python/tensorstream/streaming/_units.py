@@ -77,9 +77,17 @@ def units_for_budget(
     if budget < min(smallest, least):
         # Checking that products are exact takes time and memory, so a model is loaded without it if
         # possible.
-        available = _native.available_memory() if exact else None
-        if available is None or available >= HEADROOM + trial_bytes(model):
-            by_rows, least, _ = build(Rows.ALL)
+        available = _native.available_memory()
+        trials = trial_bytes(model) if exact else 0
+        needed = HEADROOM + trials
+        if trials and available is not None and available < needed:
+            raise BudgetError(
+                f"not enough memory: {available >> 20} MiB are available, and linear layers must "
+                "be divided into blocks for so small a budget, but checking whether this is exact "
+                f"takes {needed >> 20} MiB, with activations and code; free memory, or raise the "
+                f"memory limit of this process, or the budget to {min(smallest, least)} bytes"
+            )
+        by_rows, least, _ = build(Rows.ALL)
         budget = fitted(min(smallest, least), whole)
     divides = len(by_rows.divided) > len(units.divided)
     # Lookups need buffers, so that a division can also raise the smallest budget.
