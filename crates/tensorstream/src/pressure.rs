@@ -108,7 +108,8 @@ impl PressureMonitor {
     /// again while the limit is not in force.
     ///
     /// The thread ends when `resize` returns `None`, or when the available memory cannot be
-    /// detected. Dropping the object on another thread waits for a call of `resize` that is running.
+    /// detected. Dropping the object on another thread waits for a call of `resize` that is
+    /// running.
     ///
     /// # Errors
     /// The system refuses a thread.

@@ -72,6 +72,21 @@ pub enum Fault {
     Stuck,
 }
 
+impl Fault {
+    /// Returns a fault for a `share` of all attempts, between 0 and 1: an error, a short read or a
+    /// delay of a millisecond. The same seed gives the same faults.
+    pub fn random(attempt: &Attempt<'_>, seed: u64, share: f64) -> Option<Self> {
+        let chance = (seed ^ attempt.number).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let happens = ((chance >> 11) as f64) < share * (1u64 << 53) as f64;
+        let fault = match chance % 3 {
+            0 => Self::Errno(5),
+            1 => Self::Short(1 + attempt.len / 2),
+            _ => Self::Delay(Duration::from_millis(1)),
+        };
+        happens.then_some(fault)
+    }
+}
+
 /// Decides whether and how each attempt fails. Clones share one decision function and one count of
 /// attempts. The default injects no faults.
 #[derive(Clone, Default)]

@@ -753,4 +753,11 @@ impl<D: Device> UnitState<D> {
         self.evicted.retain(|evicted| evicted.memory.strong_count() > 0);
         self.evicted.len()
     }
+
+    /// Returns how many copies of the unit are referenced by tensors alone.
+    fn copies_in_tensors(&mut self) -> usize {
+        let present = self.users.is_empty()
+            && matches!(&self.presence, Presence::Present(memory) if Arc::strong_count(memory) > 1);
+        self.referenced_evictions() + usize::from(present)
+    }
 }

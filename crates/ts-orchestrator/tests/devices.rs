@@ -146,17 +146,8 @@ fn config(budget_bytes: usize) -> EngineConfig {
 
 /// Makes a share of the reads fail, return too few bytes, or end late.
 fn with_faulty_reads(config: EngineConfig, seed: u64, share: f64) -> EngineConfig {
-    let decide = move |attempt: &ts_io::fault::Attempt<'_>| {
-        let chance = (seed ^ attempt.number).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        let happens = ((chance >> 11) as f64) < share * (1u64 << 53) as f64;
-        let fault = match chance % 3 {
-            0 => Fault::Errno(5),
-            1 => Fault::Short(1 + attempt.len / 2),
-            _ => Fault::Delay(Duration::from_millis(1)),
-        };
-        happens.then_some(fault)
-    };
-    with_backend(config, FaultyProvider::new(buffered(), Faults::new(decide)))
+    let faults = Faults::new(move |attempt| Fault::random(attempt, seed, share));
+    with_backend(config, FaultyProvider::new(buffered(), faults))
 }
 
 const SIZES: [usize; 7] = [30 * KIB, 70 * KIB, 20 * KIB, 70 * KIB + 5, 41 * KIB, 1000, 64 * KIB];

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use ts_orchestrator::Residency::Resident;
 use ts_orchestrator::{Error, ErrorKind, Phase, Prefetch, TensorBytes, UnitId};
 
 use testing::{KIB, Model, acquire_tensor, config, patience, tensor};
@@ -86,6 +87,23 @@ fn a_kept_tensor_is_never_overwritten() {
     model.check(0, &kept);
     drop(kept);
     model.check(1, &acquire_tensor(&engine, 1).unwrap());
+}
+
+#[test]
+fn a_kept_tensor_of_a_resident_unit_is_named() {
+    let model = Model::new(&[200 * KIB; 3]);
+    let engine = model.engine(config(520 * KIB)).unwrap();
+    let resident = engine.stats().plan.residency.iter().position(|unit| *unit == Resident).unwrap();
+    let kept = acquire_tensor(&engine, resident as u32).unwrap();
+    let set: Vec<_> = (0..3).filter(|unit| *unit != resident as u32).map(UnitId).collect();
+    let error = engine.acquire_all_interruptible(None, &set, &mut patience()).unwrap_err();
+    let name = format!("`u{resident}` x1");
+    assert!(
+        matches!(&error, Error::StillReferenced { holders, .. } if *holders == name),
+        "{error}"
+    );
+    drop(kept);
+    engine.acquire_all_interruptible(None, &set, &mut patience()).unwrap();
 }
 
 #[test]

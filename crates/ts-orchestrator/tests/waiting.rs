@@ -7,6 +7,7 @@ mod testing;
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use ts_orchestrator::{Error, ErrorKind, UnitId};
 
@@ -88,4 +89,30 @@ fn a_wait_is_interrupted_while_the_engine_is_busy() {
         stop.store(true, Ordering::SeqCst);
     });
     engine.end_pass(pass);
+}
+
+#[test]
+fn threads_that_wait_for_the_same_set_in_divided_memory_get_it() {
+    let model = Model::new(&[150 * KIB, 200 * KIB, 230 * KIB]);
+    let set = [UnitId(1), UnitId(2)];
+    let config = config(440 * KIB).with_together(vec![set.to_vec()]);
+    let engine = model.engine(config).unwrap();
+    for _ in 0..5 {
+        let held = engine.acquire(None, UnitId(0)).unwrap();
+        // Lies behind the first unit, and leaves no free piece that the third unit fits into.
+        drop(engine.acquire(None, UnitId(1)).unwrap());
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let leases =
+                        engine.acquire_all_interruptible(None, &set, &mut patience()).unwrap();
+                    leases.iter().zip(1..).for_each(|(lease, unit)| {
+                        model.check(unit, &lease.tensor(0));
+                    });
+                });
+            }
+            std::thread::sleep(Duration::from_millis(20));
+            drop(held);
+        });
+    }
 }

@@ -78,9 +78,9 @@ impl<D: Device> EngineState<D> {
             match self.shortage(context) {
                 Shortage::Temporary => return Err(Shortage::Temporary),
                 // Nothing else will free memory. So evicts a resident unit, or if there is none,
-                // the present units of the set itself.
+                // the present units of sets that wait for memory, also of this one.
                 _ if self.evict_resident(context, set) => {}
-                _ if !compacted && self.evict_set(set) => compacted = true,
+                _ if !compacted && self.evict_awaited() => compacted = true,
                 _ if self.take_back(context) => {}
                 shortage => return Err(shortage),
             }
@@ -191,19 +191,19 @@ impl<D: Device> EngineState<D> {
         true
     }
 
-    /// Evicts those present units of a set that only this call needs, so that the whole set can be
-    /// loaded into one piece of memory. Returns whether it evicted any unit.
-    fn evict_set(&mut self, set: &[UnitId]) -> bool {
+    /// Evicts the present units that no thread uses, and that threads wait for: they wait for more
+    /// memory, and load these units again. So a whole set can be loaded into one piece of memory.
+    /// Returns whether it evicted any unit. Called when nothing else will free memory.
+    fn evict_awaited(&mut self) -> bool {
         let mut any = false;
-        for &id in set {
-            let unit = &self.units[id.index()];
-            let own_waits = set.iter().filter(|&&other| other == id).count();
-            let only_ours = unit.users.is_empty() && unit.waiters.len() == own_waits;
+        for index in 0..self.units.len() {
+            let unit = &self.units[index];
             let unreferenced = |memory| Arc::strong_count(memory) == 1;
-            if only_ours
+            if unit.users.is_empty()
+                && !unit.waiters.is_empty()
                 && matches!(&unit.presence, Presence::Present(memory) if unreferenced(memory))
             {
-                self.evict(id);
+                self.evict(UnitId(index as u32));
                 any = true;
             }
         }
@@ -243,7 +243,7 @@ impl<D: Device> EngineState<D> {
         let used: Vec<String> = used.map(|unit| format!("`{}`", unit.stats.name)).collect();
         let (mut bytes, mut holders) = (0, Vec::new());
         for (unit, prepared) in self.units.iter_mut().zip(&context.units) {
-            let count = unit.referenced_evictions();
+            let count = unit.copies_in_tensors();
             if count > 0 {
                 bytes += count * prepared.slot_bytes;
                 holders.push(format!("`{}` x{count}", unit.stats.name));
