@@ -8,7 +8,7 @@ use std::path::Path;
 use ts_format::{CHUNK_LEN, Tensor, TensorMeta};
 
 use crate::metadata::merged_metadata;
-use crate::pieces::for_each_piece;
+use crate::pieces::{Threads, for_each_piece};
 use crate::progress::Watch;
 use crate::read::{Reader, ReaderPool};
 use crate::{Checkpoint, Error};
@@ -122,9 +122,17 @@ pub fn diff(
         Ok(if a == b { 0 } else { pairs.filter(|(a, b)| a != b).count() as u64 })
     };
     let init = |readers: &ReaderPool| [(); 2].map(|()| (readers.reader(), Vec::new()));
-    for_each_piece(&lens, CHUNK_LEN, jobs, watch, init, compare, |index, _, count: u64| {
-        differing[index] += count;
-    })?;
+    for_each_piece(
+        &lens,
+        CHUNK_LEN,
+        Threads::for_storage(jobs),
+        watch,
+        init,
+        compare,
+        |index, _, count: u64| {
+            differing[index] += count;
+        },
+    )?;
     for ((tensor, _), differing) in to_compare.iter().zip(differing) {
         let total = tensor.range().len / element_bytes(*tensor) as u64;
         if differing == 0 {

@@ -108,7 +108,7 @@ pub use damage::Damage;
 pub use diff::{Difference, TensorDifference, diff};
 pub use error::Error;
 pub use explain::{Explanation, curve_table};
-pub use load::{LoadOptions, Loaded};
+pub use load::{LoadOptions, Loaded, LoadedBytes, kept_bytes, trim};
 pub use memory::available_bytes;
 pub use pressure::{Governor, PressureMonitor, Resized};
 pub use progress::{Progress, Watch};

@@ -1,12 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Loading of whole checkpoints.
 
+mod bytes;
+mod mapped;
+
+use std::sync::Arc;
+
 use parking_lot::Mutex;
 use ts_format::{ByteRange, CHUNK_LEN, Tensor, TensorMeta};
-use ts_orchestrator::{Engine, EngineConfig, Phase, TensorBytes, Unit, UnitId, UnitTensor, Verify};
+use ts_io::Source;
+use ts_orchestrator::{Engine, EngineConfig, PHASE_ALIGN, Phase, Unit, UnitId, UnitTensor, Verify};
+use ts_pool::BLOCK_ALIGN;
 
+use self::bytes::RECYCLED;
+pub use self::bytes::{LoadedBytes, kept_bytes, trim};
 use crate::damage::Damage;
-use crate::pieces::{for_each_piece, thread_count};
+use crate::pieces::{Threads, for_each_piece, thread_count};
 use crate::progress::{Progress, Watch};
 use crate::read::{Reader, ReaderPool};
 use crate::{Checkpoint, Error};
@@ -16,6 +25,12 @@ const GROUP_BYTES: u64 = 16 << 20;
 /// Number of bytes that [`Checkpoint::load_into`] reads at a time. It is a multiple of
 /// [`CHUNK_LEN`], so that checksums can be compared.
 const PIECE_BYTES: u64 = 2 * CHUNK_LEN;
+/// Maximum size of tensors that are read without an engine, in bytes. To start an engine takes
+/// longer than to read them from the page cache.
+const SMALL_BYTES: u64 = 128 << 20;
+/// Tensors from this size on have the position in their memory pages that their bytes have in the
+/// file, so that direct reads need no copy.
+const IN_PLACE_BYTES: u64 = 64 << 10;
 /// A budget in bytes that is never exceeded, and does not overflow when sizes are added to it.
 const UNLIMITED: usize = isize::MAX as usize / 16;
 
@@ -79,8 +94,15 @@ pub struct Loaded {
     /// 64.
     ///
     /// Tensors are read in groups of up to 16 MiB; larger tensors are read alone. The memory of a
-    /// group is freed when its last tensor is dropped.
-    pub bytes: TensorBytes,
+    /// group is freed when its last tensor is dropped. [`trim`](crate::trim) returns some of it to
+    /// the system, which is kept for the next tensors otherwise.
+    pub bytes: LoadedBytes,
+}
+
+impl Loaded {
+    fn new(tensor: Tensor<'_>, bytes: impl Into<LoadedBytes>) -> Self {
+        Self { name: tensor.name().into(), meta: tensor.meta(), bytes: bytes.into() }
+    }
 }
 
 impl Checkpoint {
@@ -89,25 +111,84 @@ impl Checkpoint {
     /// Reads with the fastest available backend, directly to memory with huge pages. Compressed
     /// tensors are decoded from small buffers. Ignores [`LoadOptions::budget`].
     ///
+    /// Tensors of at most 128 MiB in local files, and those of [bytes in memory](Self::from_bytes),
+    /// are read as by [`load_into`](Self::load_into). Their memory is that of [loaded tensors that
+    /// were dropped](crate::trim), if there is any.
+    ///
+    /// Forked processes inherit the tensors, copy-on-write.
+    ///
     /// # Errors
     /// - [`Error::Io`] if a read fails.
     /// - [`Error::Corrupt`] if a tensor is damaged.
     /// - [`Error::Engine`] if memory or threads cannot be allocated.
     /// - [`Error::Interrupted`] if `watch` returns true.
     pub fn load(&self, options: LoadOptions, watch: &mut Watch<'_>) -> Result<Vec<Loaded>, Error> {
-        let mut loaded = Vec::with_capacity(self.catalog().tensors().len());
+        let mut loaded = self.load_tensors(self.catalog().tensors_by_offset(), options, watch)?;
+        loaded.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        Ok(loaded)
+    }
+
+    /// Reads these tensors, which are sorted by file and offset.
+    fn load_tensors(
+        &self,
+        tensors: Vec<Tensor<'_>>,
+        options: LoadOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<Vec<Loaded>, Error> {
+        let bytes: u64 = tensors.iter().map(|tensor| tensor.range().len).sum();
+        let groups = groups(tensors);
+        let sources = self.sources();
+        let is_small = bytes <= SMALL_BYTES && !sources.iter().any(|source| source.is_remote());
+        // An engine reads files and remote sources, but not bytes in memory.
+        let is_in_memory = |source: &Arc<Source>| !source.is_file() && !source.is_remote();
+        if is_small || sources.iter().any(is_in_memory) {
+            return self.load_small(&groups, options, watch);
+        }
+        let mut loaded = Vec::new();
         let keep = &mut |tensor| {
             loaded.push(tensor);
             Ok(())
         };
-        self.load_each(LoadOptions { budget: None, ..options }, keep, watch)?;
-        loaded.sort_unstable_by(|a, b| a.name.cmp(&b.name));
+        self.load_groups(&groups, LoadOptions { budget: None, ..options }, keep, watch)?;
+        Ok(loaded)
+    }
+
+    /// Reads tensors without an engine.
+    fn load_small(
+        &self,
+        groups: &[Vec<Tensor<'_>>],
+        options: LoadOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<Vec<Loaded>, Error> {
+        let placed: Vec<(Vec<usize>, usize)> = groups.iter().map(|group| place(group)).collect();
+        let memory = placed.iter().map(|(_, len)| RECYCLED.allocate(*len));
+        let mut memory = memory.collect::<Result<Vec<_>, _>>().map_err(ts_io::Error::from)?;
+        let mut wanted = Vec::new();
+        for ((group, (begins, _)), memory) in groups.iter().zip(&placed).zip(&mut memory) {
+            let (mut rest, mut at) = (memory.bytes_mut(), 0);
+            for (&tensor, &begin) in group.iter().zip(begins) {
+                let len = tensor.range().len as usize;
+                let (target, after) = rest[begin - at..].split_at_mut(len);
+                wanted.push((tensor, target));
+                (rest, at) = (after, begin + len);
+            }
+        }
+        self.fill(wanted, options, watch)?;
+        let mut loaded = Vec::new();
+        for ((group, (begins, _)), memory) in groups.iter().zip(&placed).zip(memory) {
+            let memory = Arc::new(memory);
+            loaded.extend(group.iter().zip(begins).map(|(&tensor, &begin)| {
+                let range = begin..begin + tensor.range().len as usize;
+                Loaded::new(tensor, LoadedBytes::recycled(Arc::clone(&memory), range))
+            }));
+        }
         Ok(loaded)
     }
 
     /// Reads all tensors like [`load`](Self::load), but passes each tensor to `take` as soon as it
     /// is read. The tensors are sorted by their offsets in the files. While `take` runs, the next
-    /// tensors are read ahead. Tensors that `take` keeps count towards the budget.
+    /// tensors are read ahead. Tensors that `take` keeps count towards the budget. Processes that
+    /// are forked before this function returns do not inherit the tensors.
     ///
     /// # Errors
     /// Returns the errors of [`load`](Self::load), and the first error of `take`.
@@ -117,12 +198,21 @@ impl Checkpoint {
         take: &mut dyn FnMut(Loaded) -> Result<(), Error>,
         watch: &mut Watch<'_>,
     ) -> Result<(), Error> {
+        self.load_groups(&groups(self.catalog().tensors_by_offset()), options, take, watch)
+    }
+
+    fn load_groups(
+        &self,
+        groups: &[Vec<Tensor<'_>>],
+        options: LoadOptions,
+        take: &mut dyn FnMut(Loaded) -> Result<(), Error>,
+        watch: &mut Watch<'_>,
+    ) -> Result<(), Error> {
         let mut config = EngineConfig::with_budget(options.budget.unwrap_or(UNLIMITED));
         config.verify = if options.verify { Verify::EveryRead } else { Verify::Never };
         config.workers = thread_count(options.jobs);
         // Two threads are enough, because memory bandwidth limits their work.
         config.populate = if options.budget.is_none() { config.workers.min(2) } else { 0 };
-        let groups = self.groups();
         let unit = |(number, tensors): (usize, &Vec<Tensor<'_>>)| {
             let tensors = tensors.iter().map(|tensor| unit_tensor(self, *tensor)).collect();
             Unit::new(number.to_string(), tensors)
@@ -137,7 +227,7 @@ impl Checkpoint {
         let engine = self.engine(units, config)?;
         let mut progress = Progress {
             done: 0,
-            total: self.catalog().tensors().map(|tensor| tensor.range().len).sum(),
+            total: groups.iter().flatten().map(|tensor| tensor.range().len).sum(),
         };
         let pass =
             engine.begin_pass_interruptible(&mut || watch(progress)).map_err(without_unit)?;
@@ -148,11 +238,7 @@ impl Checkpoint {
                 });
             let lease = lease.map_err(without_unit)?;
             for (index, tensor) in tensors.iter().enumerate() {
-                take(Loaded {
-                    name: tensor.name().into(),
-                    meta: tensor.meta(),
-                    bytes: lease.tensor(index),
-                })?;
+                take(Loaded::new(*tensor, lease.tensor(index)))?;
                 progress.done += tensor.range().len;
             }
             // `acquire_interruptible` calls `watch` only if it waits.
@@ -160,6 +246,7 @@ impl Checkpoint {
                 return Err(Error::Interrupted);
             }
         }
+        engine.keep_in_forks();
         Ok(())
     }
 
@@ -194,6 +281,16 @@ impl Checkpoint {
             }
             wanted.push((tensor, target));
         }
+        self.fill(wanted, options, watch)
+    }
+
+    /// Reads tensors into memory of their length.
+    fn fill(
+        &self,
+        mut wanted: Vec<(Tensor<'_>, &mut [u8])>,
+        options: LoadOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<(), Error> {
         wanted.sort_by_key(|(tensor, _)| (tensor.range().file, tensor.stored_offset()));
         let (tensors, targets): (Vec<_>, Vec<_>) = wanted.into_iter().unzip();
         let lens: Vec<u64> = targets.iter().map(|target| target.len() as u64).collect();
@@ -216,24 +313,54 @@ impl Checkpoint {
             }
         };
         let init = ReaderPool::reader;
-        for_each_piece(&lens, PIECE_BYTES, options.jobs, watch, init, fill, |_, _, ()| ())
+        let threads = match tensors.iter().all(|tensor| self.is_in_memory(*tensor)) {
+            true => Threads::for_memory(options.jobs),
+            false => Threads::for_storage(options.jobs),
+        };
+        for_each_piece(&lens, PIECE_BYTES, threads, watch, init, fill, |_, _, ()| ())
     }
 
-    /// Groups neighbouring tensors. A group has at most [`GROUP_BYTES`], or one larger tensor.
-    fn groups(&self) -> Vec<Vec<Tensor<'_>>> {
-        let mut groups: Vec<Vec<Tensor<'_>>> = Vec::new();
-        let mut bytes = u64::MAX;
-        for tensor in self.catalog().tensors_by_offset() {
-            let len = tensor.range().len;
-            if bytes.saturating_add(len) > GROUP_BYTES {
-                groups.push(Vec::new());
-                bytes = 0;
-            }
-            groups.last_mut().expect("the first tensor starts a group").push(tensor);
-            bytes += len;
-        }
-        groups
+    /// Returns whether the page cache contains the stored bytes of a tensor.
+    fn is_in_memory(&self, tensor: Tensor<'_>) -> bool {
+        let source = &self.sources()[tensor.range().file.0 as usize];
+        source.residency(tensor.stored_offset(), tensor.stored_len() as usize) == Some(1.0)
     }
+}
+
+/// Groups neighbouring tensors. A group has at most [`GROUP_BYTES`], or one larger tensor.
+fn groups(tensors: Vec<Tensor<'_>>) -> Vec<Vec<Tensor<'_>>> {
+    let mut groups: Vec<Vec<Tensor<'_>>> = Vec::new();
+    let mut bytes = u64::MAX;
+    for tensor in tensors {
+        let len = tensor.range().len;
+        if bytes.saturating_add(len) > GROUP_BYTES {
+            groups.push(Vec::new());
+            bytes = 0;
+        }
+        groups.last_mut().expect("the first tensor starts a group").push(tensor);
+        bytes += len;
+    }
+    groups
+}
+
+/// Places tensors one after the other. Returns the offset of each, and the length of the memory.
+fn place(tensors: &[Tensor<'_>]) -> (Vec<usize>, usize) {
+    let mut end = 0;
+    let begins = tensors.iter().map(|tensor| {
+        let range = tensor.range();
+        let in_place = range.len >= IN_PLACE_BYTES && !range.is_virtual();
+        let align = if in_place { BLOCK_ALIGN } else { PHASE_ALIGN };
+        let phase = if is_aligned(*tensor) { range.offset as usize % align } else { 0 };
+        let begin = end + (phase + align - end % align) % align;
+        end = begin + range.len as usize;
+        begin
+    });
+    (begins.collect(), end)
+}
+
+/// Returns whether the offset of a tensor in its file suits its element type.
+fn is_aligned(tensor: Tensor<'_>) -> bool {
+    tensor.range().offset.is_multiple_of(u64::from(tensor.dtype().bits().div_ceil(8)))
 }
 
 /// Converts an error of the engine. Omits the name of the unit, because the caller does not know
@@ -251,8 +378,6 @@ fn without_unit(error: ts_orchestrator::Error) -> Error {
 }
 
 fn unit_tensor(checkpoint: &Checkpoint, tensor: Tensor<'_>) -> UnitTensor {
-    let element = u64::from(tensor.dtype().bits().div_ceil(8));
-    let phase =
-        if tensor.range().offset.is_multiple_of(element) { Phase::Mapped } else { Phase::At(0) };
+    let phase = if is_aligned(tensor) { Phase::Mapped } else { Phase::At(0) };
     UnitTensor::new(checkpoint.catalog(), tensor.name(), tensor.entry(), phase)
 }

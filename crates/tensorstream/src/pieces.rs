@@ -23,29 +23,50 @@ pub(crate) fn thread_count(jobs: usize) -> usize {
     if jobs > 0 { jobs } else { std::thread::available_parallelism().map_or(1, usize::from) }
 }
 
+/// The threads that process pieces.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Threads {
+    count: usize,
+    /// How many threads decode or compute checksums at a time.
+    jobs: usize,
+}
+
+impl Threads {
+    /// Enough threads to keep storage busy. `jobs` is an option as for [`thread_count`].
+    pub(crate) fn for_storage(jobs: usize) -> Self {
+        let jobs = thread_count(jobs);
+        Self { count: jobs.max(MIN_THREADS), jobs }
+    }
+
+    /// Threads that never wait for storage. `jobs` is an option as for [`thread_count`].
+    pub(crate) fn for_memory(jobs: usize) -> Self {
+        let jobs = thread_count(jobs);
+        Self { count: jobs, jobs }
+    }
+}
+
 /// Splits tensors of these lengths into pieces, and processes them on several threads. Blocks.
 ///
 /// A piece has `piece_len` bytes, or the rest of its tensor. `work` runs on a worker thread, and
 /// gets the index of the tensor, the offset of the piece in it, and the length of the piece. `take`
 /// gets each result, in any order, on the calling thread.
 ///
-/// `init` creates the state of each worker, with up to two readers of the pool. The readers let at
-/// most `jobs` workers decode or compute checksums at a time, while the others wait for storage.
+/// `init` creates the state of each worker, with up to two readers of the pool.
 ///
 /// # Errors
 /// Returns the first error of `work`, or [`Error::Interrupted`] if `watch` returns true.
 pub(crate) fn for_each_piece<S, T: Send>(
     lens: &[u64],
     piece_len: u64,
-    jobs: usize,
+    threads: Threads,
     watch: &mut Watch<'_>,
     init: impl Fn(&ReaderPool) -> S + Sync,
     work: impl Fn(&mut S, usize, u64, usize) -> Result<T, Error> + Sync,
     mut take: impl FnMut(usize, u64, T),
 ) -> Result<(), Error> {
-    let jobs = thread_count(jobs);
-    let threads = jobs.max(MIN_THREADS);
-    let readers = ReaderPool::new(2 * threads, jobs);
+    let piece_count: u64 = lens.iter().map(|len| len.div_ceil(piece_len)).sum();
+    let count = threads.count.min(usize::try_from(piece_count).unwrap_or(usize::MAX));
+    let readers = ReaderPool::new(2 * count, threads.jobs);
     let pieces = lens.iter().enumerate().flat_map(|(index, &len)| {
         let begins = (0..len).step_by(piece_len as usize);
         begins.map(move |begin| (index, begin, piece_len.min(len - begin) as usize))
@@ -53,7 +74,7 @@ pub(crate) fn for_each_piece<S, T: Send>(
     let (pieces, stop, (results, inbox)) = (Mutex::new(pieces), AtomicBool::new(false), channel());
     let mut progress = Progress { done: 0, total: lens.iter().sum() };
     std::thread::scope(|scope| {
-        for _ in 0..threads {
+        for _ in 0..count {
             let results = results.clone();
             let (readers, pieces, stop, init, work) = (&readers, &pieces, &stop, &init, &work);
             scope.spawn(move || {

@@ -190,8 +190,22 @@ impl Reader {
             return self.decode(checkpoint, range, out);
         }
         self.read_stored(checkpoint, range, out)?;
+        self.check(checkpoint, tensor, begin, out)
+    }
+
+    /// Compares a part of a tensor that is not compressed with the tensor's checksums, if any. The
+    /// part begins as for [`read_checked`](Self::read_checked).
+    pub(crate) fn check(
+        &mut self,
+        checkpoint: &Checkpoint,
+        tensor: Tensor<'_>,
+        begin: u64,
+        bytes: &[u8],
+    ) -> Result<(), Error> {
         let Some(checksums) = tensor.checksums() else { return Ok(()) };
-        let digest = self.with_permit(|_| Digest::of(out));
+        let (whole, len) = (tensor.range(), bytes.len() as u64);
+        let range = ByteRange { offset: whole.offset + begin, len, ..whole };
+        let digest = self.with_permit(|_| Digest::of(bytes));
         let pairs = checksums[(begin / CHUNK_LEN) as usize..].iter().zip(digest.chunks());
         match pairs.enumerate().find(|(_, (expected, actual))| expected != actual) {
             None => Ok(()),

@@ -6,7 +6,7 @@ use std::path::Path;
 use ts_format::CHUNK_LEN;
 
 use crate::damage::Damage;
-use crate::pieces::for_each_piece;
+use crate::pieces::{Threads, for_each_piece};
 use crate::progress::Watch;
 use crate::read::{Reader, ReaderPool};
 use crate::{Checkpoint, Error};
@@ -55,7 +55,7 @@ pub fn verify(path: &Path, jobs: usize, watch: &mut Watch<'_>) -> Result<Verifie
     let take = |index, begin, found: Option<Damage>| {
         damaged.extend(found.map(|damage| (index, begin, damage)));
     };
-    for_each_piece(&lens, CHUNK_LEN, jobs, watch, init, check, take)?;
+    for_each_piece(&lens, CHUNK_LEN, Threads::for_storage(jobs), watch, init, check, take)?;
     damaged.sort_by_key(|&(index, begin, _)| (index, begin));
     let damaged = damaged.into_iter().map(|(.., damage)| damage).collect();
     Ok(Verified { tensors: tensors.len(), bytes: lens.iter().sum(), checked_bytes, damaged })

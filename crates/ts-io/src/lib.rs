@@ -76,6 +76,7 @@ mod error;
 pub mod fault;
 mod file;
 mod file_backends;
+mod file_mapping;
 #[cfg(target_os = "linux")]
 mod gds;
 mod hook;
@@ -107,6 +108,7 @@ pub use backend::{
 };
 pub use direct::DirectReader;
 pub use error::{Error, ErrorKind, SharedIoError};
+pub use file_mapping::FileMapping;
 #[cfg(target_os = "linux")]
 pub use gds::{GdsMode, gds_mode};
 #[cfg(target_os = "linux")]

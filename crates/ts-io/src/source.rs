@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use crate::Error;
+use crate::file::FileOrigin;
 
 /// The timeout of a read if no other is configured.
 pub(crate) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -125,6 +126,11 @@ impl Source {
     /// Returns whether reads go over the network.
     pub fn is_remote(&self) -> bool {
         self.origin.is_remote()
+    }
+
+    /// Returns whether the source is a local file.
+    pub fn is_file(&self) -> bool {
+        FileOrigin::of(self).is_some()
     }
 
     /// Returns the absolute path of a file, the URL of an object, or the name of another source.

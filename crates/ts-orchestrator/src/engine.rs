@@ -530,6 +530,16 @@ impl<D: Device> Engine<D> {
         self.inner.stats()
     }
 
+    /// Lets processes that are forked from now on inherit the tensors in host memory,
+    /// copy-on-write. Call this when nothing is read any more, for example before the engine is
+    /// dropped and its tensors are kept.
+    ///
+    /// By default, a fork does not inherit them, because each page that the engine writes to after
+    /// a fork would be copied.
+    pub fn keep_in_forks(&self) {
+        self.inner.host_pool().keep_in_forks();
+    }
+
     /// Returns whether this process is a fork of the process that created the engine.
     ///
     /// A fork has neither the engine's threads nor its memory, so no other method may be called in

@@ -146,6 +146,16 @@ impl Arena {
         }
     }
 
+    /// Lets processes that are forked from now on inherit the memory, copy-on-write. Does nothing
+    /// for memory that a device allocated, and on systems other than Linux, where forked processes
+    /// inherit the memory anyway.
+    pub(crate) fn keep_in_forks(&self) {
+        #[cfg(target_os = "linux")]
+        if let Memory::Mapping(mapping) = &self.memory {
+            let _ = mapping.advise(memmap2::Advice::DoFork);
+        }
+    }
+
     fn check_range(&self, offset: usize, len: usize) {
         assert!(
             offset + len <= self.len,

@@ -98,6 +98,15 @@ impl HostPool {
         Self::with_arena(|len| Arena::of_device(device, len), budget, capacity_bytes)
     }
 
+    /// Lets processes that are forked from now on inherit the memory of this pool, copy-on-write.
+    ///
+    /// By default, the memory is not mapped in forked processes, because the first write to each
+    /// page after a fork would copy the page. Call this when no read to the memory is in flight.
+    /// Does nothing for pinned memory.
+    pub fn keep_in_forks(&self) {
+        self.inner.arena.keep_in_forks();
+    }
+
     fn with_arena(
         allocate: impl FnOnce(usize) -> Result<Arena, Error>,
         budget: &Budget,

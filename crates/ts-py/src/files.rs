@@ -16,6 +16,8 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<progress::Progress>()?;
     m.add_class::<writer::FileWriter>()?;
     m.add_class::<conversion::Conversion>()?;
+    m.add_function(wrap_pyfunction!(checkpoint::trim, m)?)?;
+    m.add_function(wrap_pyfunction!(checkpoint::kept_bytes, m)?)?;
     m.add_function(wrap_pyfunction!(convert::compact, m)?)?;
     m.add_function(wrap_pyfunction!(convert::convert, m)?)?;
     Ok(())

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Returns free memory of the C library's heap to the system when memory is short.
+//! Returns free memory of the C library's heap, and memory of deleted tensors, to the system when
+//! memory is short.
 //!
 //! PyTorch allocates activations on this heap. Small objects that outlive them, such as the tensors
 //! of weights, are allocated between them, mostly in the first pass. Then the C library keeps much
 //! of the heap although it is free, and a process near its memory limit is killed.
 
-/// Returns free memory of the heap to the system if less than 128 MiB are available to this
-/// process, and at least 16 MiB of the heap are free. Looks at most every 50 ms, and less often
-/// while this frees little: fragments whose pages were returned still count as free.
+/// Returns memory of deleted tensors to the system if less than 128 MiB are available to this
+/// process, and free memory of the heap if this is at least 16 MiB. Looks at most every 50 ms, and
+/// less often while this frees little: fragments whose pages were returned still count as free.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 pub(crate) fn trim_if_short(py: pyo3::Python<'_>) {
     use std::sync::OnceLock;
@@ -31,6 +32,7 @@ pub(crate) fn trim_if_short(py: pyo3::Python<'_>) {
         let Some(before) = tensorstream::available_bytes().filter(|bytes| *bytes < SHORT) else {
             return PERIOD.store(PERIOD_MS.0, Relaxed);
         };
+        tensorstream::trim();
         // SAFETY: the function has no arguments and returns a value.
         if (unsafe { libc::mallinfo2() }.fordblks as u64) < WORTHWHILE {
             return;

@@ -38,9 +38,11 @@ fn parse_bytes(text: &str) -> PyResult<u64> {
 /// Returns the memory that this process can still allocate without swapping, in bytes.
 ///
 /// That is the available memory of the system, or less if a memory cgroup limits the process.
-/// Returns None if the available memory cannot be detected.
+/// Returns None if the available memory cannot be detected. Returns memory of deleted tensors to
+/// the system first.
 #[pyfunction]
 fn available_memory() -> Option<u64> {
+    tensorstream::trim();
     available_bytes()
 }
 

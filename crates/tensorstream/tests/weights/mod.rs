@@ -22,8 +22,10 @@ pub(crate) fn write_units(path: &Path, units: &[Vec<u8>]) {
         let offsets = [std::mem::replace(&mut begin, end), end];
         format!(r#""u{i}.weight":{{"dtype":"BF16","shape":[{len}],"data_offsets":{offsets:?}}}"#)
     };
-    let header =
+    let mut header =
         format!("{{{}}}", units.iter().enumerate().map(tensor).collect::<Vec<_>>().join(","));
+    // As the safetensors library does, so that the data is aligned.
+    header.extend(std::iter::repeat_n(' ', header.len().next_multiple_of(8) - header.len()));
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.as_bytes());
     units.iter().for_each(|bytes| file.extend(bytes));

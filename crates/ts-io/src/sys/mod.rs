@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! System calls that the standard library does not wrap. Apart from [`MappedView`], all unsafe code
-//! of this crate is here.
+//! System calls that the standard library does not wrap. Apart from [`MappedView`] and
+//! [`FileMapping`], all unsafe code of this crate is here.
 //!
 //! [`MappedView`]: crate::MappedView
+//! [`FileMapping`]: crate::FileMapping
 
 #[cfg(target_os = "linux")]
 mod cufile;

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     )
     from .files._convert import Conversion, compact, convert
     from .files._safe_open import TensorSlice, safe_open
-    from .files._state_dict import append_file, load, load_file, load_into, save, save_file
+    from .files._state_dict import append_file, load, load_file, load_into, save, save_file, trim
     from .streaming._curve import Curve, CurvePoint
     from .streaming._explain import Explanation, explain
     from .streaming._metrics import metrics
@@ -139,12 +139,21 @@ __all__ = [
     "save_file",
     "stats",
     "trace",
+    "trim",
 ]
 
 _HOMES = {
     "budget": ("Budget",),
     "files._convert": ("Conversion", "compact", "convert"),
-    "files._state_dict": ("append_file", "load", "load_file", "load_into", "save", "save_file"),
+    "files._state_dict": (
+        "append_file",
+        "load",
+        "load_file",
+        "load_into",
+        "save",
+        "save_file",
+        "trim",
+    ),
     "files._safe_open": ("TensorSlice", "safe_open"),
     "streaming._curve": ("Curve", "CurvePoint"),
     "streaming._explain": ("Explanation", "explain"),

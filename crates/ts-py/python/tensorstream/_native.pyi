@@ -42,6 +42,7 @@ __all__ = [
     "compact",
     "connect",
     "convert",
+    "kept_bytes",
     "listen",
     "main",
     "parse_bytes",
@@ -59,6 +60,7 @@ __all__ = [
     "requirement",
     "sandbox",
     "smallest_budget",
+    "trim",
 ]
 
 __version__: str
@@ -117,6 +119,8 @@ def listen(
     key: _Path | None,
     insecure: bool,
 ) -> Listener: ...
+def trim() -> int: ...
+def kept_bytes() -> int: ...
 def compact(path: _Path) -> tuple[int, int]: ...
 def convert(
     source: _Path,
@@ -157,7 +161,7 @@ class Checkpoint:
     def entry(self, name: str) -> tuple[str, list[int], list[_Part]]: ...
     def read_into(self, parts: list[_Part], target: object) -> None: ...
     def read_block(self, name: str, block: list[tuple[int, int]], target: object) -> None: ...
-    def load(self, verify: bool) -> list[tuple[str, str, list[int], object]]: ...
+    def load(self, verify: bool, mapped: bool) -> list[tuple[str, str, list[int], object]]: ...
     def load_into(self, targets: list[tuple[str, object]], verify: bool) -> None: ...
     def load_each(
         self, verify: bool, budget: int, take: Callable[[str, str, list[int], object], None]

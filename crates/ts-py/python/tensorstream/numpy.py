@@ -24,7 +24,11 @@ Array = np.ndarray[Any, Any]
 
 
 def load_file(
-    path: Path, *, verify: bool = True, mapped: bool = False, lenient: bool = False
+    path: Path,
+    *,
+    verify: bool = True,
+    mapped: bool | Literal["auto"] = False,
+    lenient: bool = False,
 ) -> dict[str, Array]:
     """Reads all tensors of a checkpoint as arrays. Blocks; shows a progress bar on a terminal.
 

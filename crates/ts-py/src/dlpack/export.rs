@@ -3,13 +3,13 @@
 
 use std::any::Any;
 use std::ffi::{CStr, c_void};
+use std::ops::Deref;
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use tensorstream::exec::contiguous_strides;
 use tensorstream::format::{Dtype, TensorMeta};
-use tensorstream::orchestrator::TensorBytes;
 
 use super::abi::{
     CPU, DataType, Device, EXTENSION, IS_COPIED, ManagedTensor, ManagedTensorVersioned, READ_ONLY,
@@ -50,7 +50,7 @@ struct ExportBox<M> {
 /// tensor of bytes.
 pub(crate) fn tensor_capsule<'py>(
     py: Python<'py>,
-    bytes: TensorBytes,
+    bytes: impl Deref<Target = [u8]> + Send + 'static,
     meta: &TensorMeta,
 ) -> PyResult<Bound<'py, PyAny>> {
     let as_bytes = TensorMeta { dtype: Dtype::U8, shape: vec![bytes.len() as u64] };

@@ -3,12 +3,13 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use tensorstream::format::{ByteRange, FileId, Tensor, TensorEntry};
-use tensorstream::io::Source;
+use tensorstream::io::{FileMapping, Source};
 use tensorstream::{Error, LoadOptions, Loaded};
 
 use super::progress::watched;
@@ -156,12 +157,23 @@ impl Checkpoint {
     ///
     /// Args:
     ///     verify: Whether to compare the bytes with their checksums.
+    ///     mapped: Whether to return views of the mapped files where possible. While they exist,
+    ///         nothing may write to the files.
     ///
     /// Returns:
     ///     Name, safetensors dtype name, shape and DLPack capsule of each tensor.
-    fn load<'py>(&self, py: Python<'py>, verify: bool) -> PyResult<Vec<LoadedSpec<'py>>> {
+    fn load<'py>(
+        &self,
+        py: Python<'py>,
+        verify: bool,
+        mapped: bool,
+    ) -> PyResult<Vec<LoadedSpec<'py>>> {
         let options = LoadOptions::default().with_verify(verify);
-        let loaded = watched(py, Some("loading"), |watch| self.inner.load(options, watch))?;
+        let files = if mapped { self.mappings().map_err(|e| to_python(py, &e))? } else { vec![] };
+        let loaded = watched(py, Some("loading"), |watch| match mapped {
+            true => self.inner.load_mapped(&files, options, watch),
+            false => self.inner.load(options, watch),
+        })?;
         loaded.into_iter().map(|loaded| loaded_spec(py, loaded)).collect()
     }
 
@@ -276,6 +288,35 @@ impl Checkpoint {
         let entry = self.inner.catalog().assemble(name, tensor_meta(dtype, shape)?, ranges(parts));
         entry.map_err(|e| to_python(py, &e.into()))
     }
+}
+
+impl Checkpoint {
+    /// Maps the files. Reads nothing.
+    fn mappings(&self) -> Result<Vec<Arc<FileMapping>>, Error> {
+        let files = self.inner.sources().iter().filter(|source| source.is_file());
+        let map = |source| {
+            // SAFETY: the caller of `load` keeps the files as they are. Python code that does not
+            // is killed by SIGBUS, or sees other bytes, as with the safetensors library.
+            let mapping = unsafe { FileMapping::new(source) };
+            Ok(Arc::new(mapping?))
+        };
+        files.map(map).collect()
+    }
+}
+
+/// Returns the memory of tensors that were loaded and dropped to the system.
+///
+/// Returns:
+///     Its size in bytes.
+#[pyfunction]
+pub(crate) fn trim() -> usize {
+    tensorstream::trim()
+}
+
+/// Returns the size in bytes of the memory that ``trim`` would return.
+#[pyfunction]
+pub(crate) fn kept_bytes() -> usize {
+    tensorstream::kept_bytes()
 }
 
 fn loaded_spec(py: Python<'_>, loaded: Loaded) -> PyResult<LoadedSpec<'_>> {

@@ -28,7 +28,7 @@ def load_file(
     device: str | int | torch.device = "cpu",
     *,
     verify: bool = True,
-    mapped: bool = False,
+    mapped: bool | Literal["auto"] = False,
     lenient: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Reads all tensors of a checkpoint into memory. Blocks; shows a progress bar on a terminal.
@@ -36,7 +36,8 @@ def load_file(
     Reads into huge pages if possible. Reads local files from the page cache if the cache contains
     the data, and with direct I/O otherwise. Compressed tensors are decoded on all cores. Adjacent
     tensors of up to 16 MiB together share an allocation, which is freed when the last of these
-    tensors is deleted.
+    tensors is deleted. Up to 64 MiB of it are kept for the next small checkpoint; `trim` returns
+    them to the system.
 
     Args:
         path: A ``.safetensors`` or ``.ts`` file, a shard index, a directory with one of them, or a
@@ -45,10 +46,12 @@ def load_file(
             while the next ones are read. This uses 256 MiB of host memory, or more if the largest
             tensors need it.
         verify: Whether to verify checksums, if the file has any.
-        mapped: Whether to return views of the file. Data is then read at its first use and not
-            verified, and writes to the tensors do not change the file. While the tensors exist, the
-            file must not change. If it is truncated, the process crashes. Compressed or unaligned
-            tensors are read as usual.
+        mapped: ``"auto"`` returns views of the file where that is possible, after all threads have
+            read it to the page cache and verified it. This is the fastest way to load a file once.
+            ``True`` returns the same views at once; data is then read at its first use and not
+            verified. Writes to views do not change the file. While views exist, the file must not
+            be written to, but it can be replaced. If it is truncated, the process crashes.
+            Compressed and unaligned tensors are read as usual.
         lenient: Whether to accept safetensors files that only the safetensors library accepts, such
             as those with empty names, duplicate names or unknown fields.
 
@@ -60,7 +63,8 @@ def load_file(
         CheckpointError: The checkpoint is damaged.
         CheckpointPermissionError: The process may not read the checkpoint.
         ChecksumError: Data differs from its checksum.
-        ConfigurationError: ``mapped`` is true, but ``path`` is a URL.
+        ConfigurationError: ``mapped`` is ``True``, but ``path`` is a URL; or ``mapped`` has another
+            value.
         StorageError: Reading failed.
         ModelError: A tensor has a dtype or a shape that torch does not support.
 
@@ -70,16 +74,21 @@ def load_file(
         >>> ts.load_file("a.safetensors")
         {'a': tensor([0, 1, 2])}
     """
+    if mapped not in (True, False, "auto"):
+        raise ConfigurationError(f"mapped={mapped!r}: expected True, False or 'auto'")
     checkpoint = _native.Checkpoint(path, lenient)
     kinds = {name: torch_type(checkpoint, name) for name in checkpoint.names()}
     device = torch.device(device)
+    if mapped == "auto":
+        views = checkpoint.load(verify, True)
+        return {name: as_tensor(view, *kinds[name]).to(device) for name, _, _, view in views}
     if mapped:
         files = MappedFiles(checkpoint)
         return {name: _view_or_read(files, checkpoint, name).to(device) for name in kinds}
     if device.type == "cpu":
         return {
             name: as_tensor(capsule, *kinds[name])
-            for name, _, _, capsule in checkpoint.load(verify)
+            for name, _, _, capsule in checkpoint.load(verify, False)
         }
     tensors: dict[str, torch.Tensor] = {}
 
@@ -88,6 +97,27 @@ def load_file(
 
     checkpoint.load_each(verify, _STAGING_BYTES, take)
     return {name: tensors[name] for name in kinds}
+
+
+def trim() -> int:
+    """Returns the memory of loaded tensors that were deleted to the system.
+
+    `load_file` keeps up to 64 MiB of such memory for the next small checkpoint, because the system
+    clears new memory more slowly than tensors are read from the page cache. Near a memory limit of
+    the process, a model that streams calls this function by itself. ``ts.metrics()`` reports the
+    size of the memory as ``tensorstream_kept_bytes``.
+
+    Returns:
+        The size of the memory in bytes.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.zeros(1 << 20)}, "a.ts")
+        >>> del ts.load_file("a.ts")["a"]
+        >>> ts.trim() >= 4 << 20
+        True
+    """
+    return _native.trim()
 
 
 def load_into(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 
+from .. import _native
 from ..errors import ModelError
 from ._live import live_models
 from ._offload import stats
@@ -72,7 +73,8 @@ _METRICS: tuple[tuple[str, str, str, Callable[[Stats], Samples]], ...] = (
 def metrics() -> str:
     """Returns counters of all offloaded models of this process, in the text format of Prometheus.
 
-    Each sample has the label ``model``, the class of the model and a number. Does not wait for I/O.
+    Each sample of a model has the label ``model``, the class of the model and a number. Does not
+    wait for I/O.
 
     Examples:
         >>> import tensorstream as ts, torch
@@ -85,7 +87,11 @@ def metrics() -> str:
     for name, model in live_models():
         with contextlib.suppress(ModelError):  # another thread has restored it
             measured.append((name, stats(model)))
-    lines = []
+    lines = [
+        "# HELP tensorstream_kept_bytes Memory of deleted tensors, which `trim` returns.",
+        "# TYPE tensorstream_kept_bytes gauge",
+        f"tensorstream_kept_bytes {_native.kept_bytes()}",
+    ]
     for name, kind, text, samples in _METRICS:
         lines += [f"# HELP tensorstream_{name} {text}", f"# TYPE tensorstream_{name} {kind}"]
         for model_name, own in measured:

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The memory of loaded tensors.
+
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use ts_io::FileMapping;
+use ts_orchestrator::TensorBytes;
+use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
+
+/// Maximum of [`RecycledMemory::kept_bytes`]. Enough for the weights of a small model, and little
+/// beside the libraries of a process that loads one.
+const KEPT_BYTES: usize = 64 << 20;
+
+/// The memory of loaded tensors that were dropped. The next tensors that are loaded reuse it.
+pub(crate) static RECYCLED: RecycledMemory = RecycledMemory { kept: Mutex::new(Vec::new()) };
+
+/// The bytes of a loaded tensor. Clones share them; they are freed when the last clone is dropped.
+/// Clones may be dropped on any thread, and in forked processes.
+#[derive(Debug, Clone)]
+pub struct LoadedBytes {
+    memory: Memory,
+    range: Range<usize>,
+}
+
+#[derive(Debug, Clone)]
+enum Memory {
+    /// Memory of an engine that has ended.
+    Slot(TensorBytes),
+    Recycled(Arc<RecycledBuffer>),
+    Mapped(Arc<FileMapping>),
+}
+
+impl LoadedBytes {
+    pub(super) fn recycled(buffer: Arc<RecycledBuffer>, range: Range<usize>) -> Self {
+        Self { memory: Memory::Recycled(buffer), range }
+    }
+
+    pub(super) fn mapped(mapping: Arc<FileMapping>, range: Range<usize>) -> Self {
+        Self { memory: Memory::Mapped(mapping), range }
+    }
+}
+
+impl From<TensorBytes> for LoadedBytes {
+    fn from(bytes: TensorBytes) -> Self {
+        Self { range: 0..bytes.len(), memory: Memory::Slot(bytes) }
+    }
+}
+
+impl Deref for LoadedBytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        let whole: &[u8] = match &self.memory {
+            Memory::Slot(bytes) => bytes,
+            Memory::Recycled(buffer) => buffer,
+            Memory::Mapped(mapping) => mapping,
+        };
+        &whole[self.range.clone()]
+    }
+}
+
+/// Returns to the system the memory of loaded tensors that were dropped. Returns its size in bytes.
+///
+/// [`Checkpoint::load`](crate::Checkpoint::load) keeps up to 64 MiB of such memory for the next
+/// call, because the system clears new memory more slowly than tensors are read from the page
+/// cache.
+///
+/// ```
+/// tensorstream::trim();
+/// assert_eq!(tensorstream::kept_bytes(), 0);
+/// ```
+pub fn trim() -> usize {
+    let kept = std::mem::take(&mut *RECYCLED.kept.lock());
+    total(&kept)
+}
+
+/// Returns the size in bytes of the memory that [`trim`] would return to the system.
+pub fn kept_bytes() -> usize {
+    total(&RECYCLED.kept.lock())
+}
+
+fn total(buffers: &[Buffer]) -> usize {
+    buffers.iter().map(|buffer| buffer.len()).sum()
+}
+
+/// Memory that is kept for reuse, up to [`KEPT_BYTES`].
+///
+/// A thread of a parent process may have held the lock during a fork. So nothing waits for the lock
+/// but [`trim`] and [`kept_bytes`].
+#[derive(Debug)]
+pub(crate) struct RecycledMemory {
+    kept: Mutex<Vec<Buffer>>,
+}
+
+impl RecycledMemory {
+    /// Allocates memory of at least `len` bytes. It contains arbitrary bytes.
+    ///
+    /// # Errors
+    /// Returns [`ts_pool::Error::Map`] if the system has no memory.
+    pub(super) fn allocate(&'static self, len: usize) -> Result<RecycledBuffer, ts_pool::Error> {
+        // A little more than asked for is not worth new memory.
+        let fits = |kept: &Buffer| (len..=len + len / 8 + BLOCK_ALIGN).contains(&kept.len());
+        if let Some(mut kept) = self.kept.try_lock()
+            && let Some(found) = kept.iter().position(fits)
+        {
+            return Ok(RecycledBuffer(Some(kept.swap_remove(found))));
+        }
+        let len = len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
+        let pool = HostPool::new(&Budget::new(len), len)?;
+        pool.keep_in_forks();
+        Ok(RecycledBuffer(Some(pool.allocate(len)?)))
+    }
+}
+
+/// Memory from [`RecycledMemory`], which is kept for reuse when it is dropped.
+#[derive(Debug)]
+pub(super) struct RecycledBuffer(Option<Buffer>);
+
+impl RecycledBuffer {
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        self.0.as_mut().expect("the buffer exists until this value is dropped")
+    }
+}
+
+impl Deref for RecycledBuffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.0.as_ref().expect("the buffer exists until this value is dropped")
+    }
+}
+
+impl Drop for RecycledBuffer {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.0.take()
+            && let Some(mut kept) = RECYCLED.kept.try_lock()
+            && total(&kept) + buffer.len() <= KEPT_BYTES
+        {
+            kept.push(buffer);
+        }
+    }
+}

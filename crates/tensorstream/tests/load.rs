@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Loading of whole checkpoints, as copies and as views.
+#![allow(clippy::unwrap_used)] // a failing test panics
+#![allow(unsafe_code)] // mappings of files that only these tests write to
+
+mod weights;
+
+use std::fs::OpenOptions;
+use std::path::Path;
+use std::sync::Arc;
+
+use tensorstream::io::FileMapping;
+use tensorstream::{Checkpoint, Error, LoadOptions, Loaded, Progress};
+use weights::{weights_of, write_units};
+
+fn quiet(_: Progress) -> bool {
+    false
+}
+
+fn units() -> Vec<Vec<u8>> {
+    (0..5).map(|unit| weights_of(unit, 700_002 * unit)).collect()
+}
+
+fn written(path: &Path) -> Checkpoint {
+    write_units(path, &units());
+    Checkpoint::open(path).unwrap()
+}
+
+fn mapping(checkpoint: &Checkpoint) -> Arc<FileMapping> {
+    // SAFETY: no test accesses bytes of a mapping after it has written to the file.
+    Arc::new(unsafe { FileMapping::new(&checkpoint.sources()[0]) }.unwrap())
+}
+
+fn views(checkpoint: &Checkpoint, files: &[Arc<FileMapping>]) -> Result<Vec<Loaded>, Error> {
+    checkpoint.load_mapped(files, LoadOptions::default(), &mut quiet)
+}
+
+fn addresses(tensor: &Loaded) -> std::ops::Range<usize> {
+    let begin = tensor.bytes.as_ptr().addr();
+    begin..begin + tensor.bytes.len()
+}
+
+#[test]
+fn views_have_the_bytes_of_copies_in_the_memory_of_the_mapping() {
+    let directory = tempfile::tempdir().unwrap();
+    let checkpoint = written(&directory.path().join("a.safetensors"));
+    let file = mapping(&checkpoint);
+    let loaded = views(&checkpoint, &[Arc::clone(&file)]).unwrap();
+    let copies = checkpoint.load(LoadOptions::default(), &mut quiet).unwrap();
+    assert_eq!(loaded.len(), units().len());
+    let mapped = file.as_ptr().addr()..file.as_ptr().addr() + file.len();
+    for (view, copy) in loaded.iter().zip(&copies) {
+        assert_eq!((&view.name, &view.meta), (&copy.name, &copy.meta));
+        assert!(view.bytes[..] == copy.bytes[..], "{}", view.name);
+        let is_view = mapped.contains(&addresses(view).start);
+        assert!(is_view || view.bytes.is_empty(), "{} is in the mapping", view.name);
+        assert!(!mapped.contains(&addresses(copy).start));
+    }
+}
+
+#[test]
+fn tensors_of_files_without_a_mapping_are_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let first = written(&directory.path().join("a.safetensors"));
+    let second = written(&directory.path().join("b.safetensors"));
+    for files in [vec![], vec![mapping(&second)]] {
+        let loaded = views(&first, &files).unwrap();
+        for (tensor, bytes) in loaded.iter().zip(units()) {
+            assert!(tensor.bytes[..] == bytes[..], "{}", tensor.name);
+        }
+    }
+    let bytes = std::fs::read(directory.path().join("a.safetensors")).unwrap();
+    let in_memory = Checkpoint::from_bytes("a", bytes).unwrap();
+    // SAFETY: the call fails, because the source is not a file.
+    let refused = unsafe { FileMapping::new(&in_memory.sources()[0]) };
+    assert!(refused.unwrap_err().to_string().contains("not a file"));
+    assert_eq!(views(&in_memory, &[]).unwrap().len(), units().len());
+}
+
+#[test]
+fn a_file_that_changes_while_it_is_mapped_is_an_error() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a.safetensors");
+    let checkpoint = written(&path);
+    let file = mapping(&checkpoint);
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(1 << 20).unwrap();
+    let error = views(&checkpoint, &[file]).unwrap_err();
+    assert!(matches!(&error, Error::Io(tensorstream::io::Error::Changed { .. })), "{error}");
+    // SAFETY: the call fails, because the file has changed.
+    let refused = unsafe { FileMapping::new(&checkpoint.sources()[0]) };
+    assert!(refused.is_err());
+}
+
+#[test]
+fn loads_of_views_can_be_interrupted() {
+    let directory = tempfile::tempdir().unwrap();
+    let checkpoint = written(&directory.path().join("a.safetensors"));
+    let files = [mapping(&checkpoint)];
+    let result = checkpoint.load_mapped(&files, LoadOptions::default(), &mut |_| true);
+    assert!(matches!(result, Err(Error::Interrupted)));
+}
+
+#[test]
+fn memory_that_is_still_used_is_never_given_out_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let checkpoint = written(&directory.path().join("a.safetensors"));
+    let load = || checkpoint.load(LoadOptions::default(), &mut quiet).unwrap();
+    let (expected, mut kept) = (units(), Vec::new());
+    for round in 0..30 {
+        let mut loaded = load();
+        kept.push(loaded.swap_remove(round % loaded.len()));
+        if round % 7 == 6 {
+            kept.drain(..3);
+        }
+        let mut ranges: Vec<_> = loaded.iter().chain(&kept).map(addresses).collect();
+        ranges.retain(|range| !range.is_empty());
+        ranges.sort_by_key(|range| range.start);
+        assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start), "round {round}");
+        for tensor in loaded.iter().chain(&kept) {
+            let unit: usize = tensor.name[1..2].parse().unwrap();
+            assert!(tensor.bytes[..] == expected[unit][..], "{}", tensor.name);
+        }
+        assert!(tensorstream::kept_bytes() <= 64 << 20);
+    }
+}

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+
+use memmap2::{MmapOptions, MmapRaw};
+
+use crate::file::FileOrigin;
+use crate::{Error, Source};
+
+/// A whole file, mapped into memory. Unlike a [`MappedView`](crate::MappedView), it can be written
+/// to: a write copies the page, and does not change the file.
+///
+/// ```
+/// use ts_io::{FileMapping, Source};
+///
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("data");
+/// std::fs::write(&path, b"header and data")?;
+/// let source = Source::open(&path)?;
+/// // SAFETY: nothing writes to the file while the mapping exists.
+/// let mapping = unsafe { FileMapping::new(&source) }?;
+/// mapping.populate(11..15)?;
+/// assert_eq!(&mapping[11..], b"data");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct FileMapping {
+    source: Arc<Source>,
+    mapping: MmapRaw,
+}
+
+impl FileMapping {
+    /// Maps the file. Reads nothing.
+    ///
+    /// # Safety
+    /// While the mapping exists, neither this process nor another may write to the file, because
+    /// the mapping provides shared references to its bytes. If the file is truncated, accessing the
+    /// missing bytes kills the process with SIGBUS, and so does an access that reads from a device
+    /// that fails.
+    ///
+    /// # Errors
+    /// Returns [`Error::Changed`] if the file is no longer the one that was opened. Returns
+    /// [`Error::Read`] if the system cannot map the source, or the source is not a file.
+    pub unsafe fn new(source: &Arc<Source>) -> Result<Self, Error> {
+        let len = usize::try_from(source.len()).unwrap_or(usize::MAX);
+        let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file(0, len))?.file();
+        // SAFETY: the caller guarantees that nothing writes to the file while the mapping exists.
+        let mapping = unsafe { MmapOptions::new().len(len).map_copy(file) };
+        let mapping = mapping.map_err(|e| source.read_error(0, len, e))?.into();
+        // The handle is the one of the file that was opened, but its length may have changed.
+        source.verify(0)?;
+        Ok(Self { source: Arc::clone(source), mapping })
+    }
+
+    /// Returns the source whose file is mapped.
+    pub fn source(&self) -> &Arc<Source> {
+        &self.source
+    }
+
+    /// Reads a range into the page cache and maps its pages. Blocks. Different threads can read
+    /// different ranges at the same time.
+    ///
+    /// Does nothing on Linux before 5.14 and on other systems, where the first access to a page
+    /// reads it.
+    ///
+    /// # Errors
+    /// Returns [`Error::Read`] if the device fails, or the file was truncated.
+    ///
+    /// # Panics
+    /// Panics if the range is not inside the file.
+    pub fn populate(&self, range: Range<usize>) -> Result<(), Error> {
+        assert!(range.end <= self.mapping.len(), "{range:?} is not inside the file");
+        #[cfg(target_os = "linux")]
+        {
+            let (offset, len) = (range.start as u64, range.len());
+            let populate = memmap2::Advice::PopulateRead;
+            match self.mapping.advise_range(populate, range.start, range.len()) {
+                Err(e) if e.raw_os_error() != Some(libc::EINVAL) => {
+                    // A truncated file is the usual reason.
+                    self.source.verify(offset)?;
+                    return Err(self.source.read_error(offset, len, e));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the file is still the one that was opened.
+    ///
+    /// # Errors
+    /// Returns [`Error::Changed`] if the file has changed or was replaced.
+    pub fn verify(&self) -> Result<(), Error> {
+        self.source.verify(0)
+    }
+}
+
+impl Deref for FileMapping {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the mapping is as long as the file. The caller of `new` guarantees that the file
+        // keeps its length and its content.
+        unsafe { std::slice::from_raw_parts(self.mapping.as_ptr(), self.mapping.len()) }
+    }
+}
