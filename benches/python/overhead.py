@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Measures the cost of streaming when all weights are resident.
+"""Measures the cost of streaming when all weights are resident, and the cost of tracing.
 
 `cargo xtask bench overhead`. Compares forward passes of small models, offloaded and in memory, in
-interleaved rounds. Prints medians and minima.
+interleaved rounds. Then decodes tokens with a 1.1B Llama, every second one with `ts.trace`. Prints
+medians and minima.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import statistics
@@ -17,7 +19,7 @@ from typing import Any
 
 import tensorstream as ts
 import torch
-from models import MIB
+from models import MIB, llama_1b
 from torch import nn
 
 ROUNDS = 40
@@ -73,6 +75,31 @@ def offloaded(model: nn.Module) -> nn.Module:
     return ts.offload(copy.deepcopy(model), ts.Config(storage_path=tempfile.mkdtemp(), budget=size))
 
 
+def show_tracing(budget: str, rounds: int) -> None:
+    """Prints what a trace costs in a forward pass. Beginning and writing the trace do not count."""
+    model: Any = ts.from_pretrained(llama_1b(), budget=budget)
+    ids = torch.arange(1, 17)[None]
+    past = model(ids, use_cache=True).past_key_values
+    length = past.get_seq_length()
+    taken: dict[bool, list[float]] = {False: [], True: []}
+    with tempfile.TemporaryDirectory() as scratch:
+        for step in range(2 * rounds + 6):
+            # Also swaps the order, because a pass can leave more or less for the next one to read.
+            traced = (step + step // 2) % 2 == 1
+            with ts.trace(model, f"{scratch}/run.json") if traced else contextlib.nullcontext():
+                began = time.perf_counter()
+                model(ids[:, -1:], past_key_values=past, use_cache=True)
+                seconds = time.perf_counter() - began
+            past.crop(length)
+            if step >= 6:
+                taken[traced].append(seconds * 1e3)
+    without, traced_ms = statistics.median(taken[False]), statistics.median(taken[True])
+    print(
+        f"1.1B Llama, budget {budget:8} {without:8.2f} ms, traced {traced_ms:8.2f} ms, "
+        f"ratio {traced_ms / without:.4f} (of minima {min(taken[True]) / min(taken[False]):.4f})"
+    )
+
+
 def main() -> None:
     import transformers as hf
 
@@ -106,6 +133,8 @@ def main() -> None:
             streamed = offloaded(layers)
             calls = [functools.partial(each, x) for each in (layers, streamed)]
             show(name, 50, *interleaved(calls, 10 * ROUNDS))
+        show_tracing("4GiB", 3 * ROUNDS)
+        show_tracing("800MiB", ROUNDS)
 
 
 if __name__ == "__main__":

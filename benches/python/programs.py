@@ -6,8 +6,8 @@ usage: programs.py [COUNT] [SEED]
 `cargo xtask programs` runs 200 of them. Requires root and a memory cgroup.
 
 A program is a process. Its seed determines the model, the dtype, the memory limit, the budget, the
-configuration, the number of threads, and what is called in which order. Each program must do one
-of these within two minutes:
+configuration, the number of threads, and the calls and their order. Each program must do one of
+these within two minutes:
 
 - give exactly the results of the same calls with the model in memory, including errors
 - be rejected with a `tensorstream.BudgetError` before the first call
