@@ -133,6 +133,7 @@ def main() -> None:
             streamed = offloaded(layers)
             calls = [functools.partial(each, x) for each in (layers, streamed)]
             show(name, 50, *interleaved(calls, 10 * ROUNDS))
+    with torch.no_grad():
         show_tracing("4GiB", 3 * ROUNDS)
         show_tracing("800MiB", ROUNDS)
 

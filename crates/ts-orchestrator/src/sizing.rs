@@ -64,8 +64,9 @@ pub(crate) struct Sizing {
 pub(crate) struct Overhead {
     /// The size of one bounce buffer, in bytes.
     bounce_bytes: usize,
-    /// Two bounce buffers for each read in flight and each worker: one that is in use, and one for
-    /// what follows.
+    /// Four bounce buffers for each read in flight and each worker: one that is in use, and others
+    /// for what is read while computations occupy the processors. With two, a Llama of 1.1B from a
+    /// compressed file takes 2% to 9% longer for a token.
     wanted_bounces: usize,
     wanted_workers: usize,
     /// Whether each worker needs a decoder.
@@ -310,7 +311,7 @@ impl Preparation {
         }
         let overhead = Overhead {
             bounce_bytes: requests.bounce_bytes.next_multiple_of(BLOCK_ALIGN),
-            wanted_bounces: 2 * (config.io.in_flight + config.workers.max(1)),
+            wanted_bounces: 4 * (config.io.in_flight + config.workers.max(1)),
             wanted_workers: config.workers.max(1),
             decodes,
             encodes: units.iter().any(|unit| unit.pieces.is_some()),
