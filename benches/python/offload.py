@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Measures seconds per token of a 1.1B Llama in bf16 under several memory limits.
 
-`cargo xtask bench offload [ROUNDS]`. Compares TensorStream with accelerate, diffusers, mapped files
-and, where it fits, the model in memory. Each run is a process with a memory limit that includes the
-page cache, and starts with an empty page cache. Each round runs all contenders in turn. Figures are
-medians.
+`cargo xtask bench offload [ROUNDS [LIMIT_MB]]`. Compares TensorStream with accelerate, diffusers,
+mapped files and, where it fits, the model in memory. Each run is a process with a memory limit that
+includes the page cache, and starts with an empty page cache. Each round runs all contenders in
+turn. Figures are medians.
 
 For TensorStream, also prints:
 
@@ -118,7 +118,7 @@ def bound(result: dict[str, Any], compute_s: float, disk: float, cores: int) -> 
 Runs = dict[tuple[str, str], list[dict[str, Any]]]
 
 
-def main(rounds: int) -> int:
+def main(rounds: int = ROUNDS, only_mb: int | None = None) -> int:
     plain = llama_1b()
     paths = {"compressed": compressed(plain)}
     disk = []
@@ -126,7 +126,8 @@ def main(rounds: int) -> int:
     computing = in_memory(plain)
     with tempfile.TemporaryDirectory() as caches, huge_pages() as huge:
         os.environ["XDG_CACHE_HOME"] = caches
-        for cap, accelerate in CAPS_MB.items():
+        for cap in CAPS_MB if only_mb is None else [only_mb]:
+            accelerate = CAPS_MB[cap]
             entries = [*((name, "100%") for name in OURS), ("diffusers", "")]
             entries += [("accelerate", f"{mb}MB") for mb in accelerate] + [("mmap", "")]
             results: Runs = {entry: [] for entry in entries}
@@ -230,4 +231,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 4:
         contender(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     else:
-        sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else ROUNDS))
+        sys.exit(main(*map(int, sys.argv[1:])))

@@ -28,7 +28,8 @@ cargo xtask bench parts              criterion benchmarks of single components
 cargo xtask bench llama              the same as `demo --large`, in three rounds
 cargo xtask bench exact              logits of a 1.1B model, streamed and in memory
 cargo xtask bench caps               a 1.1B model under memory limits and budgets (needs root)
-cargo xtask bench offload [ROUNDS]   a 1.1B model under memory limits, compared with accelerate,
+cargo xtask bench offload [ROUNDS [LIMIT_MB]]
+                                     a 1.1B model under memory limits, compared with accelerate,
                                      diffusers and mmap; needs 15 GB of disk
 cargo xtask bench moe                a mixture of experts against accelerate
 cargo xtask bench pressure           how fast memory is given back when another process needs it
@@ -76,8 +77,8 @@ fn main() -> ExitCode {
         ["ci"] => ci(),
         ["docs"] => docs(),
         ["test", tier] => test(tier),
-        ["bench", "offload", rounds] => {
-            python::prepared().and_then(|venv| bench::run_script(&venv, "offload", &[rounds]))
+        ["bench", "offload", ref arguments @ ..] => {
+            python::prepared().and_then(|venv| bench::run_script(&venv, "offload", arguments))
         }
         ["bench", what] => bench::run(what),
         ["big-endian"] => big_endian::test(),

@@ -187,6 +187,10 @@ impl Origin for FileOrigin {
         &self.fingerprint
     }
 
+    fn is_file(&self) -> bool {
+        true
+    }
+
     fn read_at(&self, offset: u64, buffer: &mut [u8], _: Duration) -> Result<usize, Error> {
         self.read(Access::Buffered, offset, &mut Target::Slice(buffer), &ReadHook::default())
     }

@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use crate::Error;
-use crate::file::FileOrigin;
 
 /// The timeout of a read if no other is configured.
 pub(crate) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -82,6 +81,11 @@ pub(crate) trait Origin: Any + fmt::Debug + Send + Sync {
         false
     }
 
+    /// Returns whether the source is a local file.
+    fn is_file(&self) -> bool {
+        false
+    }
+
     /// Checks that the source has not changed since it was opened. Does nothing if reads check this
     /// themselves, or if the source cannot change. `offset` appears only in the error.
     fn verify(&self, offset: u64) -> Result<(), Error> {
@@ -130,7 +134,7 @@ impl Source {
 
     /// Returns whether the source is a local file.
     pub fn is_file(&self) -> bool {
-        FileOrigin::of(self).is_some()
+        self.origin.is_file()
     }
 
     /// Returns the absolute path of a file, the URL of an object, or the name of another source.
