@@ -94,7 +94,7 @@ pub struct Loaded {
     /// 64.
     ///
     /// Tensors are read in groups of up to 16 MiB; larger tensors are read alone. The memory of a
-    /// group is freed when its last tensor is dropped. [`trim`](crate::trim) returns some of it to
+    /// group is freed when its last tensor is dropped. [`trim`] returns some of it to
     /// the system, which is kept for the next tensors otherwise.
     pub bytes: LoadedBytes,
 }

@@ -9,7 +9,7 @@ use ts_io::FileMapping;
 use ts_orchestrator::TensorBytes;
 use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
 
-/// Maximum of [`RecycledMemory::kept_bytes`]. Enough for the weights of a small model, and little
+/// Maximum of [`kept_bytes`]. Enough for the weights of a small model, and little
 /// beside the libraries of a process that loads one.
 const KEPT_BYTES: usize = 64 << 20;
 
