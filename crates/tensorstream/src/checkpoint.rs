@@ -87,8 +87,8 @@ impl Checkpoint {
     }
 
     /// Reads a safetensors or `.ts` file from memory. `name` identifies it in errors. An
-    /// [`engine`](Self::engine) cannot stream such a checkpoint, so [`load`](Self::load) returns an
-    /// error too.
+    /// [`engine`](Self::engine) cannot stream such a checkpoint, so [`load_each`](Self::load_each)
+    /// returns an error too.
     ///
     /// # Errors
     /// Returns [`Error::Format`] if the file is malformed or truncated.

@@ -94,7 +94,8 @@ pub struct Loaded {
     /// 64.
     ///
     /// Tensors are read in groups of up to 16 MiB; larger tensors are read alone. The memory of a
-    /// group is freed when its last tensor is dropped. [`trim`] returns some of it to
+    /// group is freed when its last tensor is dropped, and the mapping of a file when its last view
+    /// is dropped. [`trim`] returns some of it to
     /// the system, which is kept for the next tensors otherwise.
     pub bytes: LoadedBytes,
 }
@@ -111,9 +112,9 @@ impl Checkpoint {
     /// Reads with the fastest available backend, directly to memory with huge pages. Compressed
     /// tensors are decoded from small buffers. Ignores [`LoadOptions::budget`].
     ///
-    /// Tensors of at most 128 MiB in local files, and those of [bytes in memory](Self::from_bytes),
-    /// are read as by [`load_into`](Self::load_into). Their memory is that of [loaded tensors that
-    /// were dropped](crate::trim), if there is any.
+    /// Tensors that take at most 128 MiB together, in local files, and those of [bytes in
+    /// memory](Self::from_bytes) are read as by [`load_into`](Self::load_into). Their memory is
+    /// that of [loaded tensors that were dropped](crate::trim), if there is any.
     ///
     /// Forked processes inherit the tensors, copy-on-write.
     ///
@@ -225,37 +226,18 @@ impl Checkpoint {
             config.budget_bytes = refusal.smallest_budget_bytes;
         }
         let engine = self.engine(units, config)?;
-        let mut progress = Progress {
-            done: 0,
-            total: groups.iter().flatten().map(|tensor| tensor.range().len).sum(),
-        };
-        let pass =
-            engine.begin_pass_interruptible(&mut || watch(progress)).map_err(without_unit)?;
-        for (number, tensors) in groups.iter().enumerate() {
-            let lease =
-                engine.acquire_interruptible(Some(pass), UnitId(number as u32), &mut || {
-                    watch(progress)
-                });
-            let lease = lease.map_err(without_unit)?;
-            for (index, tensor) in tensors.iter().enumerate() {
-                take(Loaded::new(*tensor, lease.tensor(index)))?;
-                progress.done += tensor.range().len;
-            }
-            // `acquire_interruptible` calls `watch` only if it waits.
-            if watch(progress) {
-                return Err(Error::Interrupted);
-            }
-        }
+        let done = take_groups(&engine, groups, take, watch);
         engine.keep_in_forks();
-        Ok(())
+        done
     }
 
     /// Reads tensors into existing memory. Each target is the name of a tensor and memory of the
     /// tensor's length in bytes. Blocks.
     ///
     /// Copies bytes that the page cache contains, and reads the rest directly from storage. Uses at
-    /// least 16 threads. Each thread uses about 2 MiB of memory, and more to decode compressed
-    /// tensors.
+    /// most 16 threads, or one for each job if that is more. If the page cache contains everything,
+    /// only one thread for each job is used. Each thread uses about 2 MiB of memory, and more to
+    /// decode compressed tensors.
     ///
     /// # Errors
     /// The content of the memory is unspecified after an error.
@@ -325,6 +307,32 @@ impl Checkpoint {
         let source = &self.sources()[tensor.range().file.0 as usize];
         source.residency(tensor.stored_offset(), tensor.stored_len() as usize) == Some(1.0)
     }
+}
+
+/// Passes the tensors of all groups to `take`. The engine has a unit for each group.
+fn take_groups(
+    engine: &Engine,
+    groups: &[Vec<Tensor<'_>>],
+    take: &mut dyn FnMut(Loaded) -> Result<(), Error>,
+    watch: &mut Watch<'_>,
+) -> Result<(), Error> {
+    let mut progress =
+        Progress { done: 0, total: groups.iter().flatten().map(|tensor| tensor.range().len).sum() };
+    let pass = engine.begin_pass_interruptible(&mut || watch(progress)).map_err(without_unit)?;
+    for (number, tensors) in groups.iter().enumerate() {
+        let lease = engine
+            .acquire_interruptible(Some(pass), UnitId(number as u32), &mut || watch(progress));
+        let lease = lease.map_err(without_unit)?;
+        for (index, tensor) in tensors.iter().enumerate() {
+            take(Loaded::new(*tensor, lease.tensor(index)))?;
+            progress.done += tensor.range().len;
+        }
+        // `acquire_interruptible` calls `watch` only if it waits.
+        if watch(progress) {
+            return Err(Error::Interrupted);
+        }
+    }
+    Ok(())
 }
 
 /// Groups neighbouring tensors. A group has at most [`GROUP_BYTES`], or one larger tensor.

@@ -44,8 +44,9 @@ impl FileMapping {
     pub unsafe fn new(source: &Arc<Source>) -> Result<Self, Error> {
         let len = usize::try_from(source.len()).unwrap_or(usize::MAX);
         let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file(0, len))?.file();
+        // Pages that are never written to need no memory but the page cache, so none is reserved.
         // SAFETY: the caller guarantees that nothing writes to the file while the mapping exists.
-        let mapping = unsafe { MmapOptions::new().len(len).map_copy(file) };
+        let mapping = unsafe { MmapOptions::new().len(len).no_reserve_swap().map_copy(file) };
         let mapping = mapping.map_err(|e| source.read_error(0, len, e))?.into();
         // The handle is the one of the file that was opened, but its length may have changed.
         source.verify(0)?;
@@ -60,8 +61,8 @@ impl FileMapping {
     /// Reads a range into the page cache and maps its pages. Blocks. Different threads can read
     /// different ranges at the same time.
     ///
-    /// Does nothing on Linux before 5.14 and on other systems, where the first access to a page
-    /// reads it.
+    /// Does nothing where the system does not support this: on Linux before 5.14 and on other
+    /// systems. The first access to a page then reads it.
     ///
     /// # Errors
     /// Returns [`Error::Read`] if the device fails, or the file was truncated.
@@ -75,11 +76,12 @@ impl FileMapping {
             let (offset, len) = (range.start as u64, range.len());
             let populate = memmap2::Advice::PopulateRead;
             match self.mapping.advise_range(populate, range.start, range.len()) {
-                Err(e) if e.raw_os_error() != Some(libc::EINVAL) => {
+                Err(e) if is_failed_read(&e) => {
                     // A truncated file is the usual reason.
                     self.source.verify(offset)?;
                     return Err(self.source.read_error(offset, len, e));
                 }
+                // Older kernels and sandboxes answer with different errors.
                 _ => {}
             }
         }
@@ -93,6 +95,12 @@ impl FileMapping {
     pub fn verify(&self) -> Result<(), Error> {
         self.source.verify(0)
     }
+}
+
+#[cfg(target_os = "linux")]
+fn is_failed_read(error: &std::io::Error) -> bool {
+    let codes = [libc::EFAULT, libc::EHWPOISON, libc::EIO, libc::ENOMEM];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
 impl Deref for FileMapping {

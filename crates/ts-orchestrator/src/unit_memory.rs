@@ -145,8 +145,8 @@ impl<D: Device> Drop for UnitMemory<D> {
     /// engine.
     fn drop(&mut self) {
         if self.process != std::process::id() {
-            // In a forked child, the memory is not mapped. Threads that exist only in the parent
-            // process may have locked the pool during the fork.
+            // In a forked child, the memory is not mapped, unless it is kept in forks. Threads that
+            // exist only in the parent process may have locked the pool during the fork.
             std::mem::forget((self.bytes.take(), self.watched.take()));
             return;
         }

@@ -101,8 +101,8 @@ impl HostPool {
     /// Lets processes that are forked from now on inherit the memory of this pool, copy-on-write.
     ///
     /// By default, the memory is not mapped in forked processes, because the first write to each
-    /// page after a fork would copy the page. Call this when no read to the memory is in flight.
-    /// Does nothing for pinned memory.
+    /// page after a fork would copy the page. A process that is forked during a read to the memory
+    /// can see a part of the new bytes. Does nothing for pinned memory.
     pub fn keep_in_forks(&self) {
         self.inner.arena.keep_in_forks();
     }

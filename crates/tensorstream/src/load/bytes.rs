@@ -3,6 +3,7 @@
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use ts_io::FileMapping;
@@ -13,11 +14,16 @@ use ts_pool::{BLOCK_ALIGN, Budget, Buffer, HostPool};
 /// beside the libraries of a process that loads one.
 const KEPT_BYTES: usize = 64 << 20;
 
+/// How long [`trim`] and [`kept_bytes`] wait for the lock. Other code holds it for microseconds.
+const PATIENCE: Duration = Duration::from_millis(20);
+
 /// The memory of loaded tensors that were dropped. The next tensors that are loaded reuse it.
 pub(crate) static RECYCLED: RecycledMemory = RecycledMemory { kept: Mutex::new(Vec::new()) };
 
 /// The bytes of a loaded tensor. Clones share them; they are freed when the last clone is dropped.
-/// Clones may be dropped on any thread, and in forked processes.
+/// Clones may be dropped on any thread, and in forked processes. A view keeps the mapping of its
+/// file. In a forked process, memory to which an engine has read stays allocated until the process
+/// ends.
 #[derive(Debug, Clone)]
 pub struct LoadedBytes {
     memory: Memory,
@@ -72,13 +78,13 @@ impl Deref for LoadedBytes {
 /// assert_eq!(tensorstream::kept_bytes(), 0);
 /// ```
 pub fn trim() -> usize {
-    let kept = std::mem::take(&mut *RECYCLED.kept.lock());
-    total(&kept)
+    let kept = RECYCLED.kept.try_lock_for(PATIENCE);
+    kept.map_or(0, |mut kept| total(&std::mem::take(&mut *kept)))
 }
 
 /// Returns the size in bytes of the memory that [`trim`] would return to the system.
 pub fn kept_bytes() -> usize {
-    total(&RECYCLED.kept.lock())
+    RECYCLED.kept.try_lock_for(PATIENCE).map_or(0, |kept| total(&kept))
 }
 
 fn total(buffers: &[Buffer]) -> usize {
@@ -87,8 +93,7 @@ fn total(buffers: &[Buffer]) -> usize {
 
 /// Memory that is kept for reuse, up to [`KEPT_BYTES`].
 ///
-/// A thread of a parent process may have held the lock during a fork. So nothing waits for the lock
-/// but [`trim`] and [`kept_bytes`].
+/// A thread of a parent process may have held the lock during a fork. So nothing waits long for it.
 #[derive(Debug)]
 pub(crate) struct RecycledMemory {
     kept: Mutex<Vec<Buffer>>,
@@ -109,6 +114,9 @@ impl RecycledMemory {
         }
         let len = len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
         let pool = HostPool::new(&Budget::new(len), len)?;
+        // A fork during a read copies the pages that it reads to, so the parent gets all bytes.
+        // Older kernels copy a page when the parent writes to it, which no thread does during the
+        // read.
         pool.keep_in_forks();
         Ok(RecycledBuffer(Some(pool.allocate(len)?)))
     }

@@ -80,7 +80,7 @@ impl<D: Device> EngineState<D> {
                 // Nothing else will free memory. So evicts a resident unit, or if there is none,
                 // the present units of sets that wait for memory, also of this one.
                 _ if self.evict_resident(context, set) => {}
-                _ if !compacted && self.evict_awaited() => compacted = true,
+                _ if !compacted && self.evict_awaited(context, set) => compacted = true,
                 _ if self.take_back(context) => {}
                 shortage => return Err(shortage),
             }
@@ -176,6 +176,12 @@ impl<D: Device> EngineState<D> {
         } else {
             return false;
         }
+        self.note_streamed(context, set);
+        true
+    }
+
+    /// Notes that a unit is streamed although the plan keeps it, because this set needs the memory.
+    fn note_streamed(&mut self, context: &EngineContext<D>, set: &[UnitId]) {
         self.plan_outdated = true;
         let occupies_ring = |unit: &mut UnitState<D>| match unit.presence {
             Presence::Absent => unit.referenced_evictions() > 0,
@@ -188,13 +194,12 @@ impl<D: Device> EngineState<D> {
                 .then_some(prepared.slot_bytes)
         });
         self.streamed_high_water = self.streamed_high_water.max(needed.sum());
-        true
     }
 
     /// Evicts the present units that no thread uses, and that threads wait for: they wait for more
     /// memory, and load these units again. So a whole set can be loaded into one piece of memory.
     /// Returns whether it evicted any unit. Called when nothing else will free memory.
-    fn evict_awaited(&mut self) -> bool {
+    fn evict_awaited(&mut self, context: &EngineContext<D>, set: &[UnitId]) -> bool {
         let mut any = false;
         for index in 0..self.units.len() {
             let unit = &self.units[index];
@@ -204,6 +209,10 @@ impl<D: Device> EngineState<D> {
                 && matches!(&unit.presence, Presence::Present(memory) if unreferenced(memory))
             {
                 self.evict(UnitId(index as u32));
+                if self.units[index].resident {
+                    drop(self.units[index].demote());
+                    self.note_streamed(context, set);
+                }
                 any = true;
             }
         }

@@ -291,16 +291,20 @@ impl Checkpoint {
 }
 
 impl Checkpoint {
-    /// Maps the files. Reads nothing.
+    /// Maps those files that the system can map. Reads nothing.
     fn mappings(&self) -> Result<Vec<Arc<FileMapping>>, Error> {
         let files = self.inner.sources().iter().filter(|source| source.is_file());
         let map = |source| {
             // SAFETY: the caller of `load` keeps the files as they are. Python code that does not
             // is killed by SIGBUS, or sees other bytes, as with the safetensors library.
-            let mapping = unsafe { FileMapping::new(source) };
-            Ok(Arc::new(mapping?))
+            match unsafe { FileMapping::new(source) } {
+                Ok(mapping) => Some(Ok(Arc::new(mapping))),
+                // For example because the limit of the address space is too low.
+                Err(tensorstream::io::Error::Read { .. }) => None,
+                Err(error) => Some(Err(error.into())),
+            }
         };
-        files.map(map).collect()
+        files.filter_map(map).collect()
     }
 }
 

@@ -51,7 +51,8 @@ def load_file(
             ``True`` returns the same views at once; data is then read at its first use and not
             verified. Writes to views do not change the file. While views exist, the file must not
             be written to, but it can be replaced. If it is truncated, the process crashes.
-            Compressed and unaligned tensors are read as usual.
+            Compressed and unaligned tensors are read as usual, and so is everything with
+            ``"auto"`` and a device other than the CPU.
         lenient: Whether to accept safetensors files that only the safetensors library accepts, such
             as those with empty names, duplicate names or unknown fields.
 
@@ -79,16 +80,13 @@ def load_file(
     checkpoint = _native.Checkpoint(path, lenient)
     kinds = {name: torch_type(checkpoint, name) for name in checkpoint.names()}
     device = torch.device(device)
-    if mapped == "auto":
-        views = checkpoint.load(verify, True)
-        return {name: as_tensor(view, *kinds[name]).to(device) for name, _, _, view in views}
-    if mapped:
+    if mapped is True:
         files = MappedFiles(checkpoint)
         return {name: _view_or_read(files, checkpoint, name).to(device) for name in kinds}
     if device.type == "cpu":
         return {
             name: as_tensor(capsule, *kinds[name])
-            for name, _, _, capsule in checkpoint.load(verify, False)
+            for name, _, _, capsule in checkpoint.load(verify, mapped == "auto")
         }
     tensors: dict[str, torch.Tensor] = {}
 
@@ -126,7 +124,8 @@ def load_into(
     """Reads tensors of a checkpoint into existing tensors. Blocks; shows a progress bar.
 
     Allocates no memory for the tensors, so it is faster than ``load_file`` where allocating pages
-    limits the speed. Uses about 2 MiB for each thread, of which there are at least 16.
+    limits the speed. Uses about 2 MiB for each thread, of which there are 16 unless the
+    page cache contains the data.
 
     Args:
         tensors: The targets, by name in the checkpoint. They must have the dtypes and shapes of the
