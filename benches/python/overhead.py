@@ -80,7 +80,6 @@ def show_tracing(budget: str, rounds: int) -> None:
     model: Any = ts.from_pretrained(llama_1b(), budget=budget)
     ids = torch.arange(1, 17)[None]
     past = model(ids, use_cache=True).past_key_values
-    length = past.get_seq_length()
     taken: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as scratch:
         for step in range(2 * rounds + 6):
@@ -90,7 +89,7 @@ def show_tracing(budget: str, rounds: int) -> None:
                 began = time.perf_counter()
                 model(ids[:, -1:], past_key_values=past, use_cache=True)
                 seconds = time.perf_counter() - began
-            past.crop(length)
+            past.crop(-1)
             if step >= 6:
                 taken[traced].append(seconds * 1e3)
     without, traced_ms = statistics.median(taken[False]), statistics.median(taken[True])
