@@ -66,7 +66,7 @@ pub(crate) struct Overhead {
     bounce_bytes: usize,
     /// Four bounce buffers for each read in flight and each worker: one that is in use, and others
     /// for what is read while computations occupy the processors. With two, a Llama of 1.1B from a
-    /// compressed file takes 2% to 9% longer for a token.
+    /// compressed file takes 1% to 9% longer for a token.
     wanted_bounces: usize,
     wanted_workers: usize,
     /// Whether each worker needs a decoder.
