@@ -122,17 +122,10 @@ pub fn diff(
         Ok(if a == b { 0 } else { pairs.filter(|(a, b)| a != b).count() as u64 })
     };
     let init = |readers: &ReaderPool| [(); 2].map(|()| (readers.reader(), Vec::new()));
-    for_each_piece(
-        &lens,
-        CHUNK_LEN,
-        Threads::for_storage(jobs),
-        watch,
-        init,
-        compare,
-        |index, _, count: u64| {
-            differing[index] += count;
-        },
-    )?;
+    let threads = Threads::for_storage(jobs);
+    for_each_piece(&lens, CHUNK_LEN, threads, watch, init, compare, |index, _, count: u64| {
+        differing[index] += count;
+    })?;
     for ((tensor, _), differing) in to_compare.iter().zip(differing) {
         let total = tensor.range().len / element_bytes(*tensor) as u64;
         if differing == 0 {

@@ -12,7 +12,7 @@ use ts_io::Source;
 use ts_orchestrator::{Engine, EngineConfig, PHASE_ALIGN, Phase, Unit, UnitId, UnitTensor, Verify};
 use ts_pool::BLOCK_ALIGN;
 
-use self::bytes::RECYCLED;
+use self::bytes::RecycledBuffer;
 pub use self::bytes::{LoadedBytes, kept_bytes, trim};
 use crate::damage::Damage;
 use crate::pieces::{Threads, for_each_piece, thread_count};
@@ -94,9 +94,8 @@ pub struct Loaded {
     /// 64.
     ///
     /// Tensors are read in groups of up to 16 MiB; larger tensors are read alone. The memory of a
-    /// group is freed when its last tensor is dropped, and the mapping of a file when its last view
-    /// is dropped. [`trim`] returns some of it to
-    /// the system, which is kept for the next tensors otherwise.
+    /// group is freed when its last tensor is dropped, or kept for the next tensors until [`trim`]
+    /// is called. The mapping of a file is freed when its last view is dropped.
     pub bytes: LoadedBytes,
 }
 
@@ -162,7 +161,7 @@ impl Checkpoint {
         watch: &mut Watch<'_>,
     ) -> Result<Vec<Loaded>, Error> {
         let placed: Vec<(Vec<usize>, usize)> = groups.iter().map(|group| place(group)).collect();
-        let memory = placed.iter().map(|(_, len)| RECYCLED.allocate(*len));
+        let memory = placed.iter().map(|(_, len)| RecycledBuffer::allocate(*len));
         let mut memory = memory.collect::<Result<Vec<_>, _>>().map_err(ts_io::Error::from)?;
         let mut wanted = Vec::new();
         for ((group, (begins, _)), memory) in groups.iter().zip(&placed).zip(&mut memory) {
@@ -295,7 +294,7 @@ impl Checkpoint {
             }
         };
         let init = ReaderPool::reader;
-        let threads = match tensors.iter().all(|tensor| self.is_in_memory(*tensor)) {
+        let threads = match tensors.iter().all(|tensor| self.is_cached(*tensor)) {
             true => Threads::for_memory(options.jobs),
             false => Threads::for_storage(options.jobs),
         };
@@ -303,7 +302,7 @@ impl Checkpoint {
     }
 
     /// Returns whether the page cache contains the stored bytes of a tensor.
-    fn is_in_memory(&self, tensor: Tensor<'_>) -> bool {
+    fn is_cached(&self, tensor: Tensor<'_>) -> bool {
         let source = &self.sources()[tensor.range().file.0 as usize];
         source.residency(tensor.stored_offset(), tensor.stored_len() as usize) == Some(1.0)
     }

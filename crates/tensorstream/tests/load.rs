@@ -9,8 +9,9 @@ use std::fs::OpenOptions;
 use std::path::Path;
 use std::sync::Arc;
 
+use tensorstream::format::Compression;
 use tensorstream::io::FileMapping;
-use tensorstream::{Checkpoint, Error, LoadOptions, Loaded, Progress};
+use tensorstream::{Checkpoint, Error, LoadOptions, Loaded, Progress, WriteOptions, convert};
 use weights::{weights_of, write_units};
 
 fn quiet(_: Progress) -> bool {
@@ -38,6 +39,34 @@ fn views(checkpoint: &Checkpoint, files: &[Arc<FileMapping>]) -> Result<Vec<Load
 fn addresses(tensor: &Loaded) -> std::ops::Range<usize> {
     let begin = tensor.bytes.as_ptr().addr();
     begin..begin + tensor.bytes.len()
+}
+
+/// A small checkpoint is loaded without an engine, and `load_each` always uses one.
+#[test]
+fn an_engine_loads_the_bytes_that_are_read_without_one() {
+    let directory = tempfile::tempdir().unwrap();
+    written(&directory.path().join("a.safetensors"));
+    for (form, compression) in [Compression::None, Compression::Auto].into_iter().enumerate() {
+        let path = directory.path().join(format!("{form}.ts"));
+        let options = WriteOptions::default().with_compression(compression);
+        convert(&directory.path().join("a.safetensors"), &path, options, &mut quiet).unwrap();
+    }
+    for name in ["a.safetensors", "0.ts", "1.ts"] {
+        let stored = Checkpoint::open(directory.path().join(name)).unwrap();
+        let mut count = 0;
+        let check = |tensor: &Loaded| {
+            let unit: usize = tensor.name[1..2].parse().unwrap();
+            assert!(tensor.bytes[..] == units()[unit][..], "{name}: {}", tensor.name);
+        };
+        let mut compare = |tensor: Loaded| {
+            check(&tensor);
+            count += 1;
+            Ok(())
+        };
+        stored.load_each(LoadOptions::default(), &mut compare, &mut quiet).unwrap();
+        assert_eq!(count, units().len());
+        stored.load(LoadOptions::default(), &mut quiet).unwrap().iter().for_each(check);
+    }
 }
 
 #[test]

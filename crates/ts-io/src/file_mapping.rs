@@ -39,8 +39,8 @@ impl FileMapping {
     /// that fails.
     ///
     /// # Errors
-    /// Returns [`Error::Changed`] if the file is no longer the one that was opened. Returns
-    /// [`Error::Read`] if the system cannot map the source, or the source is not a file.
+    /// - [`Error::Changed`] if the file is no longer the one that was opened.
+    /// - [`Error::Read`] if the source is not a file, or the system cannot map it.
     pub unsafe fn new(source: &Arc<Source>) -> Result<Self, Error> {
         let len = usize::try_from(source.len()).unwrap_or(usize::MAX);
         let file = FileOrigin::of(source).ok_or_else(|| source.not_a_file(0, len))?.file();

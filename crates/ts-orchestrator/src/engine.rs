@@ -542,8 +542,8 @@ impl<D: Device> Engine<D> {
 
     /// Returns whether this process is a fork of the process that created the engine.
     ///
-    /// A fork has neither the engine's threads nor its memory, so no other method may be called in
-    /// it. Dropping the engine there does nothing.
+    /// A fork has neither the engine's threads nor, by default, its memory, so no other method may
+    /// be called in it. Dropping the engine there does nothing.
     pub fn is_forked(&self) -> bool {
         self.inner.is_forked()
     }

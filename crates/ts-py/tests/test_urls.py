@@ -96,3 +96,15 @@ def test_tensors_of_a_web_server_are_converted_once(
         assert torch.equal(ts.from_pretrained(url, **half)(IDS).logits, expected)
         messages.append("converting" in capsys.readouterr().err)
     assert messages == [True, False]
+
+
+def test_tensors_of_a_web_server_cannot_be_views(
+    model: transformers.LlamaForCausalLM, url: str
+) -> None:
+    expected = dict(model.state_dict())
+    for mapped in (False, "auto"):
+        loaded = ts.load_file(url, mapped=mapped)  # type: ignore[arg-type]  # widened by the loop
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    with pytest.raises(ts.ConfigurationError, match="cannot map a remote file"):
+        ts.load_file(url, mapped=True)

@@ -17,8 +17,11 @@ const KEPT_BYTES: usize = 64 << 20;
 /// How long [`trim`] and [`kept_bytes`] wait for the lock. Other code holds it for microseconds.
 const PATIENCE: Duration = Duration::from_millis(20);
 
-/// The memory of loaded tensors that were dropped. The next tensors that are loaded reuse it.
-pub(crate) static RECYCLED: RecycledMemory = RecycledMemory { kept: Mutex::new(Vec::new()) };
+/// The memory of loaded tensors that were dropped, up to [`KEPT_BYTES`]. The next tensors that are
+/// loaded reuse it.
+///
+/// A thread of a parent process may have held the lock during a fork. So nothing waits long for it.
+static KEPT: Mutex<Vec<Buffer>> = Mutex::new(Vec::new());
 
 /// The bytes of a loaded tensor. Clones share them; they are freed when the last clone is dropped.
 /// Clones may be dropped on any thread, and in forked processes. A view keeps the mapping of its
@@ -67,7 +70,8 @@ impl Deref for LoadedBytes {
     }
 }
 
-/// Returns to the system the memory of loaded tensors that were dropped. Returns its size in bytes.
+/// Returns memory to the system that loaded tensors had until they were dropped. Returns its size
+/// in bytes.
 ///
 /// [`Checkpoint::load`](crate::Checkpoint::load) keeps up to 64 MiB of such memory for the next
 /// call, because the system clears new memory more slowly than tensors are read from the page
@@ -78,39 +82,35 @@ impl Deref for LoadedBytes {
 /// assert_eq!(tensorstream::kept_bytes(), 0);
 /// ```
 pub fn trim() -> usize {
-    let kept = RECYCLED.kept.try_lock_for(PATIENCE);
+    let kept = KEPT.try_lock_for(PATIENCE);
     kept.map_or(0, |mut kept| total(&std::mem::take(&mut *kept)))
 }
 
 /// Returns the size in bytes of the memory that [`trim`] would return to the system.
 pub fn kept_bytes() -> usize {
-    RECYCLED.kept.try_lock_for(PATIENCE).map_or(0, |kept| total(&kept))
+    KEPT.try_lock_for(PATIENCE).map_or(0, |kept| total(&kept))
 }
 
 fn total(buffers: &[Buffer]) -> usize {
     buffers.iter().map(|buffer| buffer.len()).sum()
 }
 
-/// Memory that is kept for reuse, up to [`KEPT_BYTES`].
-///
-/// A thread of a parent process may have held the lock during a fork. So nothing waits long for it.
+/// Memory that is kept for reuse when it is dropped.
 #[derive(Debug)]
-pub(crate) struct RecycledMemory {
-    kept: Mutex<Vec<Buffer>>,
-}
+pub(super) struct RecycledBuffer(Option<Buffer>);
 
-impl RecycledMemory {
+impl RecycledBuffer {
     /// Allocates memory of at least `len` bytes. It contains arbitrary bytes.
     ///
     /// # Errors
     /// Returns [`ts_pool::Error::Map`] if the system has no memory.
-    pub(super) fn allocate(&'static self, len: usize) -> Result<RecycledBuffer, ts_pool::Error> {
+    pub(super) fn allocate(len: usize) -> Result<Self, ts_pool::Error> {
         // A little more than asked for is not worth new memory.
         let fits = |kept: &Buffer| (len..=len + len / 8 + BLOCK_ALIGN).contains(&kept.len());
-        if let Some(mut kept) = self.kept.try_lock()
+        if let Some(mut kept) = KEPT.try_lock()
             && let Some(found) = kept.iter().position(fits)
         {
-            return Ok(RecycledBuffer(Some(kept.swap_remove(found))));
+            return Ok(Self(Some(kept.swap_remove(found))));
         }
         let len = len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN);
         let pool = HostPool::new(&Budget::new(len), len)?;
@@ -118,15 +118,9 @@ impl RecycledMemory {
         // Older kernels copy a page when the parent writes to it, which no thread does during the
         // read.
         pool.keep_in_forks();
-        Ok(RecycledBuffer(Some(pool.allocate(len)?)))
+        Ok(Self(Some(pool.allocate(len)?)))
     }
-}
 
-/// Memory from [`RecycledMemory`], which is kept for reuse when it is dropped.
-#[derive(Debug)]
-pub(super) struct RecycledBuffer(Option<Buffer>);
-
-impl RecycledBuffer {
     pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         self.0.as_mut().expect("the buffer exists until this value is dropped")
     }
@@ -143,7 +137,7 @@ impl Deref for RecycledBuffer {
 impl Drop for RecycledBuffer {
     fn drop(&mut self) {
         if let Some(buffer) = self.0.take()
-            && let Some(mut kept) = RECYCLED.kept.try_lock()
+            && let Some(mut kept) = KEPT.try_lock()
             && total(&kept) + buffer.len() <= KEPT_BYTES
         {
             kept.push(buffer);

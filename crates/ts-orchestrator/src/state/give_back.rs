@@ -56,9 +56,9 @@ impl<D: Device> EngineState<D> {
         given_back.unwrap_or(0)
     }
 
-    /// Takes memory again that was returned to the system: what was given back since the plan was
-    /// made, because what is left may be too fragmented for this plan, and what a new limit allows.
-    /// Returns whether there was any. The next plan returns what exceeds the limit.
+    /// Takes memory again that was returned to the system, up to the larger of the limit and the
+    /// limit that the plan was made for. What is left may be too fragmented for the plan. Returns
+    /// whether there was any. The next plan returns what exceeds the limit.
     pub(super) fn take_back(&mut self, context: &EngineContext<D>) -> bool {
         let took = context.slots.take_back(self.slot_limit.max(self.planned_limit));
         self.resized |= took;

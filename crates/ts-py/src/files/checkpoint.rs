@@ -308,7 +308,7 @@ impl Checkpoint {
     }
 }
 
-/// Returns the memory of tensors that were loaded and dropped to the system.
+/// Returns memory to the system that loaded tensors had until they were dropped.
 ///
 /// Returns:
 ///     Its size in bytes.

@@ -46,13 +46,13 @@ def load_file(
             while the next ones are read. This uses 256 MiB of host memory, or more if the largest
             tensors need it.
         verify: Whether to verify checksums, if the file has any.
-        mapped: ``"auto"`` returns views of the file where that is possible, after all threads have
-            read it to the page cache and verified it. This is the fastest way to load a file once.
-            ``True`` returns the same views at once; data is then read at its first use and not
-            verified. Writes to views do not change the file. While views exist, the file must not
-            be written to, but it can be replaced. If it is truncated, the process crashes.
-            Compressed and unaligned tensors are read as usual, and so is everything with
-            ``"auto"`` and a device other than the CPU.
+        mapped: With ``True`` or ``"auto"``, tensors are views of the file where that is possible.
+            ``"auto"`` reads and verifies the data before it returns, which is the fastest way to
+            load a file once. With ``True``, data is read when it is first used, and not verified.
+            Writes to views do not change the file. While views exist, the file must not be written
+            to, but it can be replaced. If it is truncated, the process crashes. Compressed and
+            unaligned tensors are read as usual, and so are all tensors with ``"auto"`` and a
+            device other than the CPU.
         lenient: Whether to accept safetensors files that only the safetensors library accepts, such
             as those with empty names, duplicate names or unknown fields.
 
@@ -75,18 +75,19 @@ def load_file(
         >>> ts.load_file("a.safetensors")
         {'a': tensor([0, 1, 2])}
     """
-    if mapped not in (True, False, "auto"):
+    in_page_cache = mapped == "auto"
+    if not in_page_cache and mapped not in (True, False):
         raise ConfigurationError(f"mapped={mapped!r}: expected True, False or 'auto'")
     checkpoint = _native.Checkpoint(path, lenient)
     kinds = {name: torch_type(checkpoint, name) for name in checkpoint.names()}
     device = torch.device(device)
-    if mapped is True:
+    if mapped and not in_page_cache:
         files = MappedFiles(checkpoint)
         return {name: _view_or_read(files, checkpoint, name).to(device) for name in kinds}
     if device.type == "cpu":
         return {
             name: as_tensor(capsule, *kinds[name])
-            for name, _, _, capsule in checkpoint.load(verify, mapped == "auto")
+            for name, _, _, capsule in checkpoint.load(verify, in_page_cache)
         }
     tensors: dict[str, torch.Tensor] = {}
 
@@ -98,7 +99,7 @@ def load_file(
 
 
 def trim() -> int:
-    """Returns the memory of loaded tensors that were deleted to the system.
+    """Returns memory to the system that loaded tensors had until they were deleted.
 
     `load_file` keeps up to 64 MiB of such memory for the next small checkpoint, because the system
     clears new memory more slowly than tensors are read from the page cache. Near a memory limit of
@@ -124,8 +125,8 @@ def load_into(
     """Reads tensors of a checkpoint into existing tensors. Blocks; shows a progress bar.
 
     Allocates no memory for the tensors, so it is faster than ``load_file`` where allocating pages
-    limits the speed. Uses about 2 MiB for each thread, of which there are 16 unless the
-    page cache contains the data.
+    limits the speed. Uses about 2 MiB for each of 16 threads, or of fewer threads if
+    the page cache contains the data.
 
     Args:
         tensors: The targets, by name in the checkpoint. They must have the dtypes and shapes of the
