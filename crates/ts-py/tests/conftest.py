@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Llama = Callable[..., Path]
+
+# The tests write checkpoints of up to 1 GiB, and most of them remove theirs when they end.
+FREE_DISK = 4 << 30
+
+
+def pytest_sessionstart() -> None:
+    """Ends the run in one sentence if the disk is too full for the checkpoints of the tests."""
+    where = tempfile.gettempdir()
+    free = shutil.disk_usage(where).free
+    if free < FREE_DISK:
+        pytest.exit(
+            f"{where} has {free >> 20} MiB of free disk space, and the tests need "
+            f"{FREE_DISK >> 20} MiB; free some, or set TMPDIR to another directory",
+            returncode=1,
+        )
 
 
 def leased(parameter: Any) -> torch.Tensor:
