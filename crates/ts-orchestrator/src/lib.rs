@@ -67,6 +67,7 @@ mod inner;
 mod layout;
 mod lease;
 mod pass;
+mod pass_kinds;
 mod plan;
 mod planner;
 mod populate;
@@ -94,7 +95,7 @@ pub use expectation::Expectation;
 pub use lease::{Lease, TensorBytes};
 pub use pass::PassId;
 pub use plan::{
-    Bottleneck, CurvePoint, NeverFits, Plan, PlanRequest, Rates, Residency, UnitDemand,
+    Bottleneck, CurvePoint, NeverFits, OtherPass, Plan, PlanRequest, Rates, Residency, UnitDemand,
 };
 pub use planner::{plan, predict, smallest_budget};
 pub use stats::{EngineStats, PassTimes, RoutedStats, TableStats, UnitStats};

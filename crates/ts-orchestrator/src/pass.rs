@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::pass_kinds::PassKinds;
 use crate::unit::UnitId;
 
 /// The id of a pass. [`Engine::begin_pass`](crate::Engine::begin_pass) returns it, and
@@ -10,10 +11,14 @@ use crate::unit::UnitId;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PassId(pub u64);
 
-/// The running passes, and the expected cyclic order of visits.
+/// The running passes, and the expected order of visits.
 #[derive(Debug)]
 pub(crate) struct Passes {
+    /// The expected order of the pass that runs or, if none does, of the next one.
     order: Vec<UnitId>,
+    /// The number of the kind of pass that has this order.
+    expected: u64,
+    kinds: PassKinds,
     running: BTreeMap<PassId, PassProgress>,
     /// The pass that prefetching runs ahead of, usually the pass with the latest visit.
     lead: Option<PassId>,
@@ -33,11 +38,19 @@ struct PassProgress {
 
 impl Passes {
     pub(crate) fn new(order: Vec<UnitId>) -> Self {
-        Self { order, running: BTreeMap::new(), lead: None, idle_position: 0, last_id: PassId(0) }
+        let kinds = PassKinds::expecting(order.clone());
+        let (running, last_id) = (BTreeMap::new(), PassId(0));
+        Self { order, expected: 0, kinds, running, lead: None, idle_position: 0, last_id }
     }
 
-    pub(crate) fn order(&self) -> &[UnitId] {
-        &self.order
+    /// Returns the kinds of passes that were seen.
+    pub(crate) fn kinds(&self) -> &PassKinds {
+        &self.kinds
+    }
+
+    /// Records that the plan was considered for all passes so far.
+    pub(crate) fn set_planned(&mut self) {
+        self.kinds.set_planned();
     }
 
     /// Returns the number of running passes.
@@ -56,17 +69,21 @@ impl Passes {
         self.last_id
     }
 
-    /// Ends a pass. Returns whether its visits differ from the `expected` order. Returns `None` if
-    /// other passes ran at the same time, if there were no visits, or if the pass is not running.
-    pub(crate) fn end(&mut self, id: PassId, expected: &[UnitId]) -> Option<bool> {
+    /// Ends a pass, which computed for `compute_s` seconds. Returns the number of its kind, or
+    /// `None` if other passes ran at the same time, if there were no visits, or if the pass is not
+    /// running.
+    pub(crate) fn end(&mut self, id: PassId, compute_s: f64) -> Option<u64> {
         let progress = self.running.remove(&id)?;
         self.lead = self.running.keys().next_back().copied();
         self.idle_position = 0;
         if !progress.alone || progress.visits.is_empty() {
             return None;
         }
-        self.order = progress.visits;
-        Some(self.order != expected)
+        let kind = self.kinds.record(&progress.visits, compute_s);
+        if let Some((next, order)) = self.kinds.after(kind) {
+            (self.expected, self.order) = (next, order.to_vec());
+        }
+        Some(kind)
     }
 
     /// Records a visit to `unit`.
@@ -86,6 +103,13 @@ impl Passes {
         progress.visits.push(unit);
         let found = distance(&self.order, progress.position, unit);
         if progress.alone {
+            if self.order.get(progress.position) != Some(&unit)
+                && let Some((kind, order)) = self.kinds.beginning_with(&progress.visits)
+            {
+                (self.expected, self.order) = (kind, order.to_vec());
+                progress.position = progress.visits.len();
+                return;
+            }
             // If the order is wrong at this position, moves the visited unit here or inserts it.
             match found {
                 Some(d) if progress.position + d < self.order.len() => {
@@ -99,10 +123,21 @@ impl Passes {
         }
     }
 
-    /// Returns the next expected visits, in order, for one cycle.
+    /// Returns the next expected visits, in order: those of the rest of the pass, and of the next
+    /// one.
     pub(crate) fn ahead(&self) -> impl Iterator<Item = UnitId> + '_ {
-        let from = self.lead_position();
-        (0..self.order.len()).map(move |d| self.order[(from + d) % self.order.len()])
+        self.ahead_of(self.lead_position())
+    }
+
+    /// Returns the expected visits from a position in the order.
+    fn ahead_of(&self, position: usize) -> impl Iterator<Item = UnitId> + '_ {
+        let rest = &self.order[position.min(self.order.len())..];
+        let next = match self.kinds.after(self.expected) {
+            Some((next, order)) if next != self.expected => order,
+            // The rest of the next pass is the same as that of this one.
+            _ => &self.order[..self.order.len() - rest.len()],
+        };
+        rest.iter().chain(next).copied()
     }
 
     /// Returns the number of visits before the next expected visit to `unit` in any pass, or
@@ -110,7 +145,8 @@ impl Passes {
     pub(crate) fn next_use(&self, unit: UnitId) -> usize {
         let idle = self.running.is_empty().then_some(self.idle_position);
         let positions = self.running.values().map(|p| p.position).chain(idle);
-        positions.filter_map(|p| distance(&self.order, p, unit)).min().unwrap_or(usize::MAX)
+        let distance = |position| self.ahead_of(position).position(|expected| expected == unit);
+        positions.filter_map(distance).min().unwrap_or(usize::MAX)
     }
 
     fn lead_position(&self) -> usize {
@@ -133,21 +169,28 @@ mod tests {
         ids.iter().copied().map(UnitId).collect()
     }
 
-    fn run(passes: &mut Passes, visits: &[u32]) -> Option<bool> {
-        let expected = passes.order().to_vec();
+    /// Runs a pass. Returns the number of its kind.
+    fn run(passes: &mut Passes, visits: &[u32]) -> Option<u64> {
         let id = passes.begin();
         for unit in ids(visits) {
             passes.visit(Some(id), unit);
         }
-        passes.end(id, &expected)
+        passes.end(id, 1.0)
+    }
+
+    fn ahead(passes: &Passes) -> Vec<UnitId> {
+        passes.ahead().collect()
     }
 
     #[test]
     fn the_order_of_a_pass_is_learned() {
         let mut passes = Passes::new(ids(&[0, 1, 2, 3]));
-        assert_eq!(run(&mut passes, &[2, 0, 1, 2]), Some(true));
-        assert_eq!(passes.order(), ids(&[2, 0, 1, 2]));
-        assert_eq!(run(&mut passes, &[2, 0, 1, 2]), Some(false));
+        assert_eq!(run(&mut passes, &[2, 0, 1, 2]), Some(1));
+        assert_eq!(ahead(&passes), ids(&[2, 0, 1, 2]));
+        assert!(passes.kinds().is_unplanned());
+        passes.set_planned();
+        assert_eq!(run(&mut passes, &[2, 0, 1, 2]), Some(1));
+        assert!(!passes.kinds().is_unplanned());
     }
 
     #[test]
@@ -155,7 +198,7 @@ mod tests {
         let mut passes = Passes::new(ids(&[0, 1, 2, 3]));
         let id = passes.begin();
         passes.visit(Some(id), UnitId(2));
-        assert_eq!(passes.ahead().collect::<Vec<_>>(), ids(&[0, 1, 3, 2]));
+        assert_eq!(ahead(&passes), ids(&[0, 1, 3, 2]));
         assert_eq!(passes.next_use(UnitId(2)), 3);
     }
 
@@ -167,15 +210,15 @@ mod tests {
             passes.visit(Some(id), unit);
         }
         assert_eq!(passes.ahead().next(), Some(UnitId(0)));
-        passes.end(id, &ids(&[0, 1, 2]));
+        passes.end(id, 1.0);
         assert_eq!(passes.ahead().next(), Some(UnitId(0)));
     }
 
     #[test]
     fn a_longer_pass_extends_the_order() {
         let mut passes = Passes::new(ids(&[0, 1]));
-        assert_eq!(run(&mut passes, &[0, 1, 0, 1, 0]), Some(true));
-        assert_eq!(passes.order(), ids(&[0, 1, 0, 1, 0]));
+        assert_eq!(run(&mut passes, &[0, 1, 0, 1, 0]), Some(1));
+        assert_eq!(ahead(&passes), ids(&[0, 1, 0, 1, 0]));
     }
 
     #[test]
@@ -187,16 +230,70 @@ mod tests {
             passes.visit(Some(b), unit);
         }
         assert_eq!(passes.next_use(UnitId(0)), 1);
-        let expected = ids(&[0, 1, 2]);
-        assert_eq!((passes.end(a, &expected), passes.end(b, &expected)), (None, None));
-        assert_eq!(passes.order(), expected);
+        assert_eq!((passes.end(a, 1.0), passes.end(b, 1.0)), (None, None));
+        assert_eq!(ahead(&passes), ids(&[0, 1, 2]));
     }
 
     #[test]
     fn consecutive_uses_of_a_unit_are_one_visit() {
         let mut passes = Passes::new(ids(&[0, 1]));
-        assert_eq!(run(&mut passes, &[0, 0, 0, 1, 1, 0]), Some(true));
-        assert_eq!(passes.order(), ids(&[0, 1, 0]));
+        assert_eq!(run(&mut passes, &[0, 0, 0, 1, 1, 0]), Some(1));
+        assert_eq!(ahead(&passes), ids(&[0, 1, 0]));
+    }
+
+    #[test]
+    fn an_encoder_and_its_decoder_are_both_expected() {
+        let mut passes = Passes::new(ids(&[0, 1, 2, 3, 4]));
+        for _ in 0..2 {
+            assert_eq!(run(&mut passes, &[0, 1]), Some(1));
+            for _ in 0..4 {
+                assert_eq!(run(&mut passes, &[2, 3, 4]), Some(2));
+            }
+        }
+        assert_eq!(ahead(&passes), ids(&[2, 3, 4]), "a decoder follows a decoder most often");
+        let encoder = passes.begin();
+        passes.visit(Some(encoder), UnitId(0));
+        assert_eq!(ahead(&passes), ids(&[1, 2, 3, 4]), "the first unit shows what runs");
+        assert_eq!(passes.next_use(UnitId(0)), usize::MAX);
+        passes.visit(Some(encoder), UnitId(1));
+        assert_eq!(ahead(&passes), ids(&[2, 3, 4]));
+    }
+
+    #[test]
+    fn prefill_and_decode_are_two_kinds_with_one_order() {
+        let mut passes = Passes::new(ids(&[0, 1]));
+        for compute_s in [9.0, 1.0, 1.2, 0.9] {
+            let id = passes.begin();
+            ids(&[0, 1]).into_iter().for_each(|unit| passes.visit(Some(id), unit));
+            assert_eq!(passes.end(id, compute_s), Some(if compute_s > 2.0 { 1 } else { 2 }));
+        }
+        assert_eq!(passes.kinds().main(), (2, &ids(&[0, 1])[..]));
+        let others = passes.kinds().others();
+        assert_eq!((others.len(), others[0].compute_s), (1, Some(9.0)));
+        assert!((0.3..0.34).contains(&others[0].passes), "{others:?}");
+    }
+
+    #[test]
+    fn units_that_two_passes_leave_out_are_not_expected() {
+        let mut passes = Passes::new(ids(&[0, 1, 2]));
+        run(&mut passes, &[0]);
+        let unvisited: Vec<_> = passes.kinds().others().iter().map(|p| p.order.to_vec()).collect();
+        assert_eq!(unvisited, [ids(&[1, 2])], "a decoder may follow");
+        run(&mut passes, &[0]);
+        assert!(passes.kinds().others().is_empty());
+    }
+
+    #[test]
+    fn the_rarest_of_many_kinds_is_forgotten() {
+        let mut passes = Passes::new(ids(&[0]));
+        for round in 0..3 {
+            for unit in 0..20 {
+                run(&mut passes, &[0, unit]);
+                run(&mut passes, &[0]);
+            }
+            let (_, order) = passes.kinds().main();
+            assert_eq!(order, ids(&[0]), "round {round}");
+        }
     }
 
     #[test]

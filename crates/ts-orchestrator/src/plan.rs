@@ -2,6 +2,7 @@
 //! The input and the output of the planner.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::unit::UnitId;
 
@@ -148,6 +149,35 @@ pub struct PlanRequest<'a> {
     pub reach: usize,
     /// The duration of the computation of a pass outside of its visits, in seconds.
     pub other_compute_s: f64,
+    /// The passes that the model makes besides this one, such as those of the encoder if `order` is
+    /// that of the decoder.
+    pub others: &'a [OtherPass],
+}
+
+/// Passes with another order or another duration than that of the request.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct OtherPass {
+    /// The units that the pass visits, in order.
+    pub order: Arc<[UnitId]>,
+    /// The duration of the computation of the pass, in seconds. If it is `None`, each visit takes as
+    /// long as one of the same unit in the pass of the request.
+    pub compute_s: Option<f64>,
+    /// How many of these passes there are for each pass of the request.
+    pub passes: f64,
+}
+
+impl OtherPass {
+    /// Returns passes with this order. There are `passes` of them for each pass of the request.
+    pub fn new(order: &[UnitId], passes: f64) -> Self {
+        Self { order: order.into(), compute_s: None, passes }
+    }
+
+    /// Sets [`compute_s`](Self::compute_s).
+    #[must_use]
+    pub fn with_compute_s(self, compute_s: f64) -> Self {
+        Self { compute_s: Some(compute_s), ..self }
+    }
 }
 
 impl<'a> PlanRequest<'a> {
@@ -164,6 +194,7 @@ impl<'a> PlanRequest<'a> {
             least_ring_bytes: 0,
             reach: usize::MAX,
             other_compute_s: 0.0,
+            others: &[],
         }
     }
 
@@ -211,6 +242,12 @@ impl<'a> PlanRequest<'a> {
     #[must_use]
     pub fn with_other_compute_s(self, other_compute_s: f64) -> Self {
         Self { other_compute_s, ..self }
+    }
+
+    /// Sets [`others`](Self::others).
+    #[must_use]
+    pub fn with_others(self, others: &'a [OtherPass]) -> Self {
+        Self { others, ..self }
     }
 }
 
@@ -267,6 +304,10 @@ pub struct Plan {
     pub streamed_bytes_per_pass: u64,
     /// The predicted duration of each pass after the first, in seconds.
     pub predicted_pass_s: f64,
+    /// The predicted duration of each of the [`others`](PlanRequest::others), in seconds.
+    pub other_passes_s: Vec<f64>,
+    /// The predicted duration of the average pass, in seconds.
+    pub mean_pass_s: f64,
     /// The predicted bottleneck of each pass after the first.
     pub bottleneck: Bottleneck,
     /// The smallest budget for which a plan exists, in bytes.
@@ -285,10 +326,10 @@ impl Plan {
         self.resident_bytes + self.compressed_bytes + self.ring_bytes
     }
 
-    /// Returns the duration of a pass, plus a tiny share of it for each byte of the ring. Among
-    /// equally fast plans, the plan with the smallest ring has the least cost.
+    /// Returns the duration of the average pass, plus a tiny share of it for each byte of the ring.
+    /// Among equally fast plans, the plan with the smallest ring has the least cost.
     pub(crate) fn cost(&self) -> f64 {
-        self.predicted_pass_s * (1.0 + 1e-12 * self.ring_bytes as f64)
+        self.mean_pass_s * (1.0 + 1e-12 * self.ring_bytes as f64)
     }
 }
 

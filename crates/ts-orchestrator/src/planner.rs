@@ -13,7 +13,7 @@
 
 use std::collections::VecDeque;
 
-use crate::plan::{Bottleneck, NeverFits, Plan, PlanRequest, Residency, UnitDemand};
+use crate::plan::{Bottleneck, NeverFits, OtherPass, Plan, PlanRequest, Residency, UnitDemand};
 use crate::unit::UnitId;
 
 /// Returns the smallest budget, in bytes, under which `max_passes` passes can run at the same time.
@@ -235,11 +235,14 @@ const EXHAUSTIVE_UNITS: usize = 6;
 struct Planner<'a> {
     request: &'a PlanRequest<'a>,
     sets: WorkingSets<'a>,
-    /// How many times a pass visits each unit.
-    visits: Vec<u32>,
+    /// The pass of the request, and the other passes.
+    passes: Vec<PassDemand<'a>>,
+    /// How many times all passes together visit each unit, for each pass of the request.
+    visits: Vec<f64>,
     /// A rank for each unit, such that for any n, the n units with the lowest ranks are spread
-    /// evenly over the pass. The rank is the bit-reversed position of the unit in the order (a van
-    /// der Corput sequence), or the lowest one if the unit is visited several times.
+    /// evenly over the pass. The rank is the bit-reversed position of the unit in the first order
+    /// with the unit (a van der Corput sequence), or the lowest one if the unit is visited several
+    /// times.
     spread: Vec<u32>,
     smallest_budget_bytes: usize,
 }
@@ -250,14 +253,21 @@ impl<'a> Planner<'a> {
         sets: WorkingSets<'a>,
         smallest_budget_bytes: usize,
     ) -> Self {
-        let mut visits = vec![0; request.units.len()];
+        let others = request.others.iter().map(|other| PassDemand::other(other, request.units));
+        let passes: Vec<_> = std::iter::once(PassDemand::main(request)).chain(others).collect();
+        let mut visits = vec![0.0; request.units.len()];
         let mut spread = vec![u32::MAX; request.units.len()];
-        for (position, unit) in (0u32..).zip(request.order) {
-            let i = unit.index();
-            visits[i] += 1;
-            spread[i] = spread[i].min(position.reverse_bits());
+        for pass in &passes {
+            let known = visits.clone();
+            for (position, unit) in (0u32..).zip(pass.order) {
+                let i = unit.index();
+                visits[i] += pass.passes;
+                if known[i] == 0.0 {
+                    spread[i] = spread[i].min(position.reverse_bits());
+                }
+            }
         }
-        Self { request, sets, visits, spread, smallest_budget_bytes }
+        Self { request, sets, passes, visits, spread, smallest_budget_bytes }
     }
 
     /// Replaces a plan by another one that is better: one that is faster, or that has the least
@@ -355,7 +365,7 @@ impl<'a> Planner<'a> {
 
     /// Returns the ways to keep more of the units, the best first.
     fn steps(&self, preference: Preference) -> Vec<Step> {
-        let visited = (0..self.visits.len()).filter(|&i| self.visits[i] > 0);
+        let visited = (0..self.visits.len()).filter(|&i| self.visits[i] > 0.0);
         let of_unit = |i: usize| {
             let last = preference.compressible * f64::from(u32::MAX);
             let may_compress = f64::from(self.spread[i]) <= last;
@@ -381,7 +391,7 @@ impl<'a> Planner<'a> {
         let read = storage_share * self.read_s(i);
         let streamed = if unit.stored_compressed { read + decoded } else { read };
         let step = |from, to, bytes: usize, saved_s: f64| {
-            let per_byte = f64::from(self.visits[i]) * saved_s / bytes.max(1) as f64;
+            let per_byte = self.visits[i] * saved_s / bytes.max(1) as f64;
             // On a logarithmic scale, in steps of about a fifth.
             let worth = (per_byte.max(1e-30).ln() * 5.0).round() as i32;
             (saved_s > 0.0).then_some(Step { unit: i, from, to, bytes, worth })
@@ -450,13 +460,6 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Returns the duration of the computation of a visit, with a share of the computation outside
-    /// of visits, in seconds.
-    fn compute_s(&self, i: usize) -> f64 {
-        let request = self.request;
-        request.units[i].compute_s + request.other_compute_s / request.order.len() as f64
-    }
-
     fn read_s(&self, i: usize) -> f64 {
         let rates = self.request.rates;
         rates.read_latency_s + self.request.units[i].read_bytes as f64 / rates.read_bytes_per_s
@@ -476,24 +479,18 @@ impl<'a> Planner<'a> {
         // The ring also gets the memory that no kept unit uses.
         let ring_bytes =
             (self.request.budget_bytes - resident_bytes - compressed_bytes).min(in_ring_bytes);
-        let read: u64 = all
-            .filter(|&i| residency[i] == Residency::Streamed)
-            .map(|i| self.request.units[i].read_bytes * u64::from(self.visits[i]))
-            .sum();
-        let (mut compute_s, mut decode_s) = (0.0, 0.0);
-        for unit in self.request.order {
-            let i = unit.index();
-            compute_s += self.compute_s(i);
-            decode_s += self.decode_s(i, residency[i]);
+        let predicted = self.passes.iter().map(|pass| self.predict(pass, &residency, ring_bytes));
+        let predicted: Vec<PassPrediction> = predicted.collect();
+        let own = &predicted[0];
+        let (mut mean_pass_s, mut passes) = (0.0, 0.0);
+        for (pass, predicted) in self.passes.iter().zip(&predicted) {
+            mean_pass_s += pass.passes * predicted.pass_s;
+            passes += pass.passes;
         }
-        // The computation uses all processors, so decoding and reading take time from it.
-        let rates = self.request.rates;
-        let other_s = decode_s + read as f64 / rates.read_bytes_per_processor_s;
-        let processors_s = compute_s + other_s / rates.processors.max(1) as f64;
-        let predicted_pass_s = self.simulate(&residency, ring_bytes).max(processors_s);
-        let bottleneck = if predicted_pass_s <= 1.05 * compute_s {
+        mean_pass_s /= passes;
+        let bottleneck = if own.pass_s <= 1.05 * own.compute_s {
             Bottleneck::Compute
-        } else if predicted_pass_s <= 1.05 * processors_s {
+        } else if own.pass_s <= 1.05 * own.processors_s {
             Bottleneck::Decoding
         } else {
             Bottleneck::Storage
@@ -504,11 +501,37 @@ impl<'a> Planner<'a> {
             compressed_bytes,
             ring_bytes,
             largest_streamed_bytes: largest,
-            streamed_bytes_per_pass: read,
-            predicted_pass_s,
+            streamed_bytes_per_pass: own.read_bytes,
+            predicted_pass_s: own.pass_s,
+            other_passes_s: predicted[1..].iter().map(|other| other.pass_s).collect(),
+            mean_pass_s,
             bottleneck,
             smallest_budget_bytes: self.smallest_budget_bytes,
         })
+    }
+
+    /// Predicts a pass with this residency and ring.
+    fn predict(
+        &self,
+        pass: &PassDemand<'_>,
+        residency: &[Residency],
+        ring: usize,
+    ) -> PassPrediction {
+        let (mut compute_s, mut decode_s, mut read_bytes) = (0.0, 0.0, 0);
+        for unit in pass.order {
+            let i = unit.index();
+            compute_s += pass.compute_s(&self.request.units[i]);
+            decode_s += self.decode_s(i, residency[i]);
+            if residency[i] == Residency::Streamed {
+                read_bytes += self.request.units[i].read_bytes;
+            }
+        }
+        // The computation uses all processors, so decoding and reading take time from it.
+        let rates = self.request.rates;
+        let other_s = decode_s + read_bytes as f64 / rates.read_bytes_per_processor_s;
+        let processors_s = compute_s + other_s / rates.processors.max(1) as f64;
+        let pass_s = self.simulate(pass, residency, ring).max(processors_s);
+        PassPrediction { pass_s, compute_s, processors_s, read_bytes }
     }
 
     /// Simulates passes, and returns the duration of a pass in the steady state, in seconds.
@@ -516,7 +539,7 @@ impl<'a> Planner<'a> {
     /// Storage reads streamed units in order, as soon as the ring has room and the computation is
     /// near enough. The processors decode units in order, and compute visits in order, as soon as
     /// their unit is decoded. Decoding and computing do not slow each other down here.
-    fn simulate(&self, residency: &[Residency], ring: usize) -> f64 {
+    fn simulate(&self, pass: &PassDemand<'_>, residency: &[Residency], ring: usize) -> f64 {
         const PASSES: usize = 3;
         let processors = self.request.rates.processors.max(1) as f64;
         // The size of each unit in the ring, and the time at which it is released.
@@ -525,13 +548,14 @@ impl<'a> Planner<'a> {
         let (mut storage, mut decoder, mut compute, mut begun) = (0.0f64, 0.0f64, 0.0f64, 0.0f64);
         // The times at which the last visits asked for their unit, at most `reach` of them.
         let mut recent: VecDeque<f64> = VecDeque::new();
-        let reach = self.request.reach.min(PASSES * self.request.order.len());
-        for pass in 0..PASSES {
-            if pass == PASSES - 1 {
+        let reach = self.request.reach.min(PASSES * pass.order.len());
+        for round in 0..PASSES {
+            if round == PASSES - 1 {
                 begun = compute;
             }
-            for unit in self.request.order {
+            for unit in pass.order {
                 let i = unit.index();
+                let compute_s = pass.compute_s(&self.request.units[i]);
                 let near = match reach {
                     0 => compute,
                     _ if recent.len() < reach => 0.0,
@@ -557,14 +581,56 @@ impl<'a> Planner<'a> {
                         ready = decoder;
                     }
                     compute = compute.max(ready);
-                    held.push_back((self.size(i), compute + self.compute_s(i)));
+                    held.push_back((self.size(i), compute + compute_s));
                     held_bytes += self.size(i);
                 }
-                compute += self.compute_s(i);
+                compute += compute_s;
             }
         }
         compute - begun
     }
+}
+
+/// A pass to predict.
+struct PassDemand<'a> {
+    order: &'a [UnitId],
+    /// The computation of a visit is this many times that of the unit.
+    scale: f64,
+    /// The duration of the computation that each visit has besides, in seconds.
+    each_s: f64,
+    /// How many of these passes there are for each pass of the request.
+    passes: f64,
+}
+
+impl<'a> PassDemand<'a> {
+    fn main(request: &'a PlanRequest<'a>) -> Self {
+        let each_s = request.other_compute_s / request.order.len().max(1) as f64;
+        Self { order: request.order, scale: 1.0, each_s, passes: 1.0 }
+    }
+
+    fn other(other: &'a OtherPass, units: &[UnitDemand]) -> Self {
+        let usual_s: f64 = other.order.iter().map(|id| units[id.index()].compute_s).sum();
+        let (scale, each_s) = match other.compute_s {
+            None => (1.0, 0.0),
+            Some(compute_s) if usual_s > 0.0 => (compute_s / usual_s, 0.0),
+            Some(compute_s) => (1.0, compute_s / other.order.len().max(1) as f64),
+        };
+        Self { order: &other.order, scale, each_s, passes: other.passes }
+    }
+
+    /// Returns the duration of the computation of a visit, in seconds.
+    fn compute_s(&self, unit: &UnitDemand) -> f64 {
+        self.scale * unit.compute_s + self.each_s
+    }
+}
+
+/// What a pass is predicted to take.
+struct PassPrediction {
+    pass_s: f64,
+    compute_s: f64,
+    /// The time that all processors need together, in seconds.
+    processors_s: f64,
+    read_bytes: u64,
 }
 
 /// A way to keep more of a unit in memory.

@@ -47,8 +47,6 @@ use routed::Routed;
 pub(crate) struct EngineState<D: Device> {
     pub(crate) units: Vec<UnitState<D>>,
     pub(crate) passes: Passes,
-    /// The order of visits that the plan was made for.
-    pub(crate) planned_order: Vec<UnitId>,
     pub(crate) plan: Plan,
     /// A better plan, to switch to when nothing is in use.
     pub(crate) pending_plan: Option<Plan>,
@@ -245,8 +243,7 @@ impl<D: Device> EngineState<D> {
         let units = context.units.iter().map(|prepared| UnitState::new(prepared.initial_stats()));
         let mut state = Self {
             units: units.collect(),
-            passes: Passes::new(order.clone()),
-            planned_order: order,
+            passes: Passes::new(order),
             plan,
             pending_plan: None,
             together: Vec::new(),
@@ -351,7 +348,7 @@ impl<D: Device> EngineState<D> {
             return false;
         }
         self.plan = self.pending_plan.take().expect("the pending plan is set, as checked above");
-        self.planned_order = self.passes.order().to_vec();
+        self.passes.set_planned();
         self.counters.replans += 1;
         self.idle.clear();
         self.horizon = 0;
@@ -468,9 +465,9 @@ impl<D: Device> EngineState<D> {
             .filter_map(|(i, unit)| Some((UnitId(i), unit.fastest_use_ns? as f64 / 1e9)));
         times.units.extend(measured);
         times.units.sort_unstable_by_key(|(id, _)| *id);
-        if let Some(compute_s) = self.pass_log.compute_s(rates) {
-            let visited: f64 = self
-                .planned_order
+        let (main, order) = self.passes.kinds().main();
+        if let Some(compute_s) = self.pass_log.compute_s(main, rates) {
+            let visited: f64 = order
                 .iter()
                 .filter_map(|id| self.units[id.index()].fastest_use_ns)
                 .map(|ns| ns as f64 / 1e9)

@@ -82,6 +82,9 @@ pub struct TableStats {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PassTimes {
+    /// The number of the kind of the pass. Passes are of the same kind if they visit the same units
+    /// in the same order, and compute for about as long. 0 if the pass visited no unit.
+    pub kind: u64,
     /// The duration of the pass.
     pub wall_ns: u64,
     /// How long calls waited for units or for rows.

@@ -223,6 +223,32 @@ fn the_plan_follows_the_learned_order() {
 }
 
 #[test]
+fn a_decoder_that_fits_is_not_read_again_between_passes_of_its_encoder() {
+    let model = Model::new(&[200 * KIB; 8]);
+    // Enough for the four units of the decoder, and a slot for another unit.
+    let engine = model.engine(config(1030 * KIB)).unwrap();
+    // Passes that compute nothing, so that reading takes all of the time.
+    let generate = || {
+        for order in std::iter::once(0..4).chain(std::iter::repeat_n(4..8, 8)) {
+            let pass = engine.begin_pass();
+            order.for_each(|unit| drop(engine.acquire(Some(pass), UnitId(unit)).unwrap()));
+            if engine.end_pass(pass) {
+                engine.replan();
+            }
+        }
+    };
+    (0..3).for_each(|_| generate());
+    let before = engine.stats();
+    generate();
+    let after = engine.stats();
+    assert_eq!(after.replans, before.replans);
+    assert!((4..8).all(|unit| after.units[unit].loads == before.units[unit].loads));
+    assert_eq!(after.wasted_loads, before.wasted_loads);
+    let kinds: Vec<u64> = after.recent_passes.iter().rev().take(9).map(|pass| pass.kind).collect();
+    assert!(kinds[..8].iter().all(|&kind| kind != kinds[8]), "{kinds:?}");
+}
+
+#[test]
 fn concurrent_passes_get_the_right_bytes() {
     let model = Model::new(&[100 * KIB; 12]);
     let engine = model.engine(config(450 * KIB).with_max_passes(2)).unwrap();

@@ -11,6 +11,7 @@ use crate::plan::{CurvePoint, NeverFits, Plan, PlanRequest, Rates};
 use crate::planner::{plan, predict};
 use crate::prepared::PreparedUnit;
 use crate::state::EngineState;
+use crate::stats::PassTimes;
 use crate::trace::{TraceEvent, TraceKind};
 
 use super::{EngineInner, InterruptTimer};
@@ -52,23 +53,29 @@ impl<D: Device> EngineInner<D> {
         let mut state = self.lock();
         let now_ns = (self.clock)();
         let totals = state.pass_totals(now_ns);
-        let begun_ns = state.pass_log.end(pass, totals, now_ns);
-        if let (Some(trace), Some(begun_ns)) = (&mut state.trace, begun_ns) {
-            let event = TraceEvent::new(TraceKind::Pass, begun_ns, now_ns);
-            trace.add_on(std::thread::current().id(), event.bytes(pass.0));
-        }
-        let planned_order = state.planned_order.clone();
-        let (predicted_s, replans) = (state.plan.predicted_pass_s, state.counters.replans);
-        match state.passes.end(pass, &planned_order) {
-            _ if state.has_new_limit() => self.propose_plan(&mut state),
-            Some(true) => self.propose_plan(&mut state),
-            Some(false) if state.plan_outdated => self.propose_plan(&mut state),
-            Some(false) if state.pass_log.differs(predicted_s, replans) => {
-                self.propose_plan(&mut state);
+        let logged = state.pass_log.end(pass, totals, now_ns);
+        let compute_s = logged.map_or(0.0, |(_, times)| times.compute_ns() as f64 / 1e9);
+        let kind = state.passes.end(pass, compute_s);
+        if let Some((begun_ns, times)) = logged {
+            let kind = kind.unwrap_or_default();
+            state.pass_log.add(begun_ns, PassTimes { kind, ..times });
+            if let Some(trace) = &mut state.trace {
+                let event = TraceEvent::new(TraceKind::Pass, begun_ns, now_ns);
+                trace.add_on(std::thread::current().id(), event.bytes(pass.0));
             }
-            // The pass used the order that the current plan was made for.
-            Some(false) => state.pending_plan = None,
-            None => {}
+        }
+        if kind.is_some() || state.has_new_limit() {
+            let (main, _) = state.passes.kinds().main();
+            let (predicted_s, replans) = (state.plan.predicted_pass_s, state.counters.replans);
+            let changed = state.has_new_limit()
+                || state.passes.kinds().is_unplanned()
+                || state.plan_outdated
+                || state.pass_log.differs(main, predicted_s, replans);
+            if changed {
+                self.propose_plan(&mut state);
+            } else {
+                state.pending_plan = None;
+            }
         }
         if state.passes.running() == 0 {
             state.drop_guesses(&self.context, now_ns);
@@ -152,7 +159,6 @@ impl<D: Device> EngineInner<D> {
     /// Computes a plan from the measurements, and makes it the pending plan if it is worth
     /// switching to.
     fn propose_plan(&self, state: &mut EngineState<D>) {
-        let order = state.passes.order().to_vec();
         let residency = state.residency();
         let new_limit = state.has_new_limit();
         let plans = self.with_request(state, |request| {
@@ -172,7 +178,7 @@ impl<D: Device> EngineInner<D> {
             if new_limit && encode_s > 0.0 {
                 let units = request.unencoded_units();
                 let plain = plan(&PlanRequest { units: &units, ..request }).ok()?;
-                let gain_s = plain.predicted_pass_s - better.predicted_pass_s;
+                let gain_s = plain.mean_pass_s - better.mean_pass_s;
                 if gain_s * ENCODE_PASSES <= encode_s {
                     (better, encode_s) = (plain, 0.0);
                 }
@@ -186,8 +192,8 @@ impl<D: Device> EngineInner<D> {
         let kept_bytes = better.resident_bytes + better.compressed_bytes;
         let fresh_start_s = kept_bytes as f64 / rates.read_bytes_per_s;
         let pays = kept.as_ref().is_none_or(|kept| {
-            let gain_s = kept.predicted_pass_s - better.predicted_pass_s;
-            gain_s > REPLAN_GAIN * kept.predicted_pass_s
+            let gain_s = kept.mean_pass_s - better.mean_pass_s;
+            gain_s > REPLAN_GAIN * kept.mean_pass_s
                 && gain_s * REPLAN_PASSES > fresh_start_s
                 && gain_s * ENCODE_PASSES > fresh_start_s + encode_s
         });
@@ -196,7 +202,7 @@ impl<D: Device> EngineInner<D> {
             state.pending_plan = Some(better);
         } else if let Some(kept) = kept {
             state.plan = kept;
-            state.planned_order = order;
+            state.passes.set_planned();
             state.pending_plan = None;
         }
     }
@@ -229,13 +235,16 @@ impl<D: Device> EngineInner<D> {
         let mut demands = PreparedUnit::demands(units, &compute, rates);
         state.add_encoded(&self.context, &mut demands, rates);
         let least_ring_bytes = self.context.prefetch.least_ring_bytes(state.slot_limit);
-        let request = PlanRequest::new(&demands, state.passes.order(), state.slot_limit)
+        let kinds = state.passes.kinds();
+        let ((_, order), others) = (kinds.main(), kinds.others());
+        let request = PlanRequest::new(&demands, order, state.slot_limit)
             .with_together(&state.together)
             .with_max_passes(self.max_passes)
             .with_rates(rates)
             .with_reach(self.context.prefetch.reach())
             .with_least_ring_bytes(least_ring_bytes)
-            .with_other_compute_s(compute.other_s);
+            .with_other_compute_s(compute.other_s)
+            .with_others(&others);
         use_request(request)
     }
 

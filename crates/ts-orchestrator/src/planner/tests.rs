@@ -109,6 +109,34 @@ fn a_unit_visited_twice_is_preferred() {
 }
 
 #[test]
+fn a_pass_that_runs_more_often_gets_the_memory() {
+    let (units, all) = (units(&[40_000_000; 8]), order(8));
+    let (encoder, decoder) = all.split_at(4);
+    let plan_with = |decodes: f64| {
+        let others = [OtherPass::new(decoder, decodes)];
+        let request = PlanRequest::new(&units, encoder, 200_000_000);
+        plan(&request.with_others(&others)).unwrap()
+    };
+    let kept = |plan: &Plan, pass: &[UnitId]| {
+        pass.iter().filter(|id| plan.residency[id.index()] == Residency::Resident).count()
+    };
+    let (often, rarely) = (plan_with(20.0), plan_with(0.05));
+    assert_eq!((kept(&often, encoder), kept(&often, decoder)), (0, 4), "{often:?}");
+    assert_eq!((kept(&rarely, encoder), kept(&rarely, decoder)), (4, 0), "{rarely:?}");
+    let mean_s = (often.predicted_pass_s + 20.0 * often.other_passes_s[0]) / 21.0;
+    assert!((often.mean_pass_s - mean_s).abs() < 1e-9);
+    assert!(often.predicted_pass_s > 0.15 && often.other_passes_s[0] < 0.02, "{often:?}");
+}
+
+#[test]
+fn another_pass_computes_for_its_own_time() {
+    let (units, order) = (units(&[1_000_000; 4]), order(4));
+    let others = [OtherPass::new(&order, 0.1).with_compute_s(7.0)];
+    let plan = plan(&PlanRequest::new(&units, &order, 4_000_000).with_others(&others)).unwrap();
+    assert!((plan.other_passes_s[0] - 7.0).abs() < 1e-9 && plan.predicted_pass_s < 0.01);
+}
+
+#[test]
 fn a_unit_that_is_never_visited_is_streamed() {
     let units = units(&[40_000_000, 40_000_000, 40_000_000]);
     let plan = plan(&PlanRequest::new(&units, &[UnitId(0), UnitId(2)], 80_000_000)).unwrap();
@@ -244,6 +272,10 @@ proptest! {
     fn plans_for_few_units_are_optimal(
         sizes in prop::collection::vec((1usize..1000, 1usize..1000, any::<bool>()), 1..6),
         visits in prop::collection::vec(any::<prop::sample::Index>(), 1..12),
+        others in prop::collection::vec(
+            (prop::collection::vec(any::<prop::sample::Index>(), 1..6), 0.01..2.0f64),
+            0..3,
+        ),
         spare in 0usize..3000,
         read in 1e4..1e7f64,
         processors in 1usize..5,
@@ -255,10 +287,16 @@ proptest! {
                 .with_stored_compressed(stored)
         };
         let units: Vec<_> = sizes.iter().enumerate().map(unit).collect();
-        let order: Vec<_> = visits.iter().map(|v| UnitId(v.index(units.len()) as u32)).collect();
+        let id = |visit: &prop::sample::Index| UnitId(visit.index(units.len()) as u32);
+        let order: Vec<_> = visits.iter().map(id).collect();
+        let other = |(visits, passes): &(Vec<prop::sample::Index>, f64)| {
+            OtherPass::new(&visits.iter().map(id).collect::<Vec<_>>(), *passes)
+        };
+        let others: Vec<_> = others.iter().map(other).collect();
         let budget = smallest_budget(&units, &[], 1) + spare;
         let rates = Rates::new(read, 1e-6).with_processors(processors);
-        let request = PlanRequest::new(&units, &order, budget).with_rates(rates);
+        let request =
+            PlanRequest::new(&units, &order, budget).with_rates(rates).with_others(&others);
         let found = plan(&request).unwrap();
         prop_assert!(found.peak_bytes() <= budget);
         let kinds = [Residency::Streamed, Residency::Compressed, Residency::Resident];

@@ -33,10 +33,16 @@ impl PassLog {
         self.running = alone.then_some((id, now_ns, totals));
     }
 
-    /// Ends a pass, which is logged if it ran alone. Returns its beginning in that case.
-    pub(crate) fn end(&mut self, id: PassId, totals: PassTimes, now_ns: u64) -> Option<u64> {
+    /// Ends a pass. Returns its beginning and its times if it ran alone.
+    pub(crate) fn end(
+        &mut self,
+        id: PassId,
+        totals: PassTimes,
+        now_ns: u64,
+    ) -> Option<(u64, PassTimes)> {
         let (_, begun_ns, before) = self.running.take_if(|(running, ..)| *running == id)?;
         let times = PassTimes {
+            kind: 0,
             wall_ns: now_ns.saturating_sub(begun_ns),
             waited_ns: totals.waited_ns - before.waited_ns,
             calls_ns: totals.calls_ns - before.calls_ns,
@@ -47,11 +53,15 @@ impl PassLog {
             decoded_bytes: totals.decoded_bytes - before.decoded_bytes,
             replans: totals.replans,
         };
+        Some((begun_ns, times))
+    }
+
+    /// Logs a pass that ran alone.
+    pub(crate) fn add(&mut self, begun_ns: u64, times: PassTimes) {
         if self.passes.len() == KEPT {
             self.passes.pop_front();
         }
         self.passes.push_back((begun_ns, times));
-        Some(begun_ns)
     }
 
     /// Counts a call that took `call_ns` in all, of which it waited `waited_ns`.
@@ -89,26 +99,27 @@ impl PassLog {
         self.passes.iter().skip(1).fold(PassTimes::default(), add)
     }
 
-    /// Returns the shortest time that a pass computed, in seconds. The first pass does not count,
-    /// because it also warms up caches.
+    /// Returns the shortest time that a pass of this kind computed, in seconds. The first pass does
+    /// not count, because it also warms up caches.
     ///
     /// The work for streaming takes time of the processors too, and so lengthens the computation.
     /// This part does not count. It is estimated as if the work were spread evenly over the pass.
-    pub(crate) fn compute_s(&self, rates: Rates) -> Option<f64> {
+    pub(crate) fn compute_s(&self, kind: u64, rates: Rates) -> Option<f64> {
         let compute_s = |times: &PassTimes| {
             let reading_s = times.read_bytes as f64 / rates.read_bytes_per_processor_s;
             let streaming_s = times.decoding_ns as f64 / 1e9 + reading_s;
             let share = streaming_s / rates.processors.max(1) as f64 * 1e9 / times.wall_ns as f64;
             times.compute_ns() as f64 / 1e9 * (1.0 - share.min(0.5))
         };
-        let passes = self.passes.iter().skip(1).filter(|(_, times)| times.wall_ns > 0);
+        let is_one = |times: &PassTimes| times.kind == kind && times.wall_ns > 0;
+        let passes = self.passes.iter().skip(1).filter(|(_, times)| is_one(times));
         passes.map(|(_, times)| compute_s(times)).min_by(f64::total_cmp)
     }
 
-    /// Returns whether the latest passes all took another time than predicted, and another than
-    /// when the plan was last considered. Then considers the plan as of now.
-    pub(crate) fn differs(&mut self, predicted_s: f64, replans: u64) -> bool {
-        let latest = self.passes.iter().rev().take(SHOWS);
+    /// Returns whether the latest passes of this kind all took another time than predicted, and
+    /// another than when the plan was last considered. Then considers the plan as of now.
+    pub(crate) fn differs(&mut self, kind: u64, predicted_s: f64, replans: u64) -> bool {
+        let latest = self.passes.iter().rev().filter(|(_, times)| times.kind == kind).take(SHOWS);
         let latest = latest.filter(|(_, times)| times.replans == replans);
         let mut walls: Vec<f64> = latest.map(|(_, times)| times.wall_ns as f64 / 1e9).collect();
         if walls.len() < SHOWS {
@@ -132,9 +143,12 @@ impl PassLog {
 mod tests {
     use super::*;
 
+    /// Runs a pass alone.
     fn pass(log: &mut PassLog, id: u64, wall_ms: u64) {
         log.begin(PassId(id), true, PassTimes::default(), id * 1_000_000_000);
-        log.end(PassId(id), PassTimes::default(), id * 1_000_000_000 + wall_ms * 1_000_000);
+        let now_ns = id * 1_000_000_000 + wall_ms * 1_000_000;
+        let (begun_ns, times) = log.end(PassId(id), PassTimes::default(), now_ns).unwrap();
+        log.add(begun_ns, times);
     }
 
     #[test]
@@ -142,21 +156,21 @@ mod tests {
         let mut log = PassLog::default();
         for (id, wall_ms) in [100, 150, 100, 150, 95, 109].into_iter().enumerate() {
             pass(&mut log, id as u64, wall_ms);
-            assert!(!log.differs(0.1, 0), "after pass {id}");
+            assert!(!log.differs(0, 0.1, 0), "after pass {id}");
         }
         for id in 6..8 {
             pass(&mut log, id, 150);
-            assert!(!log.differs(0.1, 0), "two passes can be chance");
+            assert!(!log.differs(0, 0.1, 0), "two passes can be chance");
         }
         pass(&mut log, 8, 150);
-        assert!(log.differs(0.1, 0));
+        assert!(log.differs(0, 0.1, 0));
         pass(&mut log, 9, 150);
-        assert!(!log.differs(0.1, 0), "the plan was considered at this speed");
+        assert!(!log.differs(0, 0.1, 0), "the plan was considered at this speed");
         for id in 10..13 {
             pass(&mut log, id, 60);
         }
-        assert!(log.differs(0.1, 0));
-        assert!(!log.differs(0.1, 1), "no pass ran with the second plan");
+        assert!(log.differs(0, 0.1, 0));
+        assert!(!log.differs(0, 0.1, 1), "no pass ran with the second plan");
     }
 
     #[test]
@@ -164,9 +178,8 @@ mod tests {
         let mut log = PassLog::default();
         log.begin(PassId(1), true, PassTimes::default(), 0);
         log.begin(PassId(2), false, PassTimes::default(), 5);
-        log.end(PassId(1), PassTimes::default(), 10);
-        log.end(PassId(2), PassTimes::default(), 12);
-        assert!(log.passes().is_empty());
+        assert_eq!(log.end(PassId(1), PassTimes::default(), 10), None);
+        assert_eq!(log.end(PassId(2), PassTimes::default(), 12), None);
         pass(&mut log, 3, 1);
         assert_eq!(log.passes()[0].wall_ns, 1_000_000);
         assert_eq!(log.span_ns(), 1_000_000);
