@@ -192,6 +192,12 @@ impl<D: Device> Engine<D> {
         self.inner.begin_pass(interrupt)
     }
 
+    /// Begins a pass like [`begin_pass`](Self::begin_pass), or returns `None` if another pass is
+    /// running. Does not block.
+    pub fn try_begin_pass(&self) -> Option<PassId> {
+        self.inner.try_begin_pass()
+    }
+
     /// Ends a pass and returns whether a better plan is available.
     ///
     /// If so, call [`replan`](Self::replan) once all leases are dropped. If the pass has already

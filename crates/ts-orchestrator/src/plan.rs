@@ -160,7 +160,7 @@ pub struct PlanRequest<'a> {
 pub struct OtherPass {
     /// The units that the pass visits, in order.
     pub order: Arc<[UnitId]>,
-    /// The duration of the computation of the pass, in seconds. If it is `None`, each visit takes as
+    /// The duration of the computation of the pass, in seconds. With `None`, each visit takes as
     /// long as one of the same unit in the pass of the request.
     pub compute_s: Option<f64>,
     /// How many of these passes there are for each pass of the request.

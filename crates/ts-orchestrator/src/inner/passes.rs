@@ -38,6 +38,15 @@ impl<D: Device> EngineInner<D> {
             state = self.wait(state, &mut timer, interrupt, || "another pass to end".into())?;
         }
         state.waiting_for_pass.remove(&this_thread);
+        Ok(self.begin(&mut state))
+    }
+
+    pub(crate) fn try_begin_pass(&self) -> Option<PassId> {
+        let mut state = self.lock();
+        (state.passes.running() == 0).then(|| self.begin(&mut state))
+    }
+
+    fn begin(&self, state: &mut EngineState<D>) -> PassId {
         state.counters.passes += 1;
         let alone = state.passes.running() == 0;
         let id = state.passes.begin();
@@ -46,7 +55,7 @@ impl<D: Device> EngineInner<D> {
         let totals = state.pass_totals(now_ns);
         state.pass_log.begin(id, alone, totals, now_ns);
         state.advance(&self.context, now_ns);
-        Ok(id)
+        id
     }
 
     pub(crate) fn end_pass(&self, pass: PassId) -> bool {

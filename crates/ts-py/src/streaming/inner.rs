@@ -150,12 +150,27 @@ impl StreamerInner {
             return Ok(None);
         }
         let id = interruptible(py, |interrupt| engine.begin_pass_interruptible(interrupt))?;
+        Ok(Some(self.running(engine, id)))
+    }
+
+    /// Begins a pass on this thread, or returns None if any thread is in a pass.
+    pub(super) fn try_begin_pass(&self, py: Python<'_>) -> PyResult<Option<RunningPass>> {
+        if self.current_pass().is_some() {
+            return Ok(None);
+        }
+        let engine = self.engine(py)?;
+        let id = py.detach(|| engine.try_begin_pass());
+        Ok(id.map(|id| self.running(engine, id)))
+    }
+
+    /// Returns a pass that runs on this thread.
+    fn running(&self, engine: Arc<Engine>, id: PassId) -> RunningPass {
         let ended = Arc::new(AtomicBool::new(false));
         PASSES.with_borrow_mut(|passes| {
             passes.retain(|_, (_, ended)| !ended.load(Ordering::Acquire));
             passes.insert(self.address(), (id, Arc::clone(&ended)));
         });
-        Ok(Some(RunningPass { engine, id, ended }))
+        RunningPass { engine, id, ended }
     }
 
     /// Ends a pass. Returns whether to replan, and the names of weights that were written to

@@ -33,6 +33,7 @@ pub(super) fn stats_dict<'py>(
     let passes = PyList::empty(py);
     for pass in &stats.recent_passes {
         let item = PyDict::new(py);
+        item.set_item("kind", pass.kind)?;
         item.set_item("wall_s", seconds(pass.wall_ns))?;
         item.set_item("compute_s", seconds(pass.compute_ns()))?;
         item.set_item("wait_s", seconds(pass.waited_ns))?;

@@ -77,6 +77,14 @@ impl Streamer {
         Pass::begin(py, &self.inner)
     }
 
+    /// Begins a pass on this thread, unless any thread is in a pass.
+    ///
+    /// Returns:
+    ///     The pass, or ``None``.
+    fn try_begin_pass(&self, py: Python<'_>) -> PyResult<Option<Pass>> {
+        Pass::try_begin(py, &self.inner)
+    }
+
     /// Clears autocast's cache of weights if autocast is enabled and no gradients are recorded.
     /// Call this only while no operation is running on this thread.
     fn forget_casts(&self, py: Python<'_>) -> PyResult<()> {

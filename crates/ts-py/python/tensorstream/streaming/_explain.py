@@ -29,7 +29,10 @@ class Explanation:
 
     Attributes:
         passes: The number of passes that were measured: the latest with the current plan, at most
-            32. The first one does not count if there are others.
+            32, and of these the most frequent kind (``PassStats.kind``). The first one does not
+            count if there are others.
+        other_passes: How many passes there were of each other kind, such as prefill beside decode,
+            and how long the median one of them took, in seconds.
         wall_s: The time of the median pass, in seconds.
         compute_s: The time for everything that the model computes.
         wait_s: The time in which modules waited for weights.
@@ -56,6 +59,7 @@ class Explanation:
     """
 
     passes: int
+    other_passes: tuple[tuple[int, float], ...]
     wall_s: float
     compute_s: float
     wait_s: float
@@ -87,11 +91,13 @@ class Explanation:
 
         off = 100 * (self.predicted_s / max(self.wall_s, 1e-9) - 1)
         waits = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.waits)
+        others = ", ".join(f"{count} of {wall_s:.4f} s" for count, wall_s in self.other_passes)
         return [
             ("a pass takes", f"{self.wall_s:10.4f} s   median of {self.passes}"),
             ("  computing", part(self.compute_s)),
             ("  waiting", part(self.wait_s)),
             ("  overhead", part(self.overhead_s)),
+            ("other passes", f"  {others or 'none'}"),
             ("between passes", f"{self.between_s:10.4f} s   in the caller's code"),
             ("predicted", f"{self.predicted_s:10.4f} s   {off:+.0f}%"),
             ("limited by", f"{self.bottleneck:>10}"),
@@ -125,7 +131,7 @@ def explain(model: nn.Module) -> Explanation:
         True
     """
     measured = stats(model)
-    passes = steady_passes(measured)
+    passes, *others = steady_passes(measured)
     if not passes:
         raise ModelError(
             "there is nothing to explain yet: run the model at least once, and not only in "
@@ -151,6 +157,7 @@ def explain(model: nn.Module) -> Explanation:
     ]
     return Explanation(
         passes=len(passes),
+        other_passes=tuple((len(other), median_pass(other)["wall_s"]) for other in others),
         wall_s=median["wall_s"],
         compute_s=median["compute_s"],
         wait_s=median["wait_s"],
@@ -168,14 +175,18 @@ def explain(model: nn.Module) -> Explanation:
     )
 
 
-def steady_passes(measured: Stats) -> list[PassStats]:
-    """Returns the latest passes with the current plan, without the first one if there are more.
+def steady_passes(measured: Stats) -> list[list[PassStats]]:
+    """Returns the latest passes with the current plan, by kind, the most frequent kind first.
 
-    If none has run with the current plan, returns the latest ones.
+    Leaves out the first pass if there are more. If none has run with the current plan, returns the
+    latest ones. Returns one empty list if no pass was measured.
     """
     recent = measured["recent_passes"]
     passes = [own for own in recent if own["replans"] == measured["replans"]] or recent
-    return passes[1:] or passes
+    kinds: dict[int, list[PassStats]] = {}
+    for own in passes[1:] or passes:
+        kinds.setdefault(own["kind"], []).append(own)
+    return sorted(kinds.values(), key=len, reverse=True) or [[]]
 
 
 def median_pass(passes: list[PassStats]) -> PassStats:

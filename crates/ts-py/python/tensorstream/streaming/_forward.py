@@ -292,8 +292,10 @@ class Pass(ReplacedMethod):
         self._is_first = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._weights.streamer.begin_pass(), args, kwargs)
+
+    def _run(self, in_pass: _native.Pass, args: Any, kwargs: Any) -> Any:
         streamer = self._weights.streamer
-        in_pass = streamer.begin_pass()
         is_first, self._is_first = self._is_first, False
         progress = first_pass(streamer) if is_first else contextlib.nullcontext()
         try:
@@ -311,6 +313,38 @@ class Pass(ReplacedMethod):
         streamer = self._weights.streamer
         if proposed and not streamer.in_use():
             streamer.replan()
+
+
+class PartPass(Pass):
+    """The forward of a part of the model, such as an encoder.
+
+    A call from outside of the model is a pass, unless another thread is in a pass. That thread may
+    be waiting for this one.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        in_pass = self._weights.streamer.try_begin_pass()
+        if in_pass is None:
+            return self.original()(*args, **kwargs)
+        return self._run(in_pass, args, kwargs)
+
+
+def parts(model: nn.Module, streamed: set[int]) -> Iterator[nn.Module]:
+    """Yields the modules that users may call instead of the model.
+
+    These are its children and their children, if they have a forward and a module below them has
+    streamed weights.
+
+    Args:
+        model: The model.
+        streamed: The ``id`` of each module with streamed weights of its own.
+    """
+    children = list(model.children())
+    grandchildren = (below for child in children for below in child.children())
+    for part in dict.fromkeys([*children, *grandchildren]):
+        below = any(id(module) in streamed for module in part.modules() if module is not part)
+        if below and type(part).forward is not nn.Module.forward:
+            yield part
 
 
 class Streaming:

@@ -23,8 +23,10 @@ from ._division import Rows
 from ._forward import (
     Forward,
     Parameters,
+    PartPass,
     Pass,
     Streaming,
+    parts,
     recurrent,
     replace_method,
     restore_methods,
@@ -229,6 +231,8 @@ def attach(
         # After the leaves, because an expert can be one.
         for module, forward in announced(model, weights, units.routed(), units.experts()):
             replace_method(module, forward)
+        for part in parts(model, {id(module) for module, _ in units.modules}):
+            replace_method(part, PartPass(part, weights))
         replace_method(model, Pass(model, weights))
         guard(model)
         model.__dict__["_tensorstream"] = streaming

@@ -87,6 +87,9 @@ class PassStats(TypedDict):
         1
     """
 
+    #: The number of the kind of the pass. Passes are of the same kind if they visit the same units
+    #: in the same order, and compute for about as long. 0 if the pass visited no unit.
+    kind: int
     wall_s: float
     #: Everything that the model computes.
     compute_s: float
