@@ -5,6 +5,8 @@
 use std::ptr::NonNull;
 
 use std::alloc::Layout;
+#[cfg(target_os = "linux")]
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::{MmapMut, MmapOptions};
 use ts_streams::{Device, MemoryKind, RawMemory};
@@ -28,6 +30,9 @@ pub(crate) struct Arena {
     memory: Memory,
     base: NonNull<u8>,
     len: usize,
+    /// Whether forked processes inherit the memory.
+    #[cfg(target_os = "linux")]
+    in_forks: AtomicBool,
 }
 
 /// The owner of the memory that `Arena::base` points into. The bytes are never accessed through the
@@ -73,7 +78,7 @@ impl Arena {
         // SAFETY: `skip < align`, and the mapping has `len + align` bytes. So the result is inside
         // the mapping, and is not null.
         let base = unsafe { NonNull::new_unchecked(start.add(skip)) };
-        Ok(Self { memory: Memory::Mapping(mapping), base, len })
+        Ok(Self::of(Memory::Mapping(mapping), base, len))
     }
 
     /// Allocates pinned host memory, which the device can access directly, and zeroes it. A device
@@ -106,7 +111,17 @@ impl Arena {
         // SAFETY: `RawMemory` guarantees that nobody else uses the memory and that the host can
         // access every kind but `Device`. Kind and length were checked above.
         unsafe { base.write_bytes(0, len) };
-        Ok(Self { memory: Memory::Device { _memory: Box::new(memory) }, base, len })
+        Ok(Self::of(Memory::Device { _memory: Box::new(memory) }, base, len))
+    }
+
+    fn of(memory: Memory, base: NonNull<u8>, len: usize) -> Self {
+        Self {
+            memory,
+            base,
+            len,
+            #[cfg(target_os = "linux")]
+            in_forks: AtomicBool::new(false),
+        }
     }
 
     /// Returns the pages of a range to the system. The range then reads as zeros. Does nothing for
@@ -146,12 +161,91 @@ impl Arena {
         }
     }
 
+    /// Maps the pages of a file over a range. `shared` says whether writes go to the file. Returns
+    /// whether it did. Does nothing for memory that a device allocated.
+    ///
+    /// # Panics
+    /// Panics if the range is not inside the arena.
+    ///
+    /// # Safety
+    /// No thread may access the range during the call. As long as the file is mapped, nobody may
+    /// write to it or truncate it, except through the range if it is `shared`.
+    #[cfg(target_os = "linux")]
+    pub(crate) unsafe fn map_file(
+        &self,
+        offset: usize,
+        len: usize,
+        file: &std::fs::File,
+        shared: bool,
+    ) -> bool {
+        use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap};
+        self.check_range(offset, len);
+        if matches!(self.memory, Memory::Device { .. }) {
+            return false;
+        }
+        let kind = if shared { MapFlags::SHARED } else { MapFlags::PRIVATE | MapFlags::NORESERVE };
+        let at = self.at(offset).as_ptr().cast();
+        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, kind | MapFlags::FIXED);
+        // SAFETY: the range is inside the mapping of this arena (`check_range`). The rest is the
+        // caller's obligation.
+        let mapped = unsafe { mmap(at, len, access, flags, file, 0) }.is_ok();
+        if mapped {
+            self.advise_forks(offset, len);
+            if !shared {
+                // Maps pages that are in memory, which would fault one by one. The result does not
+                // matter, as they still do if this fails.
+                // SAFETY: this does not change the content of memory.
+                let _ = unsafe { madvise(at, len, Advice::LinuxPopulateRead) };
+            }
+        }
+        mapped
+    }
+
+    /// Gives a range new pages of its own, after a file was mapped over it.
+    ///
+    /// # Panics
+    /// Panics if the range is not inside the arena.
+    ///
+    /// # Safety
+    /// No thread may access the range during the call or rely on its old contents afterwards.
+    #[cfg(target_os = "linux")]
+    pub(crate) unsafe fn map_own(&self, offset: usize, len: usize) {
+        use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
+        self.check_range(offset, len);
+        let at = self.at(offset).as_ptr().cast();
+        let (access, flags) =
+            (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
+        // If this fails, the copy-on-write pages of the file serve as well.
+        // SAFETY: the range is inside the mapping of this arena (`check_range`). The rest is the
+        // caller's obligation.
+        if unsafe { mmap_anonymous(at, len, access, flags) }.is_ok() {
+            // Like its neighbours, so that the system joins them.
+            if self.len >= HUGE_PAGE {
+                // SAFETY: this does not change the content of memory.
+                let _ = unsafe { madvise(at, len, Advice::LinuxHugepage) };
+            }
+            self.advise_forks(offset, len);
+        }
+    }
+
+    /// Leaves a range out of forked processes, unless the arena is kept in them.
+    #[cfg(target_os = "linux")]
+    fn advise_forks(&self, offset: usize, len: usize) {
+        use rustix::mm::{Advice, madvise};
+        if !self.in_forks.load(Ordering::Relaxed) {
+            let at = self.at(offset).as_ptr().cast();
+            // SAFETY: this does not change the content of memory.
+            let _ = unsafe { madvise(at, len, Advice::LinuxDontFork) };
+        }
+    }
+
     /// Lets processes that are forked from now on inherit the memory, copy-on-write. Does nothing
     /// for memory that a device allocated, and on systems other than Linux, where forked processes
     /// inherit the memory anyway.
     pub(crate) fn keep_in_forks(&self) {
         #[cfg(target_os = "linux")]
         if let Memory::Mapping(mapping) = &self.memory {
+            self.in_forks.store(true, Ordering::Relaxed);
             let _ = mapping.advise(memmap2::Advice::DoFork);
         }
     }

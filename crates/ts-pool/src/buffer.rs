@@ -93,6 +93,13 @@ impl Buffer {
         SharedBuffer { block: self.block, offset: self.offset, len: self.len }
     }
 
+    /// Returns the block, if this buffer is the whole block.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn whole_block(&mut self) -> Option<&mut Block> {
+        let whole = self.offset == 0;
+        Arc::get_mut(&mut self.block).filter(|_| whole)
+    }
+
     fn ptr(&self) -> NonNull<u8> {
         part_ptr(&self.block, self.offset)
     }

@@ -49,6 +49,14 @@ pub enum Error {
         /// Size of the largest allocation that can succeed, in bytes.
         capacity_bytes: usize,
     },
+    /// A directory cannot be used to share pages between processes.
+    #[error("cannot share memory in {}: {source}", path.display())]
+    Store {
+        /// The directory.
+        path: std::path::PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
     /// The reservation would exceed the budget.
     #[error(
         "cannot reserve {requested_bytes} bytes: {used_bytes} bytes are already reserved{}",
@@ -204,7 +212,7 @@ impl Error {
             Error::Device(error) if error.kind() == ts_streams::ErrorKind::Full => ErrorKind::Full,
             Error::Device(_) => ErrorKind::System,
             Error::NeverFits { .. } | Error::OverBudget { .. } => ErrorKind::NeverFits,
-            Error::Map { .. } => ErrorKind::System,
+            Error::Map { .. } | Error::Store { .. } => ErrorKind::System,
         }
     }
 }

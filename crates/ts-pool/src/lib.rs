@@ -12,6 +12,7 @@
 //! - [`Budget`] is a byte limit that several pools share.
 //! - `SharedMemory` and `SharedMemoryView` share memory of a fixed size between two processes
 //!   (Linux).
+//! - [`PageStore`] gives buffers of several processes the same pages (Linux).
 //! - [`WriteWatch`] detects writes to buffers that should not change (Linux).
 //! - [`AllocationLog`] replays an allocation log of RMM (the RAPIDS Memory Manager) against a pool.
 //!
@@ -74,6 +75,8 @@ mod classes;
 mod error;
 mod offset;
 mod ordered;
+#[cfg_attr(not(target_os = "linux"), path = "page_store_portable.rs")]
+mod page_store;
 mod pool;
 mod replay;
 #[cfg(target_os = "linux")]
@@ -97,6 +100,7 @@ pub use ordered::{
     Backing, BlockSnapshot, DeviceBuffer, OrderedOptions, OrderedStats, PendingSegment,
     PoolSnapshot, SegmentSnapshot, StreamOrderedAllocator, StreamOrderedPool,
 };
+pub use page_store::{NewPages, PageKey, PageStore};
 pub use pool::{HostPool, PoolStats, SetAside};
 pub use replay::{AllocationLog, LogEvent, Replay};
 #[cfg(target_os = "linux")]

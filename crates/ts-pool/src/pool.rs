@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -157,7 +158,7 @@ impl HostPool {
         state.high_water = state.high_water.max(state.in_use);
         drop(state);
         let ptr = self.inner.arena.at(info.offset as usize * BLOCK_ALIGN);
-        Ok(Block { pool: self.clone(), id, ptr, size: granules * BLOCK_ALIGN })
+        Ok(Block { pool: self.clone(), id, ptr, size: granules * BLOCK_ALIGN, mapped: None })
     }
 
     /// Returns the address range of the pool, for example to register the memory with the kernel or
@@ -242,6 +243,8 @@ pub(crate) struct Block {
     id: BlockId,
     ptr: NonNull<u8>,
     size: usize,
+    /// The owner of the pages that are mapped over the block instead of its own.
+    mapped: Option<Box<dyn Any + Send + Sync>>,
 }
 
 // SAFETY: `ptr` points into the arena, which `pool` keeps alive. `OffsetAllocator` assigns each
@@ -261,10 +264,52 @@ impl Block {
         self.size
     }
 
+    /// Returns the offset of the block in the arena, in bytes.
+    fn offset(&self) -> usize {
+        self.ptr.as_ptr().addr() - self.pool.inner.arena.at(0).as_ptr().addr()
+    }
+
+    /// Maps the pages of a file over the block, until it is freed, and drops `owner` then. `shared`
+    /// says whether writes go to the file. Returns whether it did.
+    ///
+    /// # Safety
+    /// No thread may access the block during the call. Nobody may write to the file or truncate it,
+    /// except through the block if it is `shared`.
+    #[cfg(target_os = "linux")]
+    pub(crate) unsafe fn map_pages(
+        &mut self,
+        file: &std::fs::File,
+        shared: bool,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> bool {
+        let (offset, arena) = (self.offset(), &self.pool.inner.arena);
+        // SAFETY: this block owns the range until it is dropped. The rest is the caller's
+        // obligation.
+        let mapped = unsafe { arena.map_file(offset, self.size, file, shared) };
+        if mapped {
+            self.mapped = Some(owner);
+        }
+        mapped
+    }
+
+    /// Gives the block its own pages again, if others are mapped over it. Call this only while the
+    /// block has no buffer.
+    fn unmap_pages(&mut self) {
+        if let Some(owner) = self.mapped.take() {
+            // SAFETY: this block owns the range until it is dropped, and has no buffer.
+            #[cfg(target_os = "linux")]
+            unsafe {
+                self.pool.inner.arena.map_own(self.offset(), self.size);
+            }
+            drop(owner);
+        }
+    }
+
     /// Returns the pages of the block to the system. Call this only while the block has no buffer:
     /// before there is one, or when it is dropped.
-    fn discard(&self) {
-        let offset = self.ptr.as_ptr().addr() - self.pool.inner.arena.at(0).as_ptr().addr();
+    fn discard(&mut self) {
+        self.unmap_pages();
+        let offset = self.offset();
         // SAFETY: this block owns the range until it is dropped, and has no buffer, so no thread
         // accesses the range. The next owner relies only on initialised bytes, and zeros are
         // initialised.
@@ -280,7 +325,7 @@ pub struct SetAside {
 
 impl SetAside {
     /// `block` must have no buffer.
-    pub(crate) fn new(block: Block) -> Self {
+    pub(crate) fn new(mut block: Block) -> Self {
         block.discard();
         Self { block }
     }
@@ -293,6 +338,7 @@ impl SetAside {
 
 impl Drop for Block {
     fn drop(&mut self) {
+        self.unmap_pages();
         if self.pool.inner.retired.load(Ordering::SeqCst) {
             self.discard();
         }

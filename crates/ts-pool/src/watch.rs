@@ -123,7 +123,16 @@ impl WriteWatch {
         let pages = pages_of(buffer);
         let range = UffdioRange { start: pages.start as u64, len: pages.len() as u64 };
         let mut argument = UffdioWriteProtect { range, mode: u64::from(protect) };
-        run(&self.userfaultfd, WRITE_PROTECT, &mut argument).map(drop)
+        match run(&self.userfaultfd, WRITE_PROTECT, &mut argument) {
+            Err(Errno::NOENT) if protect => {
+                // Other pages were mapped over the buffer, and these are not registered yet.
+                let range = UffdioRange { ..argument.range };
+                let mut register = UffdioRegister { range, mode: REGISTER_WP, ioctls: 0 };
+                run(&self.userfaultfd, REGISTER, &mut register)?;
+                run(&self.userfaultfd, WRITE_PROTECT, &mut argument).map(drop)
+            }
+            result => result.map(drop),
+        }
     }
 
     /// Returns the address ranges inside `pages` that have lost their write protection.
