@@ -2,6 +2,7 @@
 //! The configuration of an engine.
 
 use ts_io::{BackendOptions, Registry};
+use ts_pool::PageStore;
 
 use crate::plan::{PlanRequest, Rates, UnitDemand};
 use crate::table::Table;
@@ -87,6 +88,9 @@ pub struct EngineConfig {
     /// units. This works only if the system supports it, units live in host memory, and `populate`
     /// is 0. Pre-faulting a page looks like a write.
     pub watch_writes: bool,
+    /// Where to share the memory of resident units with other processes. Works only for units in
+    /// host memory that are read from local files.
+    pub shared_pages: Option<PageStore>,
     /// Which routed units stay in memory.
     pub routing: Routing,
     /// The speed of storage and of the processors that the first plan assumes. Later plans use
@@ -125,6 +129,7 @@ impl EngineConfig {
             keep_compressed: false,
             populate: 0,
             watch_writes: false,
+            shared_pages: None,
             routing: Routing::default(),
             rates: Rates::default()
                 .with_processors(default_workers())
@@ -232,6 +237,12 @@ impl EngineConfig {
     #[must_use]
     pub fn with_populate(self, populate: usize) -> Self {
         Self { populate, ..self }
+    }
+
+    /// Sets [`shared_pages`](Self::shared_pages).
+    #[must_use]
+    pub fn with_shared_pages(self, shared_pages: Option<PageStore>) -> Self {
+        Self { shared_pages, ..self }
     }
 
     /// Sets [`watch_writes`](Self::watch_writes).

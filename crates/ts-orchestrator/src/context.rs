@@ -13,6 +13,7 @@ use crate::config::{Prefetch, Verify};
 use crate::event::Event;
 use crate::prepared::PreparedUnit;
 use crate::requests::RequestSizes;
+use crate::sharing::Sharing;
 use crate::slot_pool::SlotPool;
 
 /// The immutable part of an engine, for the methods of [`EngineState`](crate::state::EngineState).
@@ -24,6 +25,8 @@ pub(crate) struct EngineContext<D: Device> {
     /// The pool of bounce buffers; `None` if all reads are in place.
     pub(crate) bounces: Option<HostPool>,
     pub(crate) sizes: RequestSizes,
+    /// Where resident units are shared with other processes.
+    pub(crate) sharing: Option<Sharing>,
     pub(crate) prefetch: Prefetch,
     pub(crate) verify: Verify,
     /// The timeout of a read.

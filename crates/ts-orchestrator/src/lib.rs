@@ -74,6 +74,7 @@ mod populate;
 mod prepared;
 mod requests;
 mod row_cache;
+mod sharing;
 mod sizing;
 mod slot_pool;
 mod state;
@@ -98,6 +99,7 @@ pub use plan::{
     Bottleneck, CurvePoint, NeverFits, OtherPass, Plan, PlanRequest, Rates, Residency, UnitDemand,
 };
 pub use planner::{plan, predict, smallest_budget};
+pub use sharing::page_group;
 pub use stats::{EngineStats, PassTimes, RoutedStats, TableStats, UnitStats};
 pub use table::{Table, TableId};
 pub use trace::{Trace, TraceEvent, TraceKind};

@@ -25,6 +25,9 @@ pub struct UnitDemand {
     pub decode_s: f64,
     /// Whether the unit is compressed on storage, so that it is decoded whenever it is read.
     pub stored_compressed: bool,
+    /// Whether other processes keep the unit in memory that this one can share. Of units that save
+    /// about the same, a plan keeps these first.
+    pub shared: bool,
 }
 
 impl UnitDemand {
@@ -39,6 +42,7 @@ impl UnitDemand {
             compressed_bytes: None,
             decode_s: 0.0,
             stored_compressed: false,
+            shared: false,
         }
     }
 

@@ -376,7 +376,9 @@ impl<'a> Planner<'a> {
         // as the layers of a model, are chosen evenly over the pass. Reading ahead works best if
         // kept and streamed units alternate.
         steps.sort_unstable_by_key(|step| {
-            (std::cmp::Reverse(step.worth), step.is_second(), self.spread[step.unit], step.unit)
+            let (worth, unit) = (std::cmp::Reverse(step.worth), step.unit);
+            let is_own = !self.request.units[unit].shared;
+            (worth, step.is_second(), is_own, self.spread[unit], unit)
         });
         steps
     }

@@ -71,6 +71,7 @@ impl PreparedUnit {
             compressed_bytes: self.image.as_ref().map(|image| image.bytes()),
             decode_s: decoded_bytes as f64 / decode_bytes_per_s,
             stored_compressed: decoded_bytes > 0,
+            shared: false,
         }
     }
 }

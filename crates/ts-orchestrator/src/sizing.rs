@@ -17,6 +17,7 @@ use crate::planner::plan;
 use crate::prepared::PreparedUnit;
 use crate::requests::RequestSizes;
 use crate::row_cache::RowCache;
+use crate::sharing::Sharing;
 use crate::table::Table;
 use crate::unit::{Access, PHASE_ALIGN, RangeDigest, Unit, UnitId};
 use crate::unit_load::{bounce_bytes, gather_bounce_bytes};
@@ -40,6 +41,8 @@ pub(crate) struct Sizing {
     pub(crate) units: Vec<PreparedUnit>,
     pub(crate) order: Vec<UnitId>,
     pub(crate) requests: RequestSizes,
+    /// Where resident units are shared with other processes.
+    pub(crate) sharing: Option<Sharing>,
     /// The size of all bounce buffers together, in bytes.
     pub(crate) bounce_total: usize,
     /// The number of threads that copy, decode and verify.
@@ -235,7 +238,12 @@ impl Sizing {
         let Preparation { units, order, requests, overhead } =
             Preparation::new(units, sources, config, staged)?;
         let mut units = units;
-        let demands = PreparedUnit::demands(&units, &config.compute, config.rates);
+        let mut demands = PreparedUnit::demands(&units, &config.compute, config.rates);
+        let store = config.shared_pages.clone().filter(|_| !staged);
+        let sharing = store.and_then(|store| Sharing::new(store, &units, sources));
+        if let Some(sharing) = &sharing {
+            sharing.mark(&mut demands);
+        }
         let request = config.plan_request(&demands, &order);
         let (plan, buffers) =
             overhead.plan(request, &config.tables, config.prefetch, config.budget_bytes)?;
@@ -251,6 +259,7 @@ impl Sizing {
             units,
             order,
             requests,
+            sharing,
             bounce_total: buffers.bounces * overhead.bounce_bytes,
             workers: buffers.workers,
             decoder_total: overhead.decoder_total(buffers),

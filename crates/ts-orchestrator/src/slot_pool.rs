@@ -13,6 +13,7 @@ use ts_pool::{
 use ts_streams::{Device, MemoryKind, StreamPriority};
 
 use crate::event::Event;
+use crate::sharing::Pages;
 use crate::unit_memory::UnitMemory;
 use crate::upload::{Upload, Uploader};
 
@@ -68,9 +69,15 @@ pub(crate) struct LoadBuffers<D: Device> {
     pub(crate) host: Buffer,
     /// The slot on the device, if units live there.
     pub(crate) device: Option<DeviceBuffer<D>>,
+    /// Where the pages of the slot on the host come from.
+    pub(crate) pages: Pages,
 }
 
 impl<D: Device> LoadBuffers<D> {
+    pub(crate) fn on_host(host: Buffer) -> Self {
+        Self { host, device: None, pages: Pages::Own }
+    }
+
     /// Returns the slot, and frees staging memory.
     pub(crate) fn into_slot(self) -> Slot<D> {
         match self.device {
@@ -221,8 +228,10 @@ impl<D: Device> SlotPool<D> {
         };
         let slot = reserved.take().map_or_else(|| self.allocate(len), Ok)?;
         Ok(match (slot, staging) {
-            (Slot::Host(host), _) => LoadBuffers { host, device: None },
-            (Slot::Device(device), Some(host)) => LoadBuffers { host, device: Some(device) },
+            (Slot::Host(host), _) => LoadBuffers::on_host(host),
+            (Slot::Device(device), Some(host)) => {
+                LoadBuffers { device: Some(device), ..LoadBuffers::on_host(host) }
+            }
             (Slot::Device(_), None) => unreachable!("a pool in host memory has no device slots"),
         })
     }

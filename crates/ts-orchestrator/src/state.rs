@@ -724,7 +724,7 @@ impl<D: Device> UnitState<D> {
     /// Returns the statistics of the unit.
     pub(crate) fn snapshot(&self) -> UnitStats {
         let present = matches!(self.presence, Presence::Present(_));
-        UnitStats { present, ..self.stats.clone() }
+        UnitStats { present, shared: present && self.stats.shared, ..self.stats.clone() }
     }
 
     /// Returns the memory that the compressed unit takes, in bytes; `None` if it is not known, or

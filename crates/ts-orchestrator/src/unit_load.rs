@@ -16,6 +16,7 @@ use crate::image::{ImageLayout, ImagePart, KeptImage};
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::prepared::PreparedUnit;
 use crate::requests::{RequestSizes, requests};
+use crate::sharing::Pages;
 use crate::slot_pool::LoadBuffers;
 use crate::stats::add_bytes;
 use crate::table::Table;
@@ -84,6 +85,8 @@ pub(crate) struct UnitLoad<D: Device> {
     pub(crate) from_image: bool,
     /// Whether the load also fills the compressed unit in memory.
     keeps: bool,
+    /// Where the memory of the slot comes from.
+    pub(crate) pages: Pages,
     /// The compressed unit, after all parts were filled.
     pub(crate) image: Option<Buffer>,
     /// The unit while it is encoded, and the number of pieces that are not encoded yet.
@@ -127,7 +130,7 @@ impl<D: Device> UnitLoad<D> {
         load_id: u32,
         id: Option<UnitId>,
         prepared: &Arc<PreparedUnit>,
-        LoadBuffers { host, device }: LoadBuffers<D>,
+        LoadBuffers { host, device, pages }: LoadBuffers<D>,
         image: Image,
         sizes: RequestSizes,
         now_ns: u64,
@@ -140,6 +143,7 @@ impl<D: Device> UnitLoad<D> {
             pending: 0,
             from_image: matches!(image, Image::Filled(_)),
             keeps: matches!(image, Image::Empty(..)),
+            pages,
             image: None,
             encoding: None,
             error: None,
@@ -149,6 +153,7 @@ impl<D: Device> UnitLoad<D> {
             read_bytes: Vec::new(),
         };
         let parts: Vec<ImagePart> = match &image {
+            _ if matches!(load.pages, Pages::Taken) => Vec::new(),
             Image::None => {
                 let reads = prepared.layout.reads.iter().flat_map(|read| requests(read, sizes));
                 reads.map(|read| ImagePart { read, at: 0 }).collect()

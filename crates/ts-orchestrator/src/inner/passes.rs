@@ -243,6 +243,9 @@ impl<D: Device> EngineInner<D> {
         let units = self.context.units.iter().map(|unit| &**unit);
         let mut demands = PreparedUnit::demands(units, &compute, rates);
         state.add_encoded(&self.context, &mut demands, rates);
+        if let Some(sharing) = &self.context.sharing {
+            sharing.mark(&mut demands);
+        }
         let least_ring_bytes = self.context.prefetch.least_ring_bytes(state.slot_limit);
         let kinds = state.passes.kinds();
         let ((_, order), others) = (kinds.main(), kinds.others());

@@ -15,6 +15,7 @@ use crate::image::KeptImage;
 use crate::layout::ReadKind;
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
+use crate::sharing::Pages;
 use crate::slot_pool::{LoadBuffers, Slot};
 use crate::stats::add_bytes;
 use crate::trace::{TraceEvent, TraceKind};
@@ -51,6 +52,10 @@ impl<D: Device> EngineState<D> {
             },
         };
         unit.presence = Presence::Loading;
+        let mut buffers = buffers;
+        if let Some(sharing) = context.sharing.as_ref().filter(|_| unit.resident) {
+            buffers.pages = sharing.begin(id, &mut buffers.host);
+        }
         let (mut load, work) =
             UnitLoad::new(load_id, Some(id), prepared, buffers, image, context.sizes, now_ns);
         load.guessed = guessed;
@@ -68,7 +73,7 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
     ) -> u32 {
         let load_id = self.next_load();
-        let buffers = LoadBuffers { host, device: None };
+        let buffers = LoadBuffers::on_host(host);
         let (load, work) =
             UnitLoad::new(load_id, None, prepared, buffers, Image::None, context.sizes, now_ns);
         self.gathers.insert(load_id, None);
@@ -469,13 +474,19 @@ impl<D: Device> EngineState<D> {
         unit.stats.load_ns += now_ns - load.started_ns;
         unit.stats.loads += 1;
         if let Some(error) = load.error.take() {
+            if let (Pages::Taken, Some(sharing)) = (&load.pages, &context.sharing) {
+                sharing.remove(id);
+            }
             unit.presence = Presence::Absent;
             // If only a guess failed, the unit is read again when it is needed.
             unit.failure = Some(error).filter(|_| !load.guessed || !unit.waiters.is_empty());
             unit.reserved = slot.filter(|_| unit.resident);
             return;
         }
-        let slot = slot.expect("a load without an error still has its slot");
+        let mut slot = slot.expect("a load without an error still has its slot");
+        if let (Slot::Host(buffer), Some(sharing)) = (&mut slot, &context.sharing) {
+            unit.stats.shared = sharing.end(id, load.pages, buffer);
+        }
         let resident = self.plan.residency[id.index()] == Residency::Resident;
         let memory = context.slots.loaded(slot, resident, context.events.clone());
         unit.presence = Presence::Present(Arc::new(memory));
