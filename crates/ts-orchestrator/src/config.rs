@@ -88,8 +88,9 @@ pub struct EngineConfig {
     /// units. This works only if the system supports it, units live in host memory, and `populate`
     /// is 0. Pre-faulting a page looks like a write.
     pub watch_writes: bool,
-    /// Where to share the memory of resident units with other processes. Works only for units in
-    /// host memory that are read from local files.
+    /// Where to share the memory of kept units with other processes: of resident units, and of
+    /// those that are kept as they are compressed on storage. No unit is encoded. Works only for
+    /// units in host memory that are read from local files.
     pub shared_pages: Option<PageStore>,
     /// Which routed units stay in memory.
     pub routing: Routing,

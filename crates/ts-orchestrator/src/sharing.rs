@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Shares the memory of resident units with other processes of the same user.
+//! Shares the memory of kept units with other processes of the same user.
 
 use std::sync::Arc;
 
@@ -7,7 +7,8 @@ use ts_io::{Fingerprint, Source};
 use ts_pool::{Buffer, NewPages, PageKey, PageStore};
 use twox_hash::xxhash3_128::Hasher;
 
-use crate::layout::{ReadKind, SlotLayout};
+use crate::image::ImagePart;
+use crate::layout::{ReadKind, SlotRead};
 use crate::plan::UnitDemand;
 use crate::prepared::PreparedUnit;
 use crate::unit::UnitId;
@@ -15,16 +16,16 @@ use crate::unit::UnitId;
 /// Changes when the content of units changes that have the same description.
 const VERSION: u64 = 1;
 
-/// The store that an engine shares its resident units in, and the key of each unit.
+/// The store that an engine shares its kept units in, and their keys.
 #[derive(Debug)]
 pub(crate) struct Sharing {
     store: PageStore,
     group: u64,
-    /// The description of each unit. Units of tables and assembled units have one too.
-    entries: Vec<u128>,
+    /// The description of each unit's slot, and of its image if it has one.
+    entries: Vec<(u128, Option<u128>)>,
 }
 
-/// Where the memory of a load comes from.
+/// Where the pages of a buffer come from.
 #[derive(Debug)]
 pub(crate) enum Pages {
     /// From the engine alone.
@@ -57,56 +58,72 @@ impl Sharing {
         sources: &[Arc<Source>],
     ) -> Option<Self> {
         let group = page_group(sources)?;
-        let entries = units.iter().map(|unit| describe(&unit.layout)).collect();
+        let entry = |unit: &PreparedUnit| {
+            let slot = describe(unit.layout.len, unit.layout.reads.iter().copied());
+            let image = unit.image.as_ref().map(|image| {
+                let in_image = |part: &ImagePart| SlotRead { slot_offset: part.at, ..part.read };
+                describe(image.len, image.parts.iter().map(in_image))
+            });
+            (slot, image)
+        };
+        let entries = units.iter().map(entry).collect();
         Some(Self { store, group, entries })
     }
 
-    fn key(&self, id: UnitId) -> PageKey {
-        PageKey { group: self.group, entry: self.entries[id.index()] }
+    /// Returns the key of the slot of a unit.
+    pub(crate) fn unit(&self, id: UnitId) -> PageKey {
+        PageKey { group: self.group, entry: self.entries[id.index()].0 }
     }
 
-    /// Gives the slot of a unit the pages that another process has filled, or new ones to fill.
-    pub(crate) fn begin(&self, id: UnitId, slot: &mut Buffer) -> Pages {
-        if self.store.take(self.key(id), slot) {
+    /// Returns the key of the image of a unit that has one.
+    pub(crate) fn image(&self, id: UnitId) -> PageKey {
+        let entry = self.entries[id.index()].1.expect("only units with an image are kept so");
+        PageKey { group: self.group, entry }
+    }
+
+    /// Gives a buffer the pages that another process has filled, or new ones to fill.
+    pub(crate) fn begin(&self, key: PageKey, buffer: &mut Buffer) -> Pages {
+        if self.store.take(key, buffer) {
             return Pages::Taken;
         }
-        self.store.start(slot).map_or(Pages::Own, Pages::New)
+        self.store.start(buffer).map_or(Pages::Own, Pages::New)
     }
 
-    /// Ends the load of a unit without an error. Returns whether the slot is shared.
-    pub(crate) fn end(&self, id: UnitId, pages: Pages, slot: &mut Buffer) -> bool {
+    /// Ends the load of a buffer without an error. Returns whether its pages are shared.
+    pub(crate) fn end(&self, key: PageKey, pages: Pages, buffer: &mut Buffer) -> bool {
         match pages {
             Pages::Own => false,
             Pages::Taken => true,
-            Pages::New(pages) => self.store.publish(self.key(id), pages, slot),
+            Pages::New(pages) => self.store.publish(key, pages, buffer),
         }
     }
 
-    /// Removes a unit whose pages turned out to be damaged.
-    pub(crate) fn remove(&self, id: UnitId) {
-        self.store.remove(self.key(id));
+    /// Removes pages that turned out to be damaged.
+    pub(crate) fn remove(&self, key: PageKey) {
+        self.store.remove(key);
     }
 
     /// Marks the units that other processes keep.
     pub(crate) fn mark(&self, demands: &mut [UnitDemand]) {
         let kept = self.store.keys(self.group);
-        for (demand, entry) in demands.iter_mut().zip(&self.entries) {
-            demand.shared = kept.contains(entry);
+        for (demand, (slot, image)) in demands.iter_mut().zip(&self.entries) {
+            demand.shared = kept.contains(slot) || image.is_some_and(|image| kept.contains(&image));
         }
     }
 }
 
-/// Returns a number for what the slot contains. It does not depend on the names of tensors.
-fn describe(layout: &SlotLayout) -> u128 {
+/// Returns a number for what these reads fill `len` bytes with. It does not depend on the names of
+/// tensors. An image differs from a slot in the lengths.
+fn describe(len: usize, reads: impl Iterator<Item = SlotRead>) -> u128 {
     let mut described = Vec::new();
-    put(&mut described, [layout.len as u64]);
-    for read in &layout.reads {
+    put(&mut described, [len as u64]);
+    for read in reads {
         let (file, required) = (u64::from(read.file.0), read.required as u64);
         put(&mut described, [file, read.file_offset, required]);
         put(&mut described, [read.slot_offset as u64, read.len as u64]);
         // How a chunk is decoded follows from the file.
-        if let ReadKind::Decoded { chunk, raw_len, skip } = &read.kind {
-            put(&mut described, [chunk.offset, *raw_len as u64, *skip as u64]);
+        if let ReadKind::Decoded { chunk, raw_len, skip } = read.kind {
+            put(&mut described, [chunk.offset, raw_len as u64, skip as u64]);
         }
     }
     Hasher::oneshot(&described)

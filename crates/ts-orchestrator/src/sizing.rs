@@ -315,7 +315,11 @@ impl Preparation {
         if config.keep_compressed && !staged {
             for unit in units.iter_mut().filter(|unit| unit.unit.access == Access::Ordered) {
                 unit.image = ImageLayout::new(&unit.layout, requests).map(Arc::new);
-                unit.pieces = Pieces::new(&unit.unit.tensors, &unit.layout);
+                // What this process encodes could not be shared.
+                unit.pieces = match &config.shared_pages {
+                    Some(_) => None,
+                    None => Pieces::new(&unit.unit.tensors, &unit.layout),
+                };
             }
         }
         let overhead = Overhead {

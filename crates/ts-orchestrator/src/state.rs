@@ -143,6 +143,8 @@ pub(crate) struct UnitState<D: Device> {
     compressed: bool,
     /// The compressed unit, once it was read.
     image: Option<KeptImage>,
+    /// Whether other processes can share the compressed unit.
+    shared_image: bool,
     /// The memory that is reserved for the compressed unit until it was read.
     reserved_image: Option<Buffer>,
     /// How much memory the unit takes when it is encoded.
@@ -692,6 +694,7 @@ impl<D: Device> UnitState<D> {
             reserved: None,
             compressed: false,
             image: None,
+            shared_image: false,
             reserved_image: None,
             estimate: Estimate::Unknown,
             users: Vec::new(),
@@ -724,7 +727,9 @@ impl<D: Device> UnitState<D> {
     /// Returns the statistics of the unit.
     pub(crate) fn snapshot(&self) -> UnitStats {
         let present = matches!(self.presence, Presence::Present(_));
-        UnitStats { present, shared: present && self.stats.shared, ..self.stats.clone() }
+        let shared_slot = present && self.resident && self.stats.shared;
+        let shared = shared_slot || self.image.is_some() && self.shared_image;
+        UnitStats { present, shared, ..self.stats.clone() }
     }
 
     /// Returns the memory that the compressed unit takes, in bytes; `None` if it is not known, or

@@ -16,7 +16,7 @@ pub struct UnitStats {
     pub resident: bool,
     /// Whether the unit is kept in memory compressed.
     pub compressed: bool,
-    /// Whether the unit is in memory that other processes can share.
+    /// Whether the unit is kept, decoded or compressed, in memory that other processes can share.
     pub shared: bool,
     /// Whether data select the unit ([`Access::Routed`](crate::Access::Routed)).
     pub routed: bool,

@@ -64,7 +64,7 @@ pub(crate) enum Image {
     /// Nowhere.
     None,
     /// The load fills this memory with the bytes on storage.
-    Empty(Buffer, Arc<ImageLayout>),
+    Empty(Buffer, Arc<ImageLayout>, Pages),
     /// The load decodes this memory, and reads nothing.
     Filled(KeptImage),
 }
@@ -83,10 +83,10 @@ pub(crate) struct UnitLoad<D: Device> {
     pending: usize,
     /// Whether the unit is decoded from memory, so that its bytes were verified before.
     pub(crate) from_image: bool,
-    /// Whether the load also fills the compressed unit in memory.
-    keeps: bool,
-    /// Where the memory of the slot comes from.
+    /// Where the pages of the slot come from.
     pub(crate) pages: Pages,
+    /// Where the pages of the compressed unit in memory come from, if the load also fills it.
+    pub(crate) image_pages: Option<Pages>,
     /// The compressed unit, after all parts were filled.
     pub(crate) image: Option<Buffer>,
     /// The unit while it is encoded, and the number of pieces that are not encoded yet.
@@ -142,8 +142,8 @@ impl<D: Device> UnitLoad<D> {
             parts: Vec::new(),
             pending: 0,
             from_image: matches!(image, Image::Filled(_)),
-            keeps: matches!(image, Image::Empty(..)),
             pages,
+            image_pages: None,
             image: None,
             encoding: None,
             error: None,
@@ -158,7 +158,7 @@ impl<D: Device> UnitLoad<D> {
                 let reads = prepared.layout.reads.iter().flat_map(|read| requests(read, sizes));
                 reads.map(|read| ImagePart { read, at: 0 }).collect()
             }
-            Image::Empty(_, layout) | Image::Filled(KeptImage { layout, .. }) => {
+            Image::Empty(_, layout, _) | Image::Filled(KeptImage { layout, .. }) => {
                 layout.parts.clone()
             }
         };
@@ -174,7 +174,7 @@ impl<D: Device> UnitLoad<D> {
                 work.decodes.push(QueuedDecode { token, image, stored, kind, target });
             } else {
                 let kept = match &mut image {
-                    Image::Empty(rest, _) => Some(take_front(rest, read.required)),
+                    Image::Empty(rest, ..) => Some(take_front(rest, read.required)),
                     _ => None,
                 };
                 let (file, offset, required) = (read.file, read.file_offset, read.required);
@@ -194,6 +194,9 @@ impl<D: Device> UnitLoad<D> {
             });
         }
         load.push_gap(rest, at);
+        if let Image::Empty(_, _, pages) = image {
+            load.image_pages = Some(pages);
+        }
         (load, work)
     }
 
@@ -230,9 +233,7 @@ impl<D: Device> UnitLoad<D> {
     /// Joins the parts of the compressed unit. Returns `None` if the load does not fill it, or has
     /// lost a part of it. Call this before [`join`](Self::join).
     pub(crate) fn join_kept(&mut self) -> Option<Buffer> {
-        if !self.keeps {
-            return None;
-        }
+        self.image_pages.as_ref()?;
         let filled = self.parts.iter_mut().filter(|part| !part.is_gap);
         let parts: Option<Vec<Buffer>> = filled.map(|part| part.kept.take()).collect();
         join(parts?)

@@ -2,10 +2,10 @@
 //! Pages that several processes of a user share.
 //!
 //! Each entry is a file in a directory in memory (tmpfs) that only its user can access. The file is
-//! filled before it gets its name, and does not change afterwards. A process maps it over the memory
-//! of a [`Buffer`], copy-on-write. While it does, it holds a shared lock on one byte of the file
-//! `locks`, chosen by the key. The system releases the lock if the process crashes. Who can lock the
-//! byte exclusively may remove the entry.
+//! filled before it gets its name, and does not change afterwards. A process maps it over the
+//! memory of a [`Buffer`], copy-on-write. While it does, it holds a shared lock on one byte of the
+//! file `locks`, chosen by the key. The system releases the lock if the process crashes. Who can
+//! lock the byte exclusively may remove the entry.
 
 use std::any::Any;
 use std::collections::{HashMap, HashSet};
@@ -14,7 +14,7 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use rustix::fs::{AtFlags, CWD, FallocateFlags, fallocate, linkat, statfs};
@@ -88,9 +88,15 @@ pub struct PageStore {
 struct Inner {
     dir: PathBuf,
     locks: File,
-    /// How many buffers use the entry of each locked byte.
-    used: Mutex<HashMap<i64, usize>>,
+    /// How many buffers use the entry of each locked byte, and the key.
+    used: Mutex<HashMap<i64, (usize, PageKey)>>,
+    /// The process that opened the store. A forked process has the same locks, and must leave them
+    /// alone.
+    process: u32,
 }
+
+/// The stores of this process.
+static STORES: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
 
 /// New pages of a buffer, which become an entry when they are filled.
 #[derive(Debug)]
@@ -142,9 +148,21 @@ impl PageStore {
             .mode(0o600)
             .custom_flags(libc::O_NOFOLLOW)
             .open(dir.join("locks"))?;
-        let inner = Inner { dir: dir.to_path_buf(), locks, used: Mutex::default() };
+        let (dir, process) = (dir.to_path_buf(), std::process::id());
+        let inner = Arc::new(Inner { dir, locks, used: Mutex::default(), process });
         inner.entries()?.into_iter().for_each(|(key, _)| inner.remove_unused(key));
-        Ok(Self { inner: Arc::new(inner) })
+        let mut stores = STORES.lock();
+        stores.retain(|store| store.strong_count() > 0);
+        stores.push(Arc::downgrade(&inner));
+        Ok(Self { inner })
+    }
+
+    /// Removes the entries that only this process uses, of all its stores. Its buffers keep their
+    /// pages. Call this before the process ends without dropping its buffers. The entries would
+    /// otherwise stay until another process opens a store in the directory.
+    pub fn leave_all() {
+        let stores: Vec<_> = STORES.lock().iter().filter_map(Weak::upgrade).collect();
+        stores.iter().for_each(|store| store.leave());
     }
 
     /// Returns the size of all entries of a group, in bytes.
@@ -160,8 +178,8 @@ impl PageStore {
     }
 
     /// Replaces the memory of a buffer by the pages of an entry, until the block of the buffer is
-    /// freed. A later write to the buffer changes only this buffer. Returns whether it did: there is
-    /// an entry, of the size of the buffer's block, and the buffer is a whole block of mapped
+    /// freed. A later write to the buffer changes only this buffer. Returns whether it did: there
+    /// is an entry, of the size of the buffer's block, and the buffer is a whole block of mapped
     /// memory.
     pub fn take(&self, key: PageKey, buffer: &mut Buffer) -> bool {
         let Some(used) = Inner::lock_for_use(&self.inner, key) else { return false };
@@ -173,8 +191,8 @@ impl PageStore {
         unsafe { buffer.map_pages(&file, false, Box::new(used)) }
     }
 
-    /// Replaces the memory of a buffer by new pages, until the block of the buffer is freed. What is
-    /// written to the buffer is written to these pages. Returns `None` if there is too little
+    /// Replaces the memory of a buffer by new pages, until the block of the buffer is freed. What
+    /// is written to the buffer is written to these pages. Returns `None` if there is too little
     /// memory, or if the buffer is not a whole block of mapped memory. The content of the buffer is
     /// lost.
     pub fn start(&self, buffer: &mut Buffer) -> Option<NewPages> {
@@ -186,8 +204,8 @@ impl PageStore {
             .open(&self.inner.dir)
             .ok()?;
         let len = buffer.len().next_multiple_of(BLOCK_ALIGN) as u64;
-        // Allocates the pages now, because writing to a page that cannot be allocated would kill the
-        // process.
+        // Allocates the pages now, because writing to a page that cannot be allocated would kill
+        // the process.
         fallocate(&file, FallocateFlags::empty(), 0, len.max(BLOCK_ALIGN as u64)).ok()?;
         // SAFETY: no other process can open the file, because it has no name.
         unsafe { buffer.map_pages(&file, true, Box::new(())) }.then_some(NewPages { file })
@@ -204,8 +222,8 @@ impl PageStore {
         let (from, to) =
             (format!("/proc/self/fd/{}", file.as_raw_fd()), self.inner.dir.join(key.file_name()));
         match linkat(CWD, from, CWD, to, AtFlags::SYMLINK_FOLLOW) {
-            // SAFETY: the file is filled, and nobody writes to it from now on: the shared mapping is
-            // replaced here, and the descriptor is closed.
+            // SAFETY: the file is filled, and nobody writes to it from now on: the shared mapping
+            // is replaced here, and the descriptor is closed.
             Ok(()) => unsafe { buffer.map_pages(&file, false, Box::new(used)) },
             Err(rustix::io::Errno::EXIST) => {
                 drop(used);
@@ -234,14 +252,32 @@ impl Inner {
 
     /// Locks the byte of a key as a user of its entry. Returns `None` if it is being removed.
     fn lock_for_use(this: &Arc<Self>, key: PageKey) -> Option<Used> {
+        if !this.is_own() {
+            return None;
+        }
         let mut used = this.used.lock();
-        let count = used.entry(key.lock_at()).or_default();
+        let (count, _) = used.entry(key.lock_at()).or_insert((0, key));
         if *count == 0 && !lock(this.locks.as_raw_fd(), key.lock_at(), libc::F_RDLCK) {
             used.remove(&key.lock_at());
             return None;
         }
         *count += 1;
         Some(Used { store: Arc::clone(this), key })
+    }
+
+    /// Returns whether this process opened the store, and is not a fork of that one.
+    fn is_own(&self) -> bool {
+        self.process == std::process::id()
+    }
+
+    fn leave(&self) {
+        if self.is_own() {
+            let used = std::mem::take(&mut *self.used.lock());
+            for (at, (_, key)) in used {
+                lock(self.locks.as_raw_fd(), at, libc::F_UNLCK);
+                self.remove_unused(key);
+            }
+        }
     }
 
     /// Removes an entry unless any process uses it.
@@ -268,10 +304,15 @@ struct Used {
 
 impl Drop for Used {
     fn drop(&mut self) {
+        if !self.store.is_own() {
+            return;
+        }
         let at = self.key.lock_at();
         {
             let mut used = self.store.used.lock();
-            let count = used.get_mut(&at).expect("it counts this use");
+            let Some((count, _)) = used.get_mut(&at) else {
+                return; // the store was left
+            };
             *count -= 1;
             if *count > 0 {
                 return;
@@ -320,8 +361,8 @@ impl Buffer {
         if !file.metadata().is_ok_and(|file| file.len() == block.size() as u64) {
             return false;
         }
-        // SAFETY: this buffer is the only one of the block, and is borrowed mutably. The rest is the
-        // caller's obligation.
+        // SAFETY: this buffer is the only one of the block, and is borrowed mutably. The rest is
+        // the caller's obligation.
         unsafe { block.map_pages(file, shared, owner) }
     }
 }
@@ -435,6 +476,22 @@ mod tests {
         let b = PageStore::open(&dir.0).unwrap();
         assert_eq!(b.keys(7), HashSet::from([4]), "what is used stays");
         drop(kept);
+    }
+
+    #[test]
+    fn a_store_that_is_left_leaves_nothing_and_keeps_its_pages() {
+        let dir = Dir::new("leave");
+        let ((a, b), pool) = (two(&dir), HostPool::new(&Budget::new(8 * MIB), 8 * MIB).unwrap());
+        let (alone, both) = (filled(&a, &pool, 1, 5), filled(&a, &pool, 2, 6));
+        let mut second = pool.allocate(MIB - 100).unwrap();
+        assert!(b.take(key(2), &mut second));
+        a.inner.leave();
+        assert_eq!(b.keys(7), HashSet::from([2]));
+        assert_eq!((alone[0], both[0]), (5, 6));
+        drop((alone, both));
+        assert_eq!(b.keys(7), HashSet::from([2]), "it is still used");
+        drop(second);
+        assert_eq!(b.keys(7), HashSet::new());
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod lease;
 mod pass;
 mod planning;
 mod recurrent;
+mod sharing;
 mod stats;
 mod streamer;
 mod torch;
@@ -30,5 +31,8 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(planning::plan, m)?)?;
     m.add_function(wrap_pyfunction!(planning::requirement, m)?)?;
     m.add_function(wrap_pyfunction!(planning::smallest_budget, m)?)?;
+    m.add_function(wrap_pyfunction!(sharing::leave_shared, m)?)?;
+    m.add_function(wrap_pyfunction!(sharing::shared_directory, m)?)?;
+    m.add_function(wrap_pyfunction!(sharing::shared_bytes, m)?)?;
     Ok(())
 }

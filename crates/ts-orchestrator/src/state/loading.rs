@@ -11,7 +11,7 @@ use crate::Error;
 use crate::config::Verify;
 use crate::context::EngineContext;
 use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, UploadResult, Work};
-use crate::image::KeptImage;
+use crate::image::{ImageLayout, KeptImage};
 use crate::layout::ReadKind;
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
@@ -23,7 +23,7 @@ use crate::unit::UnitId;
 use crate::unit_load::{Image, LoadWork, QueuedDecode, UnitLoad, split_token};
 use crate::worker::{Job, Stored};
 
-use super::{EngineState, Estimate, Presence, Target};
+use super::{EngineState, Estimate, Presence, Target, UnitState};
 
 impl<D: Device> EngineState<D> {
     /// Starts to load a unit. Returns the work to queue. `guessed` says whether the unit is only
@@ -39,22 +39,19 @@ impl<D: Device> EngineState<D> {
         let load_id = self.next_load();
         let prepared = &context.units[id.index()];
         let unit = &mut self.units[id.index()];
-        let image = match &unit.image {
-            Some(image) => Image::Filled(image.clone()),
-            None => match &prepared.image {
-                Some(layout) if unit.compressed => {
-                    let memory = unit.reserved_image.take();
-                    memory
-                        .or_else(|| context.allocate_image(Some(layout.len)))
-                        .map_or(Image::None, |memory| Image::Empty(memory, Arc::clone(layout)))
-                }
-                _ => Image::None,
-            },
+        let image = match (&unit.image, &prepared.image) {
+            (Some(image), _) => Image::Filled(image.clone()),
+            (None, Some(layout)) if unit.compressed => {
+                let memory = unit.reserved_image.take();
+                let memory = memory.or_else(|| context.allocate_image(Some(layout.len)));
+                memory.map_or(Image::None, |memory| unit.empty_image(context, id, memory, layout))
+            }
+            _ => Image::None,
         };
         unit.presence = Presence::Loading;
         let mut buffers = buffers;
         if let Some(sharing) = context.sharing.as_ref().filter(|_| unit.resident) {
-            buffers.pages = sharing.begin(id, &mut buffers.host);
+            buffers.pages = sharing.begin(sharing.unit(id), &mut buffers.host);
         }
         let (mut load, work) =
             UnitLoad::new(load_id, Some(id), prepared, buffers, image, context.sizes, now_ns);
@@ -458,7 +455,10 @@ impl<D: Device> EngineState<D> {
         let image = load.image.take().filter(|_| unit.compressed);
         if load.error.is_some() || load.cancelled {
             unit.reserved_image = image.or_else(|| unit.reserved_image.take());
-        } else if let (Some(image), Some(layout)) = (image, &load.prepared.image) {
+        } else if let (Some(mut image), Some(layout)) = (image, &load.prepared.image) {
+            if let (Some(pages), Some(sharing)) = (load.image_pages.take(), &context.sharing) {
+                unit.shared_image = sharing.end(sharing.image(id), pages, &mut image);
+            }
             unit.image = Some(KeptImage { bytes: image.freeze(), layout: Arc::clone(layout) });
         }
         let read_bytes: u64 = load.read_bytes.iter().map(|&(_, bytes)| bytes).sum();
@@ -475,7 +475,7 @@ impl<D: Device> EngineState<D> {
         unit.stats.loads += 1;
         if let Some(error) = load.error.take() {
             if let (Pages::Taken, Some(sharing)) = (&load.pages, &context.sharing) {
-                sharing.remove(id);
+                sharing.remove(sharing.unit(id));
             }
             unit.presence = Presence::Absent;
             // If only a guess failed, the unit is read again when it is needed.
@@ -485,7 +485,7 @@ impl<D: Device> EngineState<D> {
         }
         let mut slot = slot.expect("a load without an error still has its slot");
         if let (Slot::Host(buffer), Some(sharing)) = (&mut slot, &context.sharing) {
-            unit.stats.shared = sharing.end(id, load.pages, buffer);
+            unit.stats.shared = sharing.end(sharing.unit(id), load.pages, buffer);
         }
         let resident = self.plan.residency[id.index()] == Residency::Resident;
         let memory = context.slots.loaded(slot, resident, context.events.clone());
@@ -496,5 +496,29 @@ impl<D: Device> EngineState<D> {
             self.waiting_for_memory.remove(waiter);
         }
         self.update_idle(id);
+    }
+}
+
+impl<D: Device> UnitState<D> {
+    /// Gives the memory for the compressed unit the bytes that another process has read, or
+    /// prepares it for the load to fill.
+    fn empty_image(
+        &mut self,
+        context: &EngineContext<D>,
+        id: UnitId,
+        mut memory: Buffer,
+        layout: &Arc<ImageLayout>,
+    ) -> Image {
+        let layout = Arc::clone(layout);
+        let pages = match &context.sharing {
+            Some(sharing) => sharing.begin(sharing.image(id), &mut memory),
+            None => Pages::Own,
+        };
+        if matches!(pages, Pages::Taken) {
+            let image = KeptImage { bytes: memory.freeze(), layout };
+            (self.image, self.shared_image) = (Some(image.clone()), true);
+            return Image::Filled(image);
+        }
+        Image::Empty(memory, layout, pages)
     }
 }

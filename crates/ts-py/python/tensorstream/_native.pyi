@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 from collections.abc import Callable, Sequence
 from os import PathLike
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias, final
 
@@ -43,6 +44,7 @@ __all__ = [
     "connect",
     "convert",
     "kept_bytes",
+    "leave_shared",
     "listen",
     "main",
     "parse_bytes",
@@ -59,6 +61,8 @@ __all__ = [
     "remote_whole",
     "requirement",
     "sandbox",
+    "shared_bytes",
+    "shared_directory",
     "smallest_budget",
     "trim",
 ]
@@ -89,6 +93,9 @@ def backends() -> list[str]:
         'adaptive'
     """
 
+def leave_shared() -> None: ...
+def shared_bytes(checkpoint: Checkpoint, directory: _Path) -> int: ...
+def shared_directory() -> Path: ...
 def smallest_budget(sizes: list[int], together: list[list[int]], max_passes: int) -> int: ...
 def requirement(
     checkpoint: Checkpoint,

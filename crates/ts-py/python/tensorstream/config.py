@@ -117,6 +117,7 @@ class Settings(TypedDict):
     prefetch: str
     verify: str
     keep_compressed: bool
+    shared_cache: str | None
 
 
 #: The default budget as a share of the available memory. The rest is for activations.
@@ -179,6 +180,11 @@ class Config:
             reading is slower than decoding, which reaches 4 GB/s per core.
         compression_level: The level of zstd, 1 to 22, to compress integers and booleans with.
             Floats, which shrink more with a codec of their own, have no level.
+        shared_cache: Whether processes of the same user that stream the same checkpoint share the
+            weights that stay in memory, or the directory through which they do. It must be in
+            memory (tmpfs); the default is in ``/dev/shm``. Each process counts the shared weights
+            in its own budget, although they are in memory only once. Weights of an uncompressed
+            checkpoint are not compressed in memory then. Linux only.
         exact: Whether results must be bit-identical to those of the model in memory. If false, a
             layer that is larger than the budget is also streamed in blocks where products with
             blocks round differently. Without it, such a budget is refused. Experts of a mixture
@@ -210,6 +216,7 @@ class Config:
     compression: str = "auto"
     compression_enabled: bool = False
     compression_level: int | None = None
+    shared_cache: bool | str | os.PathLike[str] = False
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -226,6 +233,8 @@ class Config:
         if not isinstance(self.verify_checksums, bool) and self.verify_checksums != "once":
             raise invalid("verify_checksums", self.verify_checksums, 'True, False or "once"')
         self._check_compression()
+        if not isinstance(self.shared_cache, bool | str | os.PathLike):
+            raise invalid("shared_cache", self.shared_cache, "True, False or a path")
         if not isinstance(self.exact, bool):
             raise invalid("exact", self.exact, "True or False")
         object.__setattr__(
@@ -421,7 +430,14 @@ class Config:
             "prefetch": PrefetchStrategy(self.prefetch_strategy).value,
             "verify": VERIFY[self.verify_checksums],
             "keep_compressed": self.compression == "auto",
+            "shared_cache": self.shared_directory(),
         }
+
+    def shared_directory(self) -> str | None:
+        """Returns the directory through which weights are shared, or ``None``."""
+        if isinstance(self.shared_cache, bool):
+            return str(_native.shared_directory()) if self.shared_cache else None
+        return os.fspath(expanded(self.shared_cache))
 
     def passed_over(self) -> list[tuple[str, str]]:
         """Returns the requested backend and why it cannot be used, or an empty list if it can."""

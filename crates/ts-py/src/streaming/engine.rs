@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Converts Python values to the units and settings of an engine.
 
+use std::path::PathBuf;
+
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tensorstream::Speeds;
@@ -9,6 +11,7 @@ use tensorstream::orchestrator::{
     Access, Engine, EngineConfig, Phase, Prefetch, Routing, Table, Unit, UnitId, UnitTensor, Verify,
 };
 
+use super::sharing::page_store;
 use crate::errors::to_python;
 use crate::files::checkpoint::{Checkpoint, Part};
 use crate::signals::interruptible;
@@ -82,19 +85,19 @@ pub(crate) struct Settings {
     prefetch: String,
     verify: String,
     keep_compressed: bool,
+    /// The directory in which to share memory with other processes. None for memory of its own.
+    shared_cache: Option<PathBuf>,
 }
 
 /// Returns the configuration of an engine, with defaults if there are no settings.
 ///
 /// # Errors
 /// ValueError if the name of a prefetch strategy or of a verify mode is unknown.
+/// ConfigurationError if the directory for shared memory cannot be used.
 pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<EngineConfig> {
     let config = EngineConfig::with_budget(budget);
-    let Some(Settings { max_passes, backend, in_flight, prefetch, verify, keep_compressed }) =
-        settings
-    else {
-        return Ok(config);
-    };
+    let Some(settings) = settings else { return Ok(config) };
+    let Settings { max_passes, backend, in_flight, prefetch, verify, .. } = settings;
     let prefetch = match prefetch.as_str() {
         "none" => Prefetch::None,
         "next_layer" => Prefetch::NextLayer,
@@ -121,7 +124,8 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
     io.in_flight = in_flight.unwrap_or(io.in_flight);
     let config = config.with_max_passes(*max_passes).with_backend(backend.clone()).with_io(io);
     let config = config.with_prefetch(prefetch).with_verify(verify).with_watch_writes(true);
-    Ok(config.with_keep_compressed(*keep_compressed))
+    let store = settings.shared_cache.as_deref().map(page_store).transpose()?;
+    Ok(config.with_keep_compressed(settings.keep_compressed).with_shared_pages(store))
 }
 
 /// Returns the units with these names and tensors.

@@ -85,6 +85,7 @@ pub(super) fn units_list<'py>(
         item.set_item("name", &unit.name)?;
         item.set_item("resident", unit.resident)?;
         item.set_item("compressed", unit.compressed)?;
+        item.set_item("shared", unit.shared)?;
         item.set_item("routed", unit.routed)?;
         item.set_item("present", unit.present)?;
         item.set_item("touched", unit.touched)?;

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from dataclasses import replace
@@ -148,6 +149,10 @@ def checked(config: Config | None) -> Config:
     )
 
 
+# Models that exist when the interpreter ends are not deleted.
+atexit.register(_native.leave_shared)
+
+
 def attach(
     model: M,
     config: Config,
@@ -173,6 +178,10 @@ def attach(
         for name, tensor in derived.items()
     }
     settings = config.settings()
+    shared_directory = settings["shared_cache"]
+    if shared_directory is not None:
+        # What other processes keep is not available memory, but this process needs it only once.
+        freed_bytes += _native.shared_bytes(checkpoint, shared_directory)
 
     extremes = (0, 0)
 

@@ -51,6 +51,8 @@ class UnitStats(TypedDict):
     resident: bool
     #: Whether the plan keeps the unit in memory compressed.
     compressed: bool
+    #: Whether the unit is kept in memory that other processes can share (``Config.shared_cache``).
+    shared: bool
     #: Whether a pass uses the unit only for some inputs. True for experts and parts of embeddings.
     routed: bool
     #: Whether the unit is in memory now.

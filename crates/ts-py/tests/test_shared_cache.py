@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Processes that share the weights which stay in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstream as ts
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.skipif(
+    not Path("/dev/shm").exists(), reason="this system has no directory in memory"
+)
+
+#: Runs two passes of the model of `offloaded` in another process, prints its statistics, and waits.
+_OTHER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_shared_cache import offloaded, result, shared
+model = offloaded(*sys.argv[2:])
+print(result(model), *shared(model), flush=True)
+sys.stdin.read()
+"""
+
+
+class Layer(nn.Linear):
+    """A linear layer that can write to its weight without PyTorch noticing."""
+
+    writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            ctypes.memset(self.weight.data_ptr() + 4096, 1, 1)
+        return super().forward(x)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """Returns a directory in memory for one test."""
+    directory = Path(f"/dev/shm/tensorstream-test-{os.getpid()}-{tmp_path.name}")
+    yield directory
+    if directory.exists():
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Writes a checkpoint of 8 MiB, in 8 units."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(512, 512) for _ in range(8)))
+    ts.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def offloaded(checkpoint: str | Path, directory: str | Path, budget: str = "5MiB") -> nn.Module:
+    """Returns an offloaded model that shares weights."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer(512, 512) for _ in range(8)))
+    config = ts.Config(budget=budget, shared_cache=directory)
+    return ts.offload(model, config, checkpoint=checkpoint)
+
+
+def result(model: nn.Module) -> float:
+    """Returns the sum of the output of two passes."""
+    x = torch.ones(2, 512)
+    with torch.inference_mode():
+        first, second = model(x), model(x)
+    assert torch.equal(first, second)
+    return float(second.sum())
+
+
+def shared(model: nn.Module) -> tuple[int, int, int]:
+    """Returns the size of shared units, that of the others that stay, and what was read of both."""
+    kept = [unit for unit in ts.stats(model)["units"] if unit["resident"] or unit["compressed"]]
+    own = sum(unit["slot_bytes"] for unit in kept if not unit["shared"])
+    total = sum(unit["slot_bytes"] for unit in kept)
+    return total - own, own, sum(unit["read_bytes"] for unit in kept)
+
+
+def entries(directory: Path) -> list[Path]:
+    """Returns the files with weights."""
+    return [path for path in directory.iterdir() if path.name != "locks"]
+
+
+class Other:
+    """Another process with the model. It ends when this object is closed."""
+
+    def __init__(self, *args: Any) -> None:
+        command = [sys.executable, "-c", _OTHER, str(Path(__file__).parent), *map(str, args)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        total, *numbers = self.process.stdout.readline().split()
+        self.result = float(total)
+        self.shared, self.own, self.read = map(int, numbers)
+
+    def close(self, number: signal.Signals | None = None) -> None:
+        """Ends the process by itself, or by a signal."""
+        if number is not None:
+            self.process.send_signal(number)
+        self.process.communicate(timeout=60)
+
+
+def test_a_second_process_reads_only_what_it_streams(checkpoint: Path, directory: Path) -> None:
+    first = Other(checkpoint, directory)
+    try:
+        assert first.shared > 2 << 20 and first.own == 0 and first.read > 2 << 20
+        model = offloaded(checkpoint, directory)
+        assert result(model) == first.result
+        assert shared(model) == (first.shared, 0, 0)
+        assert sum(path.stat().st_size for path in entries(directory)) == first.shared
+    finally:
+        first.close()
+    # What this process uses stays, and goes with it.
+    assert result(model) == first.result
+    assert sum(path.stat().st_size for path in entries(directory)) == first.shared
+    del model
+    assert entries(directory) == []
+
+
+def test_a_process_that_ends_leaves_nothing(checkpoint: Path, directory: Path) -> None:
+    Other(checkpoint, directory).close()
+    assert entries(directory) == []
+
+
+def test_what_a_killed_process_left_is_removed(checkpoint: Path, directory: Path) -> None:
+    other = Other(checkpoint, directory)
+    other.close(signal.SIGKILL)
+    assert entries(directory), "nobody removed it"
+    model = offloaded(checkpoint, directory)
+    assert entries(directory) == [], "it could be removed, because nobody used it"
+    assert result(model) == other.result
+
+
+def test_a_changed_checkpoint_is_another_one(checkpoint: Path, directory: Path) -> None:
+    first = Other(checkpoint, directory)
+    try:
+        changed = {name: -tensor for name, tensor in ts.load_file(checkpoint).items()}
+        ts.save_file(changed, checkpoint)
+        model = offloaded(checkpoint, directory)
+        assert result(model) != first.result
+        assert shared(model)[0] > 0, "it is shared, but with nobody yet"
+    finally:
+        first.close()
+
+
+def test_the_compressed_units_of_a_file_are_shared(
+    checkpoint: Path, directory: Path, tmp_path: Path
+) -> None:
+    ts.convert(checkpoint, tmp_path / "model.ts", codec="split")
+    first = Other(tmp_path / "model.ts", directory, "7600KiB")
+    try:
+        model = offloaded(tmp_path / "model.ts", directory, "7600KiB")
+        assert result(model) == first.result
+        assert shared(model)[1:] == (0, 0)
+    finally:
+        first.close()
+
+
+def test_a_write_to_a_shared_weight_is_detected(checkpoint: Path, directory: Path) -> None:
+    first = Other(checkpoint, directory)
+    try:
+        model = offloaded(checkpoint, directory)
+        before = result(model)
+        if not ts.stats(model)["watches_writes"]:
+            pytest.skip("this system does not detect writes")
+
+        for number, unit in enumerate(ts.stats(model)["units"]):
+            model[number].writes = unit["shared"]
+        with torch.inference_mode(), pytest.raises(ts.ModelError, match="written to in place"):
+            model(torch.ones(2, 512))
+        for layer in model:
+            layer.writes = False
+        assert result(model) == before == first.result
+    finally:
+        first.close()
+
+
+@pytest.mark.parametrize("value", [3, "no/such/directory", "/proc"])
+def test_a_directory_that_cannot_be_used_is_refused(
+    value: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ts.ConfigurationError, match="shared_cache"):
+        offloaded(checkpoint, value)
+    with pytest.raises(ts.ConfigurationError, match="tmpfs|shared_cache"):
+        offloaded(checkpoint, tmp_path / "cache")
+
+
+def test_a_directory_of_others_is_refused(checkpoint: Path, directory: Path) -> None:
+    directory.mkdir(mode=0o755)
+    with pytest.raises(ts.ConfigurationError, match="only this user"):
+        offloaded(checkpoint, directory)
