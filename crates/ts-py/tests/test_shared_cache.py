@@ -194,7 +194,7 @@ def test_a_directory_that_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(ts.ConfigurationError, match="shared_cache"):
         offloaded(checkpoint, value)
-    with pytest.raises(ts.ConfigurationError, match="tmpfs|shared_cache"):
+    with pytest.raises(ts.ConfigurationError, match=r"tmpfs|shared_cache"):
         offloaded(checkpoint, tmp_path / "cache")
 
 
