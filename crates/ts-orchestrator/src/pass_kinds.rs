@@ -16,6 +16,8 @@ const KEPT: usize = 8;
 /// Passes with the same order are of one kind if none computes more than this many times as long
 /// as the shortest.
 const LIKE: f64 = 3.0;
+/// Durations of computations that differ by less are the same, in seconds.
+const SAME_S: f64 = 1e-3;
 /// What is left of the weight of a kind after a pass of another kind.
 const DECAY: f64 = 1.0 - 1.0 / 64.0;
 /// The most kinds, besides the most frequent one, that count in plans.
@@ -89,8 +91,8 @@ impl PassKinds {
     /// Returns the number of the kind of such a pass, which can be a new one.
     fn number_of(&mut self, order: &[UnitId], compute_s: f64) -> u64 {
         let is_like = |kind: &&PassKind| {
-            let (a, b) = (kind.compute_s, compute_s);
-            kind.number > 0 && *kind.order == *order && a.max(b) <= LIKE * a.min(b)
+            let (less, more) = (kind.compute_s.min(compute_s), kind.compute_s.max(compute_s));
+            kind.number > 0 && *kind.order == *order && more <= LIKE * less + SAME_S
         };
         if let Some(kind) = self.kinds.iter().find(is_like) {
             return kind.number;

@@ -53,6 +53,9 @@ impl PageKey {
 
 /// Memory that processes of one user share, entry by entry.
 ///
+/// Do not use the store with a pool that a backend or a device has registered: reads would still go
+/// to the pages that the store has replaced.
+///
 /// An entry exists as long as any process uses it. Entries that a crashed process left are removed
 /// when the next store is opened in the directory.
 ///

@@ -243,8 +243,17 @@ pub(crate) struct Block {
     id: BlockId,
     ptr: NonNull<u8>,
     size: usize,
-    /// The owner of the pages that are mapped over the block instead of its own.
-    mapped: Option<Box<dyn Any + Send + Sync>>,
+    /// The pages that are mapped over the block instead of its own.
+    mapped: Option<MappedPages>,
+}
+
+/// Pages of a file that are mapped over a block. Exist only on Linux.
+#[derive(Debug)]
+#[cfg_attr(not(target_os = "linux"), allow(dead_code))]
+struct MappedPages {
+    /// The process that mapped them.
+    process: u32,
+    _owner: Box<dyn Any + Send + Sync>,
 }
 
 // SAFETY: `ptr` points into the arena, which `pool` keeps alive. `OffsetAllocator` assigns each
@@ -287,7 +296,7 @@ impl Block {
         // obligation.
         let mapped = unsafe { arena.map_file(offset, self.size, file, shared) };
         if mapped {
-            self.mapped = Some(owner);
+            self.mapped = Some(MappedPages { process: std::process::id(), _owner: owner });
         }
         mapped
     }
@@ -295,13 +304,15 @@ impl Block {
     /// Gives the block its own pages again, if others are mapped over it. Call this only while the
     /// block has no buffer.
     fn unmap_pages(&mut self) {
-        if let Some(owner) = self.mapped.take() {
+        // In a forked process, other memory may be at this address.
+        if let Some(pages) = self.mapped.take()
+            && pages.process == std::process::id()
+        {
             // SAFETY: this block owns the range until it is dropped, and has no buffer.
             #[cfg(target_os = "linux")]
             unsafe {
                 self.pool.inner.arena.map_own(self.offset(), self.size);
             }
-            drop(owner);
         }
     }
 

@@ -299,6 +299,36 @@ def test_a_large_linear_layer_under_a_small_budget(tmp_path: Path) -> None:
     assert {each["name"] for each in ts.stats(model)["units"]} == {"0", "2"}
 
 
+class Headed(nn.Module):
+    """Layers of 4 MiB, and a head of 16 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+        self.head = nn.Linear(1024, 4096, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.layers(x))
+        return result
+
+
+@pytest.mark.parametrize(("budget", "layers"), [("11MiB", False), ("3MiB", True)])
+def test_no_more_than_the_head_is_divided_if_that_suffices(
+    tmp_path: Path, budget: str, layers: bool
+) -> None:
+    reference = Headed().eval().requires_grad_(False)
+    model = streamed(Headed, stored(reference, tmp_path), budget)
+    x = torch.randn(3, 1024)
+    for _ in range(3):
+        with torch.inference_mode():
+            assert torch.equal(model(x), reference(x))
+    names = [unit["name"] for unit in ts.stats(model)["units"]]
+    assert sum(name.startswith("head") for name in names) > 1, names
+    assert (sum(name.startswith("layers.0") for name in names) > 1) is layers, names
+    assert ts.stats(model)["reserved_high_water_bytes"] <= ts.stats(model)["budget_bytes"]
+
+
 def test_a_language_model_under_its_smallest_budget(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = hf.LlamaConfig(

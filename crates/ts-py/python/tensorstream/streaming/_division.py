@@ -65,8 +65,10 @@ class Rows(enum.IntEnum):
     NONE = 0
     #: Those that are only embeddings.
     EMBEDDINGS = 1
-    #: Also those of linear layers.
-    ALL = 2
+    #: Also those of the largest linear layers, which are usually the head.
+    HEADS = 2
+    #: Also those of the other linear layers.
+    ALL = 3
 
 
 def block_rows(parameter: torch.Tensor) -> int:
@@ -100,11 +102,11 @@ def row_divided(model: nn.Module, wanted: Rows, *, exact: bool) -> set[int]:
     }
 
 
-def trial_bytes(model: nn.Module) -> int:
+def trial_bytes(model: nn.Module, wanted: Rows) -> int:
     """Returns the memory that `row_divided` needs to find out whether products are exact."""
     shapes = {
         (weight.dtype, weight.shape[1])
-        for weight, multiplies in _row_candidates(model, Rows.ALL)
+        for weight, multiplies in _row_candidates(model, wanted)
         if multiplies
     }
     untried = [dtype for dtype, columns in shapes if (dtype, columns) not in _tried]
@@ -141,9 +143,12 @@ def _row_candidates(model: nn.Module, wanted: Rows) -> list[tuple[torch.Tensor, 
             and parameter.nbytes >= _LEAST_DIVIDED_BYTES
             and parameter.shape[0] >= 2 * block_rows(parameter)
             and all(a or b for a, b in zip(embeds, multiplies, strict=True))
-            and (all(embeds) or wanted is Rows.ALL)
+            and (all(embeds) or wanted >= Rows.HEADS)
         ):
             candidates.append((parameter, not all(embeds)))
+    if wanted is Rows.HEADS:
+        largest = max((weight.nbytes for weight, multiplies in candidates if multiplies), default=0)
+        candidates = [own for own in candidates if not own[1] or 2 * own[0].nbytes > largest]
     return candidates
 
 

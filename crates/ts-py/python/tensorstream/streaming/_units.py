@@ -74,25 +74,46 @@ def units_for_budget(
         budget = fitted(min(smallest, least), whole)
     except BudgetError:
         budget = 0  # too little memory is available, unless more parameters are divided
-    if budget < min(smallest, least):
-        # Checking that products are exact takes time and memory, so a model is loaded without it if
-        # possible.
-        available = _native.available_memory()
-        trials = trial_bytes(model) if exact else 0
-        needed = HEADROOM + trials
-        if trials and available is not None and available < needed:
-            raise BudgetError(
-                f"not enough memory: {available >> 20} MiB are available, and linear layers must "
-                "be divided into blocks for so small a budget, but checking whether this is exact "
-                f"takes {needed >> 20} MiB, with activations and code; free memory, or raise the "
-                f"memory limit of this process, or the budget to {min(smallest, least)} bytes"
-            )
-        by_rows, least, _ = build(Rows.ALL)
-        budget = fitted(min(smallest, least), whole)
+    # Checking that products are exact takes time and memory, so a model is loaded without it if
+    # possible, and else with as little of it as possible.
+    for rows in (Rows.HEADS, Rows.ALL):
+        if budget >= min(smallest, least):
+            break
+        _require_trials(model, rows, exact, min(smallest, least))
+        by_rows, least, _ = build(rows)
+        try:
+            budget = fitted(min(smallest, least), whole)
+        except BudgetError:
+            if rows is Rows.ALL:
+                raise
     divides = len(by_rows.divided) > len(units.divided)
     # Lookups need buffers, so that a division can also raise the smallest budget.
     works = budget >= least or least <= smallest
     return (by_rows if divides and works and budget < whole else units), budget
+
+
+def _require_trials(model: nn.Module, rows: Rows, exact: bool, without: int) -> None:
+    """Requires memory to find out whether products with blocks of rows are exact.
+
+    Args:
+        model: The model.
+        rows: Which parameters are divided.
+        exact: Whether products must be exact.
+        without: The smallest budget that works without this, in bytes.
+
+    Raises:
+        BudgetError: Too little memory is available.
+    """
+    available = _native.available_memory()
+    trials = trial_bytes(model, rows) if exact else 0
+    needed = HEADROOM + trials
+    if trials and available is not None and available < needed:
+        raise BudgetError(
+            f"not enough memory: {available >> 20} MiB are available, and linear layers must "
+            "be divided into blocks for so small a budget, but checking whether this is exact "
+            f"takes {needed >> 20} MiB, with activations and code; free memory, or raise the "
+            f"memory limit of this process, or the budget to {without} bytes"
+        )
 
 
 class UnitBuilder:
