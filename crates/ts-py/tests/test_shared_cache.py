@@ -82,7 +82,11 @@ def result(model: nn.Module) -> float:
 
 def shared(model: nn.Module) -> tuple[int, int, int]:
     """Returns the size of shared units, that of the others that stay, and what was read of both."""
-    kept = [unit for unit in ts.stats(model)["units"] if unit["resident"] or unit["compressed"]]
+    for _ in range(8):
+        kept = [unit for unit in ts.stats(model)["units"] if unit["resident"] or unit["compressed"]]
+        if kept and all(unit["shared"] for unit in kept):
+            break
+        result(model)  # a new plan reads its units in the next pass
     own = sum(unit["slot_bytes"] for unit in kept if not unit["shared"])
     total = sum(unit["slot_bytes"] for unit in kept)
     return total - own, own, sum(unit["read_bytes"] for unit in kept)
