@@ -260,6 +260,33 @@ mod tests {
     }
 
     #[test]
+    fn many_kinds_in_turn_are_not_planned_for_each() {
+        let mut passes = Passes::new(ids(&[0, 1]));
+        run(&mut passes, &[0]);
+        assert!(passes.kinds().is_unplanned(), "the first pass shows the order");
+        let mut plans = 0;
+        for round in 0..100 {
+            if passes.kinds().is_unplanned() {
+                plans += 1;
+                passes.set_planned();
+            }
+            run(&mut passes, &[round % 20, round % 20 + 1]);
+        }
+        assert!(plans < 10, "{plans} plans for 100 passes");
+    }
+
+    #[test]
+    fn of_two_kinds_in_turn_one_stays_the_main_one() {
+        let mut passes = Passes::new(ids(&[0, 1]));
+        (0..2).for_each(|unit| _ = run(&mut passes, &[unit]));
+        let (main, _) = passes.kinds().main();
+        for round in 0..20 {
+            run(&mut passes, &[round % 2]);
+            assert_eq!(passes.kinds().main().0, main, "round {round}");
+        }
+    }
+
+    #[test]
     fn prefill_and_decode_are_two_kinds_with_one_order() {
         let mut passes = Passes::new(ids(&[0, 1]));
         for compute_s in [9.0, 1.0, 1.2, 0.9] {

@@ -24,6 +24,8 @@ const DECAY: f64 = 1.0 - 1.0 / 64.0;
 const PLANNED: usize = 3;
 /// A kind counts in plans if at least this share of the passes is of it.
 const COUNTS: f64 = 0.01;
+/// A kind is clearly more frequent than another one if its weight is this many times as large.
+const CLEARLY: f64 = 1.5;
 /// After this many passes, units that none has visited do not count any more.
 const SHOWS: u64 = 2;
 
@@ -34,6 +36,8 @@ pub(crate) struct PassKinds {
     kinds: Vec<PassKind>,
     /// The number of the kind of the latest pass.
     latest: u64,
+    /// The number of the most frequent kind.
+    main: u64,
     last_number: u64,
     passes: u64,
     /// How many passes there were when the plan was last considered.
@@ -50,6 +54,8 @@ struct PassKind {
     weight: f64,
     /// The kinds of the passes that came next, by number, and their weights.
     followers: Vec<(u64, f64)>,
+    /// Whether there was more than one pass.
+    repeated: bool,
     /// Whether the plan was made for this kind too.
     planned: bool,
 }
@@ -63,9 +69,11 @@ impl PassKinds {
             compute_s: 0.0,
             weight: 1.0,
             followers: Vec::new(),
+            repeated: false,
             planned: true,
         };
-        Self { kinds: vec![expected], latest: 0, last_number: 0, passes: 0, considered: 0 }
+        let kinds = vec![expected];
+        Self { kinds, latest: 0, main: 0, last_number: 0, passes: 0, considered: 0 }
     }
 
     /// Records a pass that ran alone. Returns the number of its kind.
@@ -75,8 +83,10 @@ impl PassKinds {
         let number = self.number_of(order, compute_s);
         let kind = self.kind_mut(number).expect("it is one of the kinds");
         kind.compute_s = kind.compute_s.min(compute_s);
+        kind.repeated = kind.weight > 0.0;
         kind.weight += 1.0;
         self.expect_only_unvisited();
+        self.update_main();
         let before = std::mem::replace(&mut self.latest, number);
         if let Some(before) = self.kind_mut(before) {
             before.followers.iter_mut().for_each(|(_, weight)| *weight *= DECAY);
@@ -106,8 +116,16 @@ impl PassKinds {
         let known = self.kinds.iter().find(|kind| *kind.order == *order);
         let order = known.map_or_else(|| order.into(), |kind| Arc::clone(&kind.order));
         let (number, followers) = (self.last_number, Vec::new());
-        let kind = PassKind { number, order, compute_s, weight: 0.0, followers, planned: false };
-        self.kinds.push(kind);
+        let (weight, repeated, planned) = (0.0, false, false);
+        self.kinds.push(PassKind {
+            number,
+            order,
+            compute_s,
+            weight,
+            followers,
+            repeated,
+            planned,
+        });
         number
     }
 
@@ -154,8 +172,18 @@ impl PassKinds {
     }
 
     fn main_kind(&self) -> &PassKind {
-        let main = self.kinds.iter().max_by(|a, b| a.weight.total_cmp(&b.weight));
-        main.expect("there is always one kind")
+        self.kind(self.main).unwrap_or(&self.kinds[0])
+    }
+
+    /// Makes another kind the most frequent one, if it clearly is. Two that alternate would
+    /// otherwise take turns.
+    fn update_main(&mut self) {
+        let seen = self.kinds[1..].iter().max_by(|a, b| a.weight.total_cmp(&b.weight));
+        let Some(most) = seen else { return };
+        let before = self.kind(self.main).filter(|kind| kind.number > 0);
+        if before.is_none_or(|before| most.weight > CLEARLY * before.weight) {
+            self.main = most.number;
+        }
     }
 
     /// Returns the other kinds that count in plans, the most frequent first.
@@ -179,7 +207,8 @@ impl PassKinds {
     /// were when the plan was considered.
     pub(crate) fn is_unplanned(&self) -> bool {
         let several = self.kinds.iter().filter(|kind| kind.weight > 0.0).count() > 1;
-        let unplanned = |kind: &PassKind| !kind.planned;
+        // A model whose parts are called one by one has too many kinds to plan for each.
+        let unplanned = |kind: &PassKind| !kind.planned && (kind.repeated || self.passes == 1);
         self.kinds.iter().any(unplanned) || several && self.passes >= 2 * self.considered.max(1)
     }
 

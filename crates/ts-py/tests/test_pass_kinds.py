@@ -73,20 +73,19 @@ def test_prefill_is_another_kind_than_decode(tmp_path: Path) -> None:
 
 def test_a_part_may_be_called_on_another_thread_during_a_pass(tmp_path: Path) -> None:
     class Both(nn.Module):
-        """Calls its parts on threads of its own, and waits for them."""
+        """Calls its parts on threads that it starts, and waits for them."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleList(
-                nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))) for _ in range(2)
-            )
+            self.left = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+            self.right = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             results: dict[int, torch.Tensor] = {}
 
             def run(number: int) -> None:
                 with torch.inference_mode():
-                    results[number] = self.parts[number](x)
+                    results[number] = (self.left, self.right)[number](x)
 
             threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
             for thread in threads:
@@ -104,6 +103,26 @@ def test_a_part_may_be_called_on_another_thread_during_a_pass(tmp_path: Path) ->
     with torch.inference_mode():
         for _ in range(3):
             assert torch.equal(model(x), expected)
-        part = model.parts[0](x)
-    assert ts.stats(model)["passes"] == 4, "the last call was a pass of its own"
-    assert torch.equal(part, ts.restore(model).parts[0](x))
+        part = model.left(x)
+    assert ts.stats(model)["passes"] == 4, "the last call was a pass too"
+    assert torch.equal(part, ts.restore(model).left(x))
+
+
+def test_layers_that_are_called_one_by_one_do_not_change_the_plan(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)) for _ in range(12))
+    )
+    x = torch.ones(2, 256)
+    with torch.inference_mode():
+        expected = model(x)
+    model = ts.offload(model, ts.Config(storage_path=tmp_path / "w", budget="3MiB"))
+    with torch.inference_mode():
+        for _ in range(4):
+            result = x
+            for layer in model:
+                result = layer(result)
+            assert torch.equal(result, expected)
+    stats = ts.stats(model)
+    assert (stats["passes"], stats["replans"]) == (0, 0)
+    assert sum(unit["resident"] for unit in stats["units"]) > 4

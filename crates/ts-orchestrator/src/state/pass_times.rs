@@ -23,8 +23,8 @@ pub(crate) struct PassLog {
     passes: VecDeque<(u64, PassTimes)>,
     /// The counters of all passes.
     totals: PassTimes,
-    /// The duration of passes when the plan was last considered, in seconds.
-    considered_s: Option<f64>,
+    /// The kind of passes that the plan was last considered for, and their duration in seconds.
+    considered: Option<(u64, f64)>,
 }
 
 impl PassLog {
@@ -131,10 +131,11 @@ impl PassLog {
             walls.iter().all(|wall| *wall > expected * (1.0 + LIKE))
                 || walls.iter().all(|wall| *wall < expected * (1.0 - LIKE))
         };
-        if !differs_from(predicted_s) || self.considered_s.is_some_and(|at| !differs_from(at)) {
+        let considered = self.considered.filter(|(of, _)| *of == kind);
+        if !differs_from(predicted_s) || considered.is_some_and(|(_, at)| !differs_from(at)) {
             return false;
         }
-        self.considered_s = Some(median);
+        self.considered = Some((kind, median));
         true
     }
 }

@@ -329,18 +329,27 @@ class PartPass(Pass):
         return self._run(in_pass, args, kwargs)
 
 
+#: Modules whose children are elements, and not parts with a role.
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
 def parts(model: nn.Module, streamed: set[int]) -> Iterator[nn.Module]:
     """Yields the modules that users may call instead of the model.
 
     These are its children and their children, if they have a forward and a module below them has
-    streamed weights.
+    streamed weights. The elements of a list, such as the layers, are not among them: each of them
+    would be a pass.
 
     Args:
         model: The model.
-        streamed: The ``id`` of each module with streamed weights of its own.
+        streamed: The ``id`` of each module that owns streamed weights.
     """
-    children = list(model.children())
-    grandchildren = (below for child in children for below in child.children())
+
+    def named(parent: nn.Module) -> list[nn.Module]:
+        return [] if isinstance(parent, _LISTS) else list(parent.children())
+
+    children = named(model)
+    grandchildren = (below for child in children for below in named(child))
     for part in dict.fromkeys([*children, *grandchildren]):
         below = any(id(module) in streamed for module in part.modules() if module is not part)
         if below and type(part).forward is not nn.Module.forward:
