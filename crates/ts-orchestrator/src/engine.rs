@@ -169,7 +169,8 @@ impl<D: Device> Engine<D> {
         sources: Vec<Arc<Source>>,
         config: EngineConfig,
     ) -> Result<Self, Error> {
-        let populate = config.populate;
+        // Populating shared pages would copy them.
+        let populate = if config.shared_pages.is_some() { 0 } else { config.populate };
         let (inner, inbox) = EngineInner::new(device, units, sources, config)?;
         let populator = Populator::new(inner.host_pool(), populate);
         let inner = Arc::new(inner);

@@ -17,7 +17,7 @@ use crate::planner::plan;
 use crate::prepared::PreparedUnit;
 use crate::requests::RequestSizes;
 use crate::row_cache::RowCache;
-use crate::sharing::Sharing;
+use crate::sharing::{Sharing, page_group};
 use crate::table::Table;
 use crate::unit::{Access, PHASE_ALIGN, RangeDigest, Unit, UnitId};
 use crate::unit_load::{bounce_bytes, gather_bounce_bytes};
@@ -316,10 +316,9 @@ impl Preparation {
             for unit in units.iter_mut().filter(|unit| unit.unit.access == Access::Ordered) {
                 unit.image = ImageLayout::new(&unit.layout, requests).map(Arc::new);
                 // What this process encodes could not be shared.
-                unit.pieces = match &config.shared_pages {
-                    Some(_) => None,
-                    None => Pieces::new(&unit.unit.tensors, &unit.layout),
-                };
+                if config.shared_pages.is_none() || page_group(sources).is_none() {
+                    unit.pieces = Pieces::new(&unit.unit.tensors, &unit.layout);
+                }
             }
         }
         let overhead = Overhead {

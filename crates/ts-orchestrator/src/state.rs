@@ -145,6 +145,8 @@ pub(crate) struct UnitState<D: Device> {
     image: Option<KeptImage>,
     /// Whether other processes can share the compressed unit.
     shared_image: bool,
+    /// Whether another process has read the compressed unit, and this one has not decoded it yet.
+    unchecked_image: bool,
     /// The memory that is reserved for the compressed unit until it was read.
     reserved_image: Option<Buffer>,
     /// How much memory the unit takes when it is encoded.
@@ -695,6 +697,7 @@ impl<D: Device> UnitState<D> {
             compressed: false,
             image: None,
             shared_image: false,
+            unchecked_image: false,
             reserved_image: None,
             estimate: Estimate::Unknown,
             users: Vec::new(),

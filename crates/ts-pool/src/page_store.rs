@@ -14,10 +14,12 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::UNIX_EPOCH;
 
 use parking_lot::Mutex;
-use rustix::fs::{AtFlags, CWD, FallocateFlags, fallocate, linkat, statfs};
+use rustix::fs::{CWD, FallocateFlags, RenameFlags, fallocate, renameat_with, statfs, statvfs};
 
 use crate::arena::BLOCK_ALIGN;
 use crate::{Buffer, Error};
@@ -93,6 +95,8 @@ struct Inner {
     locks: File,
     /// How many buffers use the entry of each locked byte, and the key.
     used: Mutex<HashMap<i64, (usize, PageKey)>>,
+    /// Whether the process is about to end.
+    left: AtomicBool,
     /// The process that opened the store. A forked process has the same locks, and must leave them
     /// alone.
     process: u32,
@@ -104,8 +108,14 @@ static STORES: Mutex<Vec<Weak<Inner>>> = Mutex::new(Vec::new());
 /// New pages of a buffer, which become an entry when they are filled.
 #[derive(Debug)]
 pub struct NewPages {
-    file: File,
+    /// The use of their temporary name, which ends when this value is dropped.
+    used: Used,
 }
+
+/// The group of temporary names.
+const TEMPORARY: u64 = u64::MAX;
+/// One part in this many of the file system is left to others.
+const LEFT_FREE: u64 = 8;
 
 impl PageStore {
     /// Returns the directory for the stores of this user, in the memory of the machine.
@@ -152,7 +162,8 @@ impl PageStore {
             .custom_flags(libc::O_NOFOLLOW)
             .open(dir.join("locks"))?;
         let (dir, process) = (dir.to_path_buf(), std::process::id());
-        let inner = Arc::new(Inner { dir, locks, used: Mutex::default(), process });
+        let (used, left) = (Mutex::default(), AtomicBool::new(false));
+        let inner = Arc::new(Inner { dir, locks, used, left, process });
         inner.entries()?.into_iter().for_each(|(key, _)| inner.remove_unused(key));
         let mut stores = STORES.lock();
         stores.retain(|store| store.strong_count() > 0);
@@ -186,8 +197,7 @@ impl PageStore {
     /// memory.
     pub fn take(&self, key: PageKey, buffer: &mut Buffer) -> bool {
         let Some(used) = Inner::lock_for_use(&self.inner, key) else { return false };
-        let path = self.inner.dir.join(key.file_name());
-        let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(path);
+        let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(used.path());
         let Ok(file) = file else { return false };
         // SAFETY: the file got its name only after it was filled, and no process opens it for
         // writing afterwards. Only this user can access the directory.
@@ -195,23 +205,28 @@ impl PageStore {
     }
 
     /// Replaces the memory of a buffer by new pages, until the block of the buffer is freed. What
-    /// is written to the buffer is written to these pages. Returns `None` if there is too little
-    /// memory, or if the buffer is not a whole block of mapped memory. The content of the buffer is
-    /// lost.
+    /// is written to the buffer is written to these pages. Returns `None` if less than an eighth of
+    /// the file system would be left, or if the buffer is not a whole block of mapped memory. The
+    /// content of the buffer is lost.
     pub fn start(&self, buffer: &mut Buffer) -> Option<NewPages> {
+        let len = buffer.len().next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN) as u64;
+        let space = statvfs(&self.inner.dir).ok()?;
+        if space.f_bavail * space.f_frsize < len + space.f_blocks * space.f_frsize / LEFT_FREE {
+            return None;
+        }
+        let used = Inner::lock_for_use(&self.inner, temporary_key())?;
         let file = OpenOptions::new()
             .read(true)
             .write(true)
+            .create_new(true)
             .mode(0o400)
-            .custom_flags(libc::O_TMPFILE)
-            .open(&self.inner.dir)
+            .open(used.path())
             .ok()?;
-        let len = buffer.len().next_multiple_of(BLOCK_ALIGN) as u64;
         // Allocates the pages now, because writing to a page that cannot be allocated would kill
         // the process.
-        fallocate(&file, FallocateFlags::empty(), 0, len.max(BLOCK_ALIGN as u64)).ok()?;
-        // SAFETY: no other process can open the file, because it has no name.
-        unsafe { buffer.map_pages(&file, true, Box::new(())) }.then_some(NewPages { file })
+        fallocate(&file, FallocateFlags::empty(), 0, len).ok()?;
+        // SAFETY: no other process opens a file with a temporary name.
+        unsafe { buffer.map_pages(&file, true, Box::new(())) }.then_some(NewPages { used })
     }
 
     /// Makes the pages of a filled buffer an entry. A later write to the buffer changes only this
@@ -220,18 +235,18 @@ impl PageStore {
     ///
     /// `buffer` must be the one that [`start`](Self::start) gave the pages to.
     pub fn publish(&self, key: PageKey, pages: NewPages, buffer: &mut Buffer) -> bool {
-        let NewPages { file } = pages;
+        let NewPages { used: temporary } = pages;
+        let Ok(file) = File::open(temporary.path()) else { return false };
         let Some(used) = Inner::lock_for_use(&self.inner, key) else { return false };
-        let (from, to) =
-            (format!("/proc/self/fd/{}", file.as_raw_fd()), self.inner.dir.join(key.file_name()));
-        match linkat(CWD, from, CWD, to, AtFlags::SYMLINK_FOLLOW) {
-            // SAFETY: the file is filled, and nobody writes to it from now on: the shared mapping
-            // is replaced here, and the descriptor is closed.
-            Ok(()) => unsafe { buffer.map_pages(&file, false, Box::new(used)) },
-            Err(rustix::io::Errno::EXIST) => {
-                drop(used);
-                self.take(key, buffer)
-            }
+        let to = used.path();
+        // SAFETY: the file is filled, and nobody writes to it from now on: this replaces the shared
+        // mapping, before others can find the file.
+        if !unsafe { buffer.map_pages(&file, false, Box::new(used)) } {
+            return false;
+        }
+        match renameat_with(CWD, temporary.path(), CWD, to, RenameFlags::NOREPLACE) {
+            Ok(()) => true,
+            Err(rustix::io::Errno::EXIST) => self.take(key, buffer),
             Err(_) => false,
         }
     }
@@ -255,7 +270,7 @@ impl Inner {
 
     /// Locks the byte of a key as a user of its entry. Returns `None` if it is being removed.
     fn lock_for_use(this: &Arc<Self>, key: PageKey) -> Option<Used> {
-        if !this.is_own() {
+        if !this.is_own() || this.left.load(Ordering::Acquire) {
             return None;
         }
         let mut used = this.used.lock();
@@ -275,6 +290,7 @@ impl Inner {
 
     fn leave(&self) {
         if self.is_own() {
+            self.left.store(true, Ordering::Release);
             let used = std::mem::take(&mut *self.used.lock());
             for (at, (_, key)) in used {
                 lock(self.locks.as_raw_fd(), at, libc::F_UNLCK);
@@ -303,6 +319,12 @@ impl Inner {
 struct Used {
     store: Arc<Inner>,
     key: PageKey,
+}
+
+impl Used {
+    fn path(&self) -> PathBuf {
+        self.store.dir.join(self.key.file_name())
+    }
 }
 
 impl Drop for Used {
@@ -341,6 +363,16 @@ fn lock(fd: RawFd, at: i64, kind: libc::c_int) -> bool {
     };
     // SAFETY: the descriptor is open, and the structure is valid during the call.
     unsafe { libc::fcntl(fd, libc::F_OFD_SETLK, &raw const range) == 0 }
+}
+
+/// Returns a key that no other call returns. If one of another process does, its file cannot be
+/// created.
+fn temporary_key() -> PageKey {
+    static LATEST: AtomicU32 = AtomicU32::new(0);
+    let number = LATEST.fetch_add(1, Ordering::Relaxed);
+    let now = UNIX_EPOCH.elapsed().map_or(0, |now| now.as_nanos());
+    let entry = now << 64 | u128::from(std::process::id()) << 32 | u128::from(number);
+    PageKey { group: TEMPORARY, entry }
 }
 
 /// Returns the id of the user of this process.

@@ -111,15 +111,19 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Submits queued decodes to the workers, as many as keep them busy.
-    fn submit_decodes(&mut self) {
+    /// Submits queued decodes to the workers, as many as keep them busy. `verifies` says whether
+    /// units are verified at all.
+    fn submit_decodes(&mut self, verifies: bool) {
         let Some(workers) = &self.workers else { return };
         while self.filling < 2 * workers.threads {
             let urgent = self.urgent_decodes.pop_front();
             let is_urgent = urgent.is_some();
             let Some(decode) = urgent.or_else(|| self.decodes.pop_front()) else { return };
             let QueuedDecode { token, image, stored, kind, target } = decode;
-            let (from, verify, kept) = (Stored::Image(image), false, None);
+            // Whoever read the image has verified it, except if that was another process.
+            let unit = self.loads.get(&split_token(token).0).and_then(|load| load.id);
+            let verify = verifies && unit.is_some_and(|id| self.units[id.index()].unchecked_image);
+            let (from, verify, kept) = (Stored::Image(image), verify, None);
             let job = Job::FillPart { token, from, stored, kind, verify, target, kept };
             self.filling += 1;
             workers.submit(job, is_urgent);
@@ -129,7 +133,7 @@ impl<D: Device> EngineState<D> {
     /// Submits queued reads to the backend, and queued decodes to the workers, as many as keep them
     /// busy.
     pub(super) fn submit_reads(&mut self, context: &EngineContext<D>, now_ns: u64) {
-        self.submit_decodes();
+        self.submit_decodes(context.verify != Verify::Never);
         let Some(backend) = &self.backend else { return };
         // Twice the maximum number of reads in flight, so that the backend has work until this
         // thread is scheduled again.
@@ -477,12 +481,17 @@ impl<D: Device> EngineState<D> {
             if let (Pages::Taken, Some(sharing)) = (&load.pages, &context.sharing) {
                 sharing.remove(sharing.unit(id));
             }
+            if let (true, Some(sharing)) = (unit.unchecked_image, &context.sharing) {
+                sharing.remove(sharing.image(id));
+                (unit.image, unit.unchecked_image) = (None, false);
+            }
             unit.presence = Presence::Absent;
             // If only a guess failed, the unit is read again when it is needed.
             unit.failure = Some(error).filter(|_| !load.guessed || !unit.waiters.is_empty());
             unit.reserved = slot.filter(|_| unit.resident);
             return;
         }
+        unit.unchecked_image = false;
         let mut slot = slot.expect("a load without an error still has its slot");
         if let (Slot::Host(buffer), Some(sharing)) = (&mut slot, &context.sharing) {
             unit.stats.shared = sharing.end(sharing.unit(id), load.pages, buffer);
@@ -517,6 +526,7 @@ impl<D: Device> UnitState<D> {
         if matches!(pages, Pages::Taken) {
             let image = KeptImage { bytes: memory.freeze(), layout };
             (self.image, self.shared_image) = (Some(image.clone()), true);
+            self.unchecked_image = true;
             return Image::Filled(image);
         }
         Image::Empty(memory, layout, pages)
