@@ -201,7 +201,7 @@ impl Arena {
         mapped
     }
 
-    /// Gives a range new pages of its own, after a file was mapped over it.
+    /// Gives a range new anonymous pages, after a file was mapped over it. Returns whether it did.
     ///
     /// # Panics
     /// Panics if the range is not inside the arena.
@@ -209,16 +209,16 @@ impl Arena {
     /// # Safety
     /// No thread may access the range during the call or rely on its old contents afterwards.
     #[cfg(target_os = "linux")]
-    pub(crate) unsafe fn map_own(&self, offset: usize, len: usize) {
+    pub(crate) unsafe fn map_own(&self, offset: usize, len: usize) -> bool {
         use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous};
         self.check_range(offset, len);
         let at = self.at(offset).as_ptr().cast();
         let (access, flags) =
             (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
-        // If this fails, the copy-on-write pages of the file serve as well.
         // SAFETY: the range is inside the mapping of this arena (`check_range`). The rest is the
         // caller's obligation.
-        if unsafe { mmap_anonymous(at, len, access, flags) }.is_ok() {
+        let mapped = unsafe { mmap_anonymous(at, len, access, flags) }.is_ok();
+        if mapped {
             // Like its neighbours, so that the system joins them.
             if self.len >= HUGE_PAGE {
                 // SAFETY: this does not change the content of memory.
@@ -226,6 +226,7 @@ impl Arena {
             }
             self.advise_forks(offset, len);
         }
+        mapped
     }
 
     /// Leaves a range out of forked processes, unless the arena is kept in them.

@@ -158,7 +158,14 @@ impl HostPool {
         state.high_water = state.high_water.max(state.in_use);
         drop(state);
         let ptr = self.inner.arena.at(info.offset as usize * BLOCK_ALIGN);
-        Ok(Block { pool: self.clone(), id, ptr, size: granules * BLOCK_ALIGN, mapped: None })
+        Ok(Block {
+            pool: self.clone(),
+            id,
+            ptr,
+            size: granules * BLOCK_ALIGN,
+            mapped: None,
+            lost: false,
+        })
     }
 
     /// Returns the address range of the pool, for example to register the memory with the kernel or
@@ -243,8 +250,10 @@ pub(crate) struct Block {
     id: BlockId,
     ptr: NonNull<u8>,
     size: usize,
-    /// The pages that are mapped over the block instead of its own.
+    /// The pages of a file that are mapped over the block.
     mapped: Option<MappedPages>,
+    /// Whether there may be no memory at the addresses of the block. Such a block is never freed.
+    lost: bool,
 }
 
 /// Pages of a file that are mapped over a block. Exist only on Linux.
@@ -301,7 +310,7 @@ impl Block {
         mapped
     }
 
-    /// Gives the block its own pages again, if others are mapped over it. Call this only while the
+    /// Gives the block anonymous pages again, if a file is mapped over it. Call this only while the
     /// block has no buffer.
     fn unmap_pages(&mut self) {
         // In a forked process, other memory may be at this address.
@@ -311,7 +320,7 @@ impl Block {
             // SAFETY: this block owns the range until it is dropped, and has no buffer.
             #[cfg(target_os = "linux")]
             unsafe {
-                self.pool.inner.arena.map_own(self.offset(), self.size);
+                self.lost = !self.pool.inner.arena.map_own(self.offset(), self.size);
             }
         }
     }
@@ -352,6 +361,9 @@ impl Drop for Block {
         self.unmap_pages();
         if self.pool.inner.retired.load(Ordering::SeqCst) {
             self.discard();
+        }
+        if self.lost {
+            return;
         }
         let mut state = self.pool.inner.lock();
         // Coalesces at once: in a pool that is just large enough, a request succeeds only if the

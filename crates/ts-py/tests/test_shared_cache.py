@@ -81,7 +81,7 @@ def result(model: nn.Module) -> float:
 
 
 def shared(model: nn.Module) -> tuple[int, int, int]:
-    """Returns the size of shared units, that of the others that stay, and what was read of both."""
+    """Returns the size of shared units, that of other kept units, and the bytes read of both."""
     for _ in range(8):
         kept = [unit for unit in ts.stats(model)["units"] if unit["resident"] or unit["compressed"]]
         if kept and all(unit["shared"] for unit in kept):

@@ -182,8 +182,8 @@ class Config:
             Floats, which shrink more with a codec of their own, have no level.
         shared_cache: Whether processes of the same user that stream the same checkpoint share the
             weights that stay in memory, or the directory through which they do. It must be in
-            memory (tmpfs); the default is in ``/dev/shm``. Each process counts the shared weights
-            in its own budget, although they are in memory only once. Weights of an uncompressed
+            memory (tmpfs); the default is in ``/dev/shm``. The budget of each process includes the
+            shared weights, although they are in memory only once. Weights of an uncompressed
             checkpoint are not compressed in memory then. Linux only.
         exact: Whether results must be bit-identical to those of the model in memory. If false, a
             layer that is larger than the budget is also streamed in blocks where products with
@@ -336,7 +336,9 @@ class Config:
             raise invalid("budget", None, "a size, because the available memory cannot be detected")
         return available + freed_bytes
 
-    def fitted_bytes(self, smallest: int, whole: int, freed_bytes: int = 0) -> int:
+    def fitted_bytes(
+        self, smallest: int, whole: int, freed_bytes: int = 0, shared_bytes: int = 0
+    ) -> int:
         """Returns the configured or default budget in bytes, reduced to the available memory.
 
         A configured budget is not reduced in these cases:
@@ -349,6 +351,8 @@ class Config:
             smallest: The smallest budget that works for the model.
             whole: The budget that keeps the whole model in memory.
             freed_bytes: Memory that offloading will free, which counts as available.
+            shared_bytes: Memory of other processes that this one can share. It counts as available
+                for a budget that is given in bytes.
 
         Raises:
             BudgetError: The available memory is too small for ``smallest``.
@@ -360,10 +364,12 @@ class Config:
         requested = self.requested_bytes()
         if requested is not None and (requested < smallest or _native.available_memory() is None):
             return requested  # if it is too small, the engine refuses it
+        wanted = self.share_bytes(freed_bytes) if requested is None else requested
+        if requested is not None:
+            freed_bytes += shared_bytes
         available = self._available_bytes(freed_bytes)
         # Leaves memory for activations, page tables, and pages of code that are not mapped yet.
         room = available - available // 16 - HEADROOM
-        wanted = self.share_bytes(freed_bytes) if requested is None else requested
         if smallest > available - HEADROOM:
             raise BudgetError(
                 f"not enough memory: {_mib(available)} MiB are available, but the model needs at "

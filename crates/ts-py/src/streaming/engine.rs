@@ -85,7 +85,7 @@ pub(crate) struct Settings {
     prefetch: String,
     verify: String,
     keep_compressed: bool,
-    /// The directory in which to share memory with other processes. None for memory of its own.
+    /// The directory in which to share memory with other processes; None to share nothing.
     shared_cache: Option<PathBuf>,
 }
 

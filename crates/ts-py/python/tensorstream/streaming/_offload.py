@@ -179,16 +179,16 @@ def attach(
     }
     settings = config.settings()
     shared_directory = settings["shared_cache"]
+    shared_bytes = 0
     if shared_directory is not None:
-        # What other processes keep is not available memory, but this process needs it only once.
-        freed_bytes += _native.shared_bytes(checkpoint, shared_directory)
+        shared_bytes = _native.shared_bytes(checkpoint, shared_directory)
 
     extremes = (0, 0)
 
     def fitted(smallest: int, whole: int) -> int:
         nonlocal extremes
         extremes = (smallest, whole)
-        fitted = config.fitted_bytes(smallest, whole, freed_bytes)
+        fitted = config.fitted_bytes(smallest, whole, freed_bytes, shared_bytes)
         shared = config.budget
         if isinstance(shared, Budget):
             return min(fitted, shared.share_of(smallest, whole))
