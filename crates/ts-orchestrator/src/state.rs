@@ -55,6 +55,9 @@ pub(crate) struct EngineState<D: Device> {
     /// Whether to compute a new plan: a new set of units was used together, or a resident unit had
     /// to be evicted.
     pub(crate) plan_outdated: bool,
+    /// Whether the plan does not encode units because too little was measured to be sure that this
+    /// pays off.
+    pub(crate) unsure_of_encoding: bool,
     /// The most memory that streamed units needed when a resident unit was evicted, in bytes.
     pub(crate) streamed_high_water: usize,
     /// The memory for slots, in bytes: now, and when the plan was made.
@@ -255,6 +258,7 @@ impl<D: Device> EngineState<D> {
             streamed_high_water: 0,
             slot_limit: usize::MAX,
             planned_limit: usize::MAX,
+            unsure_of_encoding: false,
             resized: false,
             waited_limit: None,
             paused: false,

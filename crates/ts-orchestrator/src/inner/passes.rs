@@ -25,6 +25,12 @@ const REPLAN_PASSES: f64 = 8.0;
 /// Encoding the units that a new plan keeps compressed must pay off within this many passes. They
 /// are encoded once, and a model that is called this often is common: a pass gives one token.
 const ENCODE_PASSES: f64 = 64.0;
+/// Until [`STEADY_PASSES`] passes have run, a plan with units to encode must be predicted to save
+/// more than this share of a pass. The first pass also populates memory, and so reads more slowly
+/// than later ones. Plans that were made with its rates had too small a ring.
+const EARLY_ENCODE_GAIN: f64 = 0.3;
+/// The number of passes after which rates are those of the steady state.
+const STEADY_PASSES: usize = 3;
 
 impl<D: Device> EngineInner<D> {
     pub(crate) fn begin_pass(&self, interrupt: Interrupt<'_>) -> Result<PassId, Error> {
@@ -79,6 +85,7 @@ impl<D: Device> EngineInner<D> {
             let changed = state.has_new_limit()
                 || state.passes.kinds().is_unplanned()
                 || state.plan_outdated
+                || (state.unsure_of_encoding && state.pass_log.len() >= STEADY_PASSES)
                 || state.pass_log.differs(main, predicted_s, replans);
             if changed {
                 self.propose_plan(&mut state);
@@ -170,6 +177,7 @@ impl<D: Device> EngineInner<D> {
     fn propose_plan(&self, state: &mut EngineState<D>) {
         let residency = state.residency();
         let new_limit = state.has_new_limit();
+        let (steady, mut unsure) = (state.pass_log.len() >= STEADY_PASSES, false);
         let plans = self.with_request(state, |request| {
             // Assumes that the streamed units will need as much memory as before.
             let least_ring_bytes = request.least_ring_bytes.max(state.streamed_high_water);
@@ -182,18 +190,21 @@ impl<D: Device> EngineInner<D> {
                 better = plan(&request);
             }
             let mut better = better.ok()?;
-            let mut encode_s = state.encode_s(&self.context, &better, request.rates);
-            // A new limit needs a new plan, but not one that encodes.
-            if new_limit && encode_s > 0.0 {
+            let mut encode_s = 0.0;
+            if let Some(needed_s) = state.encode_s(&self.context, &better, request.rates) {
                 let units = request.unencoded_units();
                 let plain = plan(&PlanRequest { units: &units, ..request }).ok()?;
                 let gain_s = plain.mean_pass_s - better.mean_pass_s;
-                if gain_s * ENCODE_PASSES <= encode_s {
-                    (better, encode_s) = (plain, 0.0);
+                let gain = if steady { REPLAN_GAIN } else { EARLY_ENCODE_GAIN };
+                if gain_s > gain * plain.mean_pass_s && gain_s * ENCODE_PASSES > needed_s {
+                    encode_s = needed_s;
+                } else {
+                    (better, unsure) = (plain, !steady);
                 }
             }
             Some((better, predict(&request, &residency), request.rates, encode_s))
         });
+        state.unsure_of_encoding = unsure;
         let Some((better, kept, rates, encode_s)) = plans else { return };
         // A new plan reads the units that it keeps again, and this must pay off within a few
         // passes. All slots together have the size of the first plan's peak, so a larger plan

@@ -74,8 +74,13 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Returns how long it takes to encode the units that a plan keeps compressed, in seconds, if
-    /// the processors do nothing else.
-    pub(crate) fn encode_s(&self, context: &EngineContext<D>, plan: &Plan, rates: Rates) -> f64 {
+    /// the processors do nothing else. Returns `None` if there are none to encode.
+    pub(crate) fn encode_s(
+        &self,
+        context: &EngineContext<D>,
+        plan: &Plan,
+        rates: Rates,
+    ) -> Option<f64> {
         let encoded = |(prepared, residency): &(&Arc<PreparedUnit>, &Residency)| {
             prepared.pieces.is_some() && **residency == Residency::Compressed
         };
@@ -83,7 +88,7 @@ impl<D: Device> EngineState<D> {
         let bytes: usize = units.map(|(prepared, _)| prepared.layout.len).sum();
         let EngineCounters { encoded_bytes, encode_ns, .. } = self.counters;
         let per_byte_s = encode_ns as f64 / 1e9 / encoded_bytes.max(1) as f64;
-        bytes as f64 * per_byte_s / rates.processors.max(1) as f64
+        (bytes > 0).then(|| bytes as f64 * per_byte_s / rates.processors.max(1) as f64)
     }
 
     /// Handles the estimate of how much memory a unit takes when it is encoded.

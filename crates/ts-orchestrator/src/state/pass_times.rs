@@ -75,6 +75,11 @@ impl PassLog {
         self.totals
     }
 
+    /// Returns the number of logged passes.
+    pub(crate) fn len(&self) -> usize {
+        self.passes.len()
+    }
+
     pub(crate) fn passes(&self) -> Vec<PassTimes> {
         self.passes.iter().map(|(_, times)| *times).collect()
     }

@@ -174,7 +174,7 @@ class Config:
             compares them at the first read only. Safetensors files have no checksums.
         compression: Whether weights are kept in memory compressed, without loss, where this makes
             passes faster: ``"auto"`` or ``"off"``. Those of an uncompressed checkpoint are
-            compressed after the first pass. Nothing is written.
+            compressed after the first or the third pass. Nothing is written.
         compression_enabled: Whether to compress weights that are written to ``storage_path``,
             without loss. bf16 shrinks to two thirds. Streaming is faster with compression if
             reading is slower than decoding, which reaches 4 GB/s per core.
