@@ -63,7 +63,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def offloaded(checkpoint: str | Path, directory: str | Path, budget: str = "5MiB") -> nn.Module:
+def offloaded(
+    checkpoint: str | Path, directory: str | Path | bool, budget: str = "5MiB"
+) -> nn.Module:
     """Returns an offloaded model that shares weights."""
     with torch.device("meta"):
         model = nn.Sequential(*(Layer(512, 512) for _ in range(8)))
@@ -210,3 +212,80 @@ def test_a_directory_of_others_is_refused(checkpoint: Path, directory: Path) -> 
     directory.mkdir(mode=0o755)
     with pytest.raises(ts.ConfigurationError, match="only this user"):
         offloaded(checkpoint, directory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_through_shared_weights_are_the_same(
+    dtype: torch.dtype, autocast: bool, checkpoint: Path, directory: Path
+) -> None:
+    weights = {name: own.to(dtype) for name, own in ts.load_file(checkpoint).items()}
+    ts.save_file(weights, checkpoint)
+    reference = nn.Sequential(*(Layer(512, 512) for _ in range(8))).to(dtype)
+    reference.load_state_dict(weights)
+    reference.requires_grad_(False)
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for seed in range(4):
+            torch.manual_seed(seed)
+            x = torch.randn(2, 512, dtype=dtype, requires_grad=True)
+            with torch.autocast("cpu", enabled=autocast):
+                y = model(x)
+            y.float().square().sum().backward()
+            assert x.grad is not None
+            found += [y.detach(), x.grad]
+        return found
+
+    # The budget is above what a graph holds of the weights, and below all of them.
+    budget = str(sum(own.nbytes for own in weights.values()) * 3 // 4)
+    expected = gradients(reference)
+    models = []
+    for _ in range(2):
+        with torch.device("meta"):
+            model = nn.Sequential(*(Layer(512, 512) for _ in range(8))).to(dtype)
+        model.requires_grad_(False)
+        config = ts.Config(budget=budget, shared_cache=directory)
+        models.append(ts.offload(model, config, checkpoint=checkpoint))
+        assert all(map(torch.equal, gradients(models[-1]), expected))
+    # The weights are read again for later passes, also once the other model is gone.
+    assert any(unit["shared"] for unit in ts.stats(models[1])["units"])
+    del models[0], model
+    assert all(map(torch.equal, gradients(models[0]), expected))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """Mounts a file system in memory of 2 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount file systems")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_units_that_do_not_fit_are_kept_apart(checkpoint: Path, small: Path) -> None:
+    expected = result(offloaded(checkpoint, False))
+    model = offloaded(checkpoint, small / "cache")
+    assert [result(model) for _ in range(3)] == [expected] * 3
+    units = ts.stats(model)["units"]
+    there = sum(unit["slot_bytes"] for unit in units if unit["shared"])
+    assert 0 < there <= 2 << 20, "some units are shared"
+    assert any(unit["resident"] and not unit["shared"] for unit in units), "others are not"
+
+    # Others fill it. New units are kept apart, and a second process works, too.
+    other = (small / "other").open("wb", buffering=0)
+    with other, pytest.raises(OSError, match="No space left"):
+        while True:
+            other.write(bytes(4096))
+    assert result(model) == expected
+    second = Other(checkpoint, small / "cache")
+    try:
+        assert second.result == expected
+    finally:
+        second.close()
+    del model
+    again = offloaded(checkpoint, small / "cache")
+    assert [result(again) for _ in range(3)] == [expected] * 3
