@@ -44,6 +44,10 @@ pub struct EngineConfig {
     /// memory is sized for the largest units. Used only for devices with their own memory; 0 counts
     /// as 1.
     pub staging_units: usize,
+    /// The memory on the host in which units are kept as they are on storage, in bytes. They are
+    /// copied to the device from there, through the staging memory, instead of being read again.
+    /// Used only for devices with their own memory; 0, the default, keeps none.
+    pub host_bytes: usize,
     /// The number of passes that may run at the same time; 0 counts as 1.
     pub max_passes: usize,
     /// The units that a pass is expected to use, in order. `None` means each unit once, by
@@ -117,6 +121,7 @@ impl EngineConfig {
         Self {
             budget_bytes,
             staging_units: 2,
+            host_bytes: 0,
             max_passes: 1,
             order: None,
             together: Vec::new(),
@@ -161,6 +166,12 @@ impl EngineConfig {
     #[must_use]
     pub fn with_staging_units(self, staging_units: usize) -> Self {
         Self { staging_units, ..self }
+    }
+
+    /// Sets [`host_bytes`](Self::host_bytes).
+    #[must_use]
+    pub fn with_host_bytes(self, host_bytes: usize) -> Self {
+        Self { host_bytes, ..self }
     }
 
     /// Sets [`max_passes`](Self::max_passes).

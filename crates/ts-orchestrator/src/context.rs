@@ -35,9 +35,9 @@ pub(crate) struct EngineContext<D: Device> {
 }
 
 impl<D: Device> EngineContext<D> {
-    /// Allocates memory for a compressed unit of `len` bytes. Returns `None` if there is too little
-    /// memory, or if `len` is `None`.
+    /// Allocates memory for a unit that is kept compressed, or on the host, of `len` bytes. Returns
+    /// `None` if there is too little memory, or if `len` is `None`.
     pub(crate) fn allocate_image(&self, len: Option<usize>) -> Option<Buffer> {
-        self.slots.host.allocate(len?).ok()
+        self.slots.images().allocate(len?).ok()
     }
 }

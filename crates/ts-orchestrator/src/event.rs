@@ -122,5 +122,8 @@ pub(crate) enum PanickedJob {
 pub(crate) struct UploadResult<D: Device> {
     pub(crate) load: u32,
     pub(crate) slot: DeviceBuffer<D>,
+    /// The number of bytes that were copied, and how long this took.
+    pub(crate) copied_bytes: u64,
+    pub(crate) copy_ns: u64,
     pub(crate) result: Result<(), ts_pool::Error>,
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Units that are kept in memory compressed: the bytes of their chunks as they are on storage, or
-//! as they were encoded.
+//! Units that are kept in memory compressed, or on the host for a device: their bytes as they are
+//! on storage, or as they were encoded.
 
 use std::sync::Arc;
 
@@ -9,14 +9,14 @@ use ts_pool::{BLOCK_ALIGN, SharedBuffer};
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::requests::{RequestSizes, copied_requests};
 
-/// A compressed unit in memory.
+/// A unit in memory, as it is on storage or encoded.
 #[derive(Debug, Clone)]
 pub(crate) struct KeptImage {
     pub(crate) bytes: SharedBuffer,
     pub(crate) layout: Arc<ImageLayout>,
 }
 
-/// The layout of a compressed unit in memory.
+/// The layout of a unit in memory, as it is on storage or encoded.
 #[derive(Debug)]
 pub(crate) struct ImageLayout {
     /// The parts, sorted by their position in the slot.
@@ -42,13 +42,19 @@ impl ImageLayout {
         if !layout.reads.iter().any(decodes) {
             return None;
         }
+        let image = Self::stored(layout, sizes);
+        (image.bytes() < layout.len).then_some(image)
+    }
+
+    /// Returns the layout of the image of a unit, compressed or not. Reads in this order fill the
+    /// image.
+    pub(crate) fn stored(layout: &SlotLayout, sizes: RequestSizes) -> Self {
         let (mut parts, mut len) = (Vec::new(), 0);
         for read in layout.reads.iter().flat_map(|read| copied_requests(read, sizes)) {
             parts.push(ImagePart { read, at: len });
             len += read.required;
         }
-        let image = Self { parts, len };
-        (image.bytes() < layout.len).then_some(image)
+        Self { parts, len }
     }
 
     /// Returns the memory that the image takes in a pool, in bytes.

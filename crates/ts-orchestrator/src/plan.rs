@@ -19,7 +19,8 @@ pub struct UnitDemand {
     /// The duration of the computation in one visit to the unit, in seconds.
     pub compute_s: f64,
     /// The memory that the unit occupies while it is kept compressed, in bytes. `None` if it cannot
-    /// be kept compressed.
+    /// be kept compressed. For a device with its own memory, the memory on the host that the unit
+    /// occupies as it is on storage, compressed or not.
     pub compressed_bytes: Option<usize>,
     /// The processor time to decode the compressed unit, in seconds.
     pub decode_s: f64,
@@ -86,6 +87,8 @@ pub struct Rates {
     pub processors: usize,
     /// How many bytes are read in one second of processor time.
     pub read_bytes_per_processor_s: f64,
+    /// The rate at which units are copied to a device with its own memory, in bytes per second.
+    pub copy_bytes_per_s: f64,
 }
 
 impl Rates {
@@ -112,11 +115,17 @@ impl Rates {
     pub fn with_read_bytes_per_processor_s(self, read_bytes_per_processor_s: f64) -> Self {
         Self { read_bytes_per_processor_s, ..self }
     }
+
+    /// Sets [`copy_bytes_per_s`](Self::copy_bytes_per_s).
+    #[must_use]
+    pub fn with_copy_bytes_per_s(self, copy_bytes_per_s: f64) -> Self {
+        Self { copy_bytes_per_s, ..self }
+    }
 }
 
 impl Default for Rates {
-    /// Returns the rates of a slow NVMe device, 1 GB/s and 100 µs, and of one processor, which
-    /// decodes 3 GB/s. Reading takes no processor time.
+    /// Returns the rates of a slow NVMe device, 1 GB/s and 100 µs, of one processor, which decodes
+    /// 3 GB/s, and of a PCIe 3.0 x16 bus, 12 GB/s. Reading takes no processor time.
     fn default() -> Self {
         Self {
             read_bytes_per_s: 1e9,
@@ -124,6 +133,7 @@ impl Default for Rates {
             decode_bytes_per_s: 3e9,
             processors: 1,
             read_bytes_per_processor_s: f64::INFINITY,
+            copy_bytes_per_s: 12e9,
         }
     }
 }
@@ -141,6 +151,9 @@ pub struct PlanRequest<'a> {
     pub together: &'a [Vec<UnitId>],
     /// The memory for slots, in bytes.
     pub budget_bytes: usize,
+    /// The memory on the host for units that are kept there, in bytes, if slots are on a device
+    /// with its own memory. Units are then copied to their slots. `None` if slots are on the host.
+    pub host_bytes: Option<usize>,
     /// The number of passes that may run at the same time; 0 counts as 1.
     pub max_passes: usize,
     /// The speed of storage and of the processors.
@@ -193,6 +206,7 @@ impl<'a> PlanRequest<'a> {
             order,
             together: &[],
             budget_bytes,
+            host_bytes: None,
             max_passes: 1,
             rates: Rates::default(),
             least_ring_bytes: 0,
@@ -202,11 +216,13 @@ impl<'a> PlanRequest<'a> {
         }
     }
 
-    /// Returns the units without those forms that an engine would have to encode: only units that
-    /// are compressed on storage can be kept compressed.
+    /// Returns the units without those forms that an engine would have to encode: in the memory of
+    /// slots, only units that are compressed on storage can be kept compressed.
     pub(crate) fn unencoded_units(&self) -> Vec<UnitDemand> {
+        let on_host = self.host_bytes.is_some();
         let unencoded = |unit: &UnitDemand| {
-            let compressed_bytes = unit.compressed_bytes.filter(|_| unit.stored_compressed);
+            let compressed_bytes =
+                unit.compressed_bytes.filter(|_| on_host || unit.stored_compressed);
             UnitDemand { compressed_bytes, ..unit.clone() }
         };
         self.units.iter().map(unencoded).collect()
@@ -216,6 +232,12 @@ impl<'a> PlanRequest<'a> {
     #[must_use]
     pub fn with_together(self, together: &'a [Vec<UnitId>]) -> Self {
         Self { together, ..self }
+    }
+
+    /// Sets [`host_bytes`](Self::host_bytes).
+    #[must_use]
+    pub fn with_host_bytes(self, host_bytes: Option<usize>) -> Self {
+        Self { host_bytes, ..self }
     }
 
     /// Sets [`max_passes`](Self::max_passes).
@@ -263,6 +285,9 @@ pub enum Residency {
     Resident,
     /// The unit is read once, kept in memory compressed, and decoded for each visit.
     Compressed,
+    /// The unit is read once, kept on the host as it is on storage, and copied to a device with its
+    /// own memory for each visit.
+    Host,
     /// The unit is read for each visit and evicted afterwards.
     Streamed,
 }
@@ -275,6 +300,8 @@ pub enum Bottleneck {
     Storage,
     /// Decoding compressed units.
     Decoding,
+    /// Copying units to a device with its own memory.
+    Copying,
     /// Computation.
     Compute,
 }
@@ -284,6 +311,7 @@ impl fmt::Display for Bottleneck {
         f.write_str(match self {
             Bottleneck::Storage => "storage",
             Bottleneck::Decoding => "decoding",
+            Bottleneck::Copying => "copying",
             Bottleneck::Compute => "compute",
         })
     }
@@ -299,6 +327,9 @@ pub struct Plan {
     pub resident_bytes: usize,
     /// The memory for units that are kept compressed, in bytes.
     pub compressed_bytes: usize,
+    /// The memory on the host for units that are kept there, in bytes. It is not part of the memory
+    /// for slots.
+    pub host_bytes: usize,
     /// The memory for units while they are used, in bytes, except resident ones; 0 if all units are
     /// resident.
     pub ring_bytes: usize,
@@ -325,7 +356,7 @@ impl Plan {
         self
     }
 
-    /// Returns the most memory that the plan uses, in bytes.
+    /// Returns the most memory for slots that the plan uses, in bytes.
     pub fn peak_bytes(&self) -> usize {
         self.resident_bytes + self.compressed_bytes + self.ring_bytes
     }

@@ -163,9 +163,8 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
     if request.units.len() <= EXHAUSTIVE_UNITS {
         planner.all_plans().into_iter().for_each(|plan| planner.improve(&mut best, plan));
     }
-    let compressible = request.units.iter().any(|unit| unit.compressed_bytes.is_some());
     planner.best_ring(&steps, &mut best);
-    if !compressible {
+    if request.units.iter().all(|unit| unit.compressed_bytes.is_none()) {
         return Ok(best);
     }
     // Where units are read, decoded or neither in turn, a larger ring evens this out.
@@ -182,6 +181,9 @@ pub fn plan(request: &PlanRequest<'_>) -> Result<Plan, NeverFits> {
         };
         plans.map(cost).fold(f64::INFINITY, f64::min)
     };
+    if request.host_bytes.is_some() {
+        attempt(Preference { host_first: true, ..storage_is_short });
+    }
     for tenths in [0, 3, 6] {
         attempt(Preference { storage_share: f64::from(tenths) / 10.0, ..storage_is_short });
     }
@@ -209,7 +211,7 @@ pub fn predict(request: &PlanRequest<'_>, residency: &[Residency]) -> Option<Pla
     let sets = WorkingSets::new(request.units, request.together, request.max_passes);
     let smallest = smallest(&sets).budget_bytes;
     let planner = Planner::new(request, sets, smallest);
-    let ring = request.budget_bytes.checked_sub(planner.kept_bytes(residency))?;
+    let ring = request.budget_bytes.checked_sub(planner.slot_bytes(residency))?;
     planner.evaluate(residency.to_vec(), ring)
 }
 
@@ -221,12 +223,15 @@ struct Preference {
     storage_share: f64,
     /// The share of the visits whose units may be kept compressed, from 0 to 1.
     compressible: f64,
+    /// Whether the host is filled before the device, if slots are on a device with its own memory.
+    host_first: bool,
 }
 
 impl Preference {
     /// The weight of the processors is so small that it only makes units that need no decoding
     /// better than compressed ones.
-    const STORAGE_IS_SHORT: Self = Self { storage_share: 0.99, compressible: 1.0 };
+    const STORAGE_IS_SHORT: Self =
+        Self { storage_share: 0.99, compressible: 1.0, host_first: false };
 }
 
 /// The most units for which all plans are tried.
@@ -351,13 +356,20 @@ impl<'a> Planner<'a> {
     /// steps that fit.
     fn fill(&self, mut residency: Vec<Residency>, ring: usize, steps: &[Step]) -> Option<Plan> {
         let mut room =
-            (self.request.budget_bytes - ring).checked_sub(self.kept_bytes(&residency))?;
-        for step in steps {
+            (self.request.budget_bytes - ring).checked_sub(self.slot_bytes(&residency))?;
+        let mut host_room = self.request.host_bytes.unwrap_or(0);
+        // Units that move from the host to the device leave room for others.
+        let sweeps = if self.request.host_bytes.is_some() { 2 } else { 1 };
+        for step in std::iter::repeat_n(steps, sweeps).flatten() {
+            let room = if step.to == Residency::Host { &mut host_room } else { &mut room };
             if residency[step.unit] == step.from
                 && let Some(left) = room.checked_sub(step.bytes)
             {
+                *room = left;
                 residency[step.unit] = step.to;
-                room = left;
+                if step.from == Residency::Host {
+                    host_room += self.kept_form_bytes(step.unit);
+                }
             }
         }
         self.evaluate(residency, ring)
@@ -378,7 +390,8 @@ impl<'a> Planner<'a> {
         steps.sort_unstable_by_key(|step| {
             let (worth, unit) = (std::cmp::Reverse(step.worth), step.unit);
             let is_own = !self.request.units[unit].shared;
-            (worth, step.is_second(), is_own, self.spread[unit], unit)
+            let is_late = preference.host_first && step.to != Residency::Host;
+            (is_late, worth, step.is_second(), is_own, self.spread[unit], unit)
         });
         steps
     }
@@ -386,12 +399,16 @@ impl<'a> Planner<'a> {
     /// Returns the ways to keep more of a unit, each of which saves less per byte than the one
     /// before: to keep it compressed, and then to keep it decoded. If the first saves less than the
     /// second, or is not allowed, returns only the step to the decoded unit.
-    fn steps_of(&self, i: usize, storage_share: f64, may_compress: bool) -> [Option<Step>; 2] {
+    ///
+    /// Where units are copied to a device, returns all ways: to keep it on the host, to move it to
+    /// the device from there, and to keep it on the device at once.
+    fn steps_of(&self, i: usize, storage_share: f64, may_compress: bool) -> [Option<Step>; 3] {
         let unit = &self.request.units[i];
         let decode_s = unit.decode_s / self.request.rates.processors.max(1) as f64;
         let decoded = (1.0 - storage_share) * decode_s;
         let read = storage_share * self.read_s(i);
-        let streamed = if unit.stored_compressed { read + decoded } else { read };
+        let copied = (1.0 - storage_share) * self.copy_s(i);
+        let streamed = copied + if unit.stored_compressed { read + decoded } else { read };
         let step = |from, to, bytes: usize, saved_s: f64| {
             let per_byte = self.visits[i] * saved_s / bytes.max(1) as f64;
             // On a logarithmic scale, in steps of about a fifth.
@@ -399,18 +416,29 @@ impl<'a> Planner<'a> {
             (saved_s > 0.0).then_some(Step { unit: i, from, to, bytes, worth })
         };
         let whole = step(Residency::Streamed, Residency::Resident, unit.slot_bytes, streamed);
+        if self.request.host_bytes.is_some() {
+            let Some(bytes) = unit.compressed_bytes else { return [whole, None, None] };
+            let on_host = step(Residency::Streamed, Residency::Host, bytes, read);
+            let moved = streamed - read;
+            return [
+                whole,
+                on_host,
+                step(Residency::Host, Residency::Resident, unit.slot_bytes, moved),
+            ];
+        }
         let Some(bytes) =
             unit.compressed_bytes.filter(|&bytes| may_compress && bytes < unit.slot_bytes)
         else {
-            return [whole, None];
+            return [whole, None, None];
         };
         let saved_s = streamed - decoded;
         if saved_s / bytes.max(1) as f64 <= streamed / unit.slot_bytes as f64 {
-            return [whole, None];
+            return [whole, None, None];
         }
         [
             step(Residency::Streamed, Residency::Compressed, bytes, saved_s),
             step(Residency::Compressed, Residency::Resident, unit.slot_bytes - bytes, decoded),
+            None,
         ]
     }
 
@@ -419,7 +447,9 @@ impl<'a> Planner<'a> {
         let units = &self.request.units;
         let mut all = vec![Vec::new()];
         for unit in *units {
-            let compressed = unit.compressed_bytes.map(|_| Residency::Compressed);
+            let kept_form =
+                self.request.host_bytes.map_or(Residency::Compressed, |_| Residency::Host);
+            let compressed = unit.compressed_bytes.map(|_| kept_form);
             let choices = [Some(Residency::Streamed), compressed, Some(Residency::Resident)];
             let with = |before: Vec<Residency>| {
                 choices.into_iter().flatten().map(move |own| [&before[..], &[own]].concat())
@@ -427,7 +457,7 @@ impl<'a> Planner<'a> {
             all = all.into_iter().flat_map(with).collect();
         }
         let ring = |residency: &[Residency]| {
-            self.request.budget_bytes.checked_sub(self.kept_bytes(residency))
+            self.request.budget_bytes.checked_sub(self.slot_bytes(residency))
         };
         let plan = |residency: Vec<Residency>| {
             let ring = ring(&residency)?;
@@ -436,20 +466,25 @@ impl<'a> Planner<'a> {
         all.into_iter().filter_map(plan).collect()
     }
 
-    /// Returns the memory that the units take which are kept, compressed or not, in bytes.
-    fn kept_bytes(&self, residency: &[Residency]) -> usize {
-        self.resident_bytes(residency).saturating_add(self.compressed_bytes(residency))
+    /// Returns the memory for slots that the kept units take, compressed or not, in bytes.
+    fn slot_bytes(&self, residency: &[Residency]) -> usize {
+        let compressed = self.kept_bytes(residency, Residency::Compressed);
+        self.kept_bytes(residency, Residency::Resident).saturating_add(compressed)
     }
 
-    fn resident_bytes(&self, residency: &[Residency]) -> usize {
-        let kept = |i: &usize| residency[*i] == Residency::Resident;
-        (0..residency.len()).filter(kept).map(|i| self.size(i)).fold(0, usize::saturating_add)
+    /// Returns the memory of the units with this residency, in bytes.
+    fn kept_bytes(&self, residency: &[Residency], kind: Residency) -> usize {
+        let bytes = |i: usize| match kind {
+            Residency::Resident => self.size(i),
+            _ => self.kept_form_bytes(i),
+        };
+        let units = (0..residency.len()).filter(|&i| residency[i] == kind);
+        units.map(bytes).fold(0, usize::saturating_add)
     }
 
-    fn compressed_bytes(&self, residency: &[Residency]) -> usize {
-        let kept = |i: &usize| residency[*i] == Residency::Compressed;
-        let bytes = |i: usize| self.request.units[i].compressed_bytes.unwrap_or(usize::MAX);
-        (0..residency.len()).filter(kept).map(bytes).fold(0, usize::saturating_add)
+    /// Returns the memory of a unit that is kept compressed, or on the host, in bytes.
+    fn kept_form_bytes(&self, i: usize) -> usize {
+        self.request.units[i].compressed_bytes.unwrap_or(usize::MAX)
     }
 
     /// Returns the processor time to decode a unit for a visit, in seconds.
@@ -457,9 +492,15 @@ impl<'a> Planner<'a> {
         let unit = &self.request.units[i];
         match residency {
             Residency::Compressed => unit.decode_s,
-            Residency::Streamed if unit.stored_compressed => unit.decode_s,
+            Residency::Streamed | Residency::Host if unit.stored_compressed => unit.decode_s,
             _ => 0.0,
         }
+    }
+
+    /// Returns the duration of copying a unit to a device with its own memory, in seconds.
+    fn copy_s(&self, i: usize) -> f64 {
+        let on_device = self.request.host_bytes.is_some();
+        if on_device { self.size(i) as f64 / self.request.rates.copy_bytes_per_s } else { 0.0 }
     }
 
     fn read_s(&self, i: usize) -> f64 {
@@ -471,12 +512,15 @@ impl<'a> Planner<'a> {
     fn evaluate(&self, residency: Vec<Residency>, ring: usize) -> Option<Plan> {
         let in_ring = |i: &usize| residency[*i] != Residency::Resident;
         let all = 0..residency.len();
-        if self.sets.ring_bytes(|i| in_ring(&i)) > ring {
+        let host_bytes = self.kept_bytes(&residency, Residency::Host);
+        if self.sets.ring_bytes(|i| in_ring(&i)) > ring
+            || host_bytes > self.request.host_bytes.unwrap_or(0)
+        {
             return None;
         }
         let largest = all.clone().filter(in_ring).map(|i| self.size(i)).max().unwrap_or(0);
-        let (resident_bytes, compressed_bytes) =
-            (self.resident_bytes(&residency), self.compressed_bytes(&residency));
+        let [resident_bytes, compressed_bytes] = [Residency::Resident, Residency::Compressed]
+            .map(|kind| self.kept_bytes(&residency, kind));
         let in_ring_bytes = all.clone().filter(in_ring).map(|i| self.size(i)).sum::<usize>();
         // The ring also gets the memory that no kept unit uses.
         let ring_bytes =
@@ -494,6 +538,8 @@ impl<'a> Planner<'a> {
             Bottleneck::Compute
         } else if own.pass_s <= 1.05 * own.processors_s {
             Bottleneck::Decoding
+        } else if own.pass_s <= 1.05 * own.copy_s {
+            Bottleneck::Copying
         } else {
             Bottleneck::Storage
         };
@@ -501,6 +547,7 @@ impl<'a> Planner<'a> {
             residency,
             resident_bytes,
             compressed_bytes,
+            host_bytes,
             ring_bytes,
             largest_streamed_bytes: largest,
             streamed_bytes_per_pass: own.read_bytes,
@@ -519,7 +566,7 @@ impl<'a> Planner<'a> {
         residency: &[Residency],
         ring: usize,
     ) -> PassPrediction {
-        let (mut compute_s, mut decode_s, mut read_bytes) = (0.0, 0.0, 0);
+        let (mut compute_s, mut decode_s, mut copy_s, mut read_bytes) = (0.0, 0.0, 0.0, 0);
         for unit in pass.order {
             let i = unit.index();
             compute_s += pass.compute_s(&self.request.units[i]);
@@ -527,27 +574,33 @@ impl<'a> Planner<'a> {
             if residency[i] == Residency::Streamed {
                 read_bytes += self.request.units[i].read_bytes;
             }
+            if residency[i] != Residency::Resident {
+                copy_s += self.copy_s(i);
+            }
         }
         // The computation uses all processors, so decoding and reading take time from it.
         let rates = self.request.rates;
         let other_s = decode_s + read_bytes as f64 / rates.read_bytes_per_processor_s;
         let processors_s = compute_s + other_s / rates.processors.max(1) as f64;
         let pass_s = self.simulate(pass, residency, ring).max(processors_s);
-        PassPrediction { pass_s, compute_s, processors_s, read_bytes }
+        PassPrediction { pass_s, compute_s, processors_s, copy_s, read_bytes }
     }
 
     /// Simulates passes, and returns the duration of a pass in the steady state, in seconds.
     ///
     /// Storage reads streamed units in order, as soon as the ring has room and the computation is
-    /// near enough. The processors decode units in order, and compute visits in order, as soon as
-    /// their unit is decoded. Decoding and computing do not slow each other down here.
+    /// near enough. The processors decode units in order. They are then copied in order if slots
+    /// are on a device with its own memory. Visits are computed in order, as soon as their unit is
+    /// there. Decoding and computing do not slow each other down here, and neither does copying on
+    /// the host.
     fn simulate(&self, pass: &PassDemand<'_>, residency: &[Residency], ring: usize) -> f64 {
         const PASSES: usize = 3;
         let processors = self.request.rates.processors.max(1) as f64;
         // The size of each unit in the ring, and the time at which it is released.
         let mut held: VecDeque<(usize, f64)> = VecDeque::new();
         let (mut held_bytes, mut room_at) = (0, 0.0f64);
-        let (mut storage, mut decoder, mut compute, mut begun) = (0.0f64, 0.0f64, 0.0f64, 0.0f64);
+        let (mut storage, mut decoder, mut copier) = (0.0f64, 0.0f64, 0.0f64);
+        let (mut compute, mut begun) = (0.0f64, 0.0f64);
         // The times at which the last visits asked for their unit, at most `reach` of them.
         let mut recent: VecDeque<f64> = VecDeque::new();
         let reach = self.request.reach.min(PASSES * pass.order.len());
@@ -581,6 +634,11 @@ impl<'a> Planner<'a> {
                     if decode_s > 0.0 {
                         decoder = decoder.max(ready) + decode_s / processors;
                         ready = decoder;
+                    }
+                    let copy_s = self.copy_s(i);
+                    if copy_s > 0.0 {
+                        copier = copier.max(ready) + copy_s;
+                        ready = copier;
                     }
                     compute = compute.max(ready);
                     held.push_back((self.size(i), compute + compute_s));
@@ -632,6 +690,8 @@ struct PassPrediction {
     compute_s: f64,
     /// The time that all processors need together, in seconds.
     processors_s: f64,
+    /// The time that copying to a device needs, in seconds.
+    copy_s: f64,
     read_bytes: u64,
 }
 
@@ -648,7 +708,7 @@ struct Step {
 
 impl Step {
     fn is_second(&self) -> bool {
-        self.from == Residency::Compressed
+        self.from != Residency::Streamed
     }
 }
 

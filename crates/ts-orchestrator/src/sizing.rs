@@ -53,6 +53,8 @@ pub(crate) struct Sizing {
     pub(crate) row_cache_bytes: usize,
     /// The size of the staging memory, in bytes.
     pub(crate) staging_total: usize,
+    /// The memory on the host for units that are kept there, in bytes.
+    pub(crate) tier_total: usize,
     /// The part of the budget that is left for slots, in bytes. A multiple of the block size.
     pub(crate) slot_budget: usize,
     /// The size of one decoder and of the minimum number of bounce buffers, in bytes. The smallest
@@ -244,7 +246,12 @@ impl Sizing {
         if let Some(sharing) = &sharing {
             sharing.mark(&mut demands);
         }
-        let request = config.plan_request(&demands, &order);
+        let images = units.iter().filter_map(|unit| unit.image.as_ref());
+        let images: usize = images.map(|image| image.bytes()).sum();
+        let tier_total = if staged { config.host_bytes.min(images) } else { 0 };
+        let tier_total = tier_total - tier_total % BLOCK_ALIGN;
+        let request =
+            config.plan_request(&demands, &order).with_host_bytes(staged.then_some(tier_total));
         let (plan, buffers) =
             overhead.plan(request, &config.tables, config.prefetch, config.budget_bytes)?;
         let slot_budget = overhead.slot_budget(config.budget_bytes, buffers);
@@ -265,6 +272,7 @@ impl Sizing {
             decoder_total: overhead.decoder_total(buffers),
             row_cache_bytes: buffers.row_cache_bytes,
             staging_total,
+            tier_total,
             slot_budget,
             least_buffer_bytes: overhead.least_bytes(),
             overhead,
@@ -301,9 +309,10 @@ impl Preparation {
         let alignment = alignment.max(PHASE_ALIGN);
         let units: Vec<PreparedUnit> =
             units.into_iter().map(|unit| prepare(unit, sources, alignment)).collect();
+        let on_host = staged && config.host_bytes > 0;
         let requests = RequestSizes {
             request_bytes: config.request_bytes.next_multiple_of(alignment).max(alignment),
-            bounce_bytes: bounce_bytes(units.iter().map(|unit| &unit.layout), alignment)
+            bounce_bytes: bounce_bytes(units.iter().map(|unit| &unit.layout), alignment, on_host)
                 .max(gather_bounce_bytes(&config.tables, alignment)),
             alignment,
         };
@@ -311,7 +320,9 @@ impl Preparation {
         let decodes = reads().any(|read| matches!(read.kind, ReadKind::Decoded { .. }))
             || config.tables.iter().any(|table| !table.tensor().chunks.is_empty());
         let mut units = units;
-        // Units on a device with its own memory are not kept compressed on the host.
+        for unit in units.iter_mut().filter(|own| on_host && own.unit.access == Access::Ordered) {
+            unit.image = Some(Arc::new(ImageLayout::stored(&unit.layout, requests)));
+        }
         if config.keep_compressed && !staged {
             for unit in units.iter_mut().filter(|unit| unit.unit.access == Access::Ordered) {
                 unit.image = ImageLayout::new(&unit.layout, requests).map(Arc::new);

@@ -36,6 +36,8 @@ pub(crate) struct SlotPool<D: Device> {
 #[derive(Debug)]
 struct DeviceSlots<D: Device> {
     pool: StreamOrderedPool<D>,
+    /// The memory on the host for units that are kept there.
+    tier: HostPool,
     uploader: Uploader<D>,
     _reservation: Reservation,
 }
@@ -117,15 +119,17 @@ impl<D: Device> SlotPool<D> {
         })
     }
 
-    /// Reserves `bytes` bytes for slots in the memory of a device, and `staging_bytes` bytes on the
-    /// host.
+    /// Reserves `bytes` bytes for slots in the memory of a device. On the host, reserves
+    /// `staging_bytes` bytes, and `tier_bytes` bytes for units that are kept there.
     pub(crate) fn on_device(
         device: &D,
         budget: &Budget,
         bytes: usize,
         staging_bytes: usize,
+        tier_bytes: usize,
         events: &Sender<Event<D>>,
     ) -> Result<Self, ts_pool::Error> {
+        let tier = HostPool::new(&Budget::new(tier_bytes), tier_bytes)?;
         let reservation = budget.reserve(bytes)?;
         let host = HostPool::for_device(device, &Budget::new(staging_bytes), staging_bytes)?;
         let options = OrderedOptions::default()
@@ -140,7 +144,7 @@ impl<D: Device> SlotPool<D> {
         );
         pool.reserve_segment(bytes, &stream)?;
         let uploader = Uploader::new(stream, events)?;
-        let device = Some(DeviceSlots { pool, uploader, _reservation: reservation });
+        let device = Some(DeviceSlots { pool, tier, uploader, _reservation: reservation });
         Ok(Self {
             host,
             device,
@@ -273,6 +277,17 @@ impl<D: Device> SlotPool<D> {
     /// Returns memory on the host that was filled for one use.
     pub(crate) fn gathered(&self, buffer: Buffer, events: Sender<Event<D>>) -> UnitMemory<D> {
         UnitMemory::host(buffer.freeze(), None, Arc::clone(&self.stream_references), events)
+    }
+
+    /// Returns the memory for units that are kept compressed, or on the host.
+    pub(crate) fn images(&self) -> &HostPool {
+        self.device.as_ref().map_or(&self.host, |on| &on.tier)
+    }
+
+    /// Returns the size of the memory for units that are kept on the host, in bytes, if units are
+    /// on a device with its own memory.
+    pub(crate) fn host_tier_bytes(&self) -> Option<usize> {
+        self.device.as_ref().map(|on| on.tier.stats().capacity_bytes)
     }
 
     /// Returns whether units are read into staging memory first.

@@ -142,9 +142,9 @@ pub(crate) struct UnitState<D: Device> {
     pub(crate) resident: bool,
     /// The slot that is reserved for a resident unit while the unit is not loaded.
     reserved: Option<Slot<D>>,
-    /// Whether the unit is kept compressed.
+    /// Whether the unit is kept compressed, or on the host for a device with its own memory.
     compressed: bool,
-    /// The compressed unit, once it was read.
+    /// The unit as it is kept, once it was read.
     image: Option<KeptImage>,
     /// Whether other processes can share the compressed unit.
     shared_image: bool,
@@ -232,6 +232,9 @@ pub(crate) struct EngineCounters {
     /// The bytes that were decoded, and the processor time that this took.
     pub(crate) decoded_bytes: u64,
     pub(crate) decode_ns: u64,
+    /// The bytes that were copied to a device, and the time that this took.
+    pub(crate) copied_bytes: u64,
+    pub(crate) copy_ns: u64,
     /// The bytes that were encoded, and the processor time that this took.
     pub(crate) encoded_bytes: u64,
     pub(crate) encode_ns: u64,
@@ -255,10 +258,10 @@ impl<D: Device> EngineState<D> {
             pending_plan: None,
             together: Vec::new(),
             plan_outdated: false,
+            unsure_of_encoding: false,
             streamed_high_water: 0,
             slot_limit: usize::MAX,
             planned_limit: usize::MAX,
-            unsure_of_encoding: false,
             resized: false,
             waited_limit: None,
             paused: false,
@@ -314,9 +317,10 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Returns the current residency of each unit. Fewer units may be resident than in the plan.
-    pub(crate) fn residency(&self) -> Vec<Residency> {
+    pub(crate) fn residency(&self, context: &EngineContext<D>) -> Vec<Residency> {
         let residency = |unit: &UnitState<D>| match (unit.resident, unit.compressed) {
             (true, _) => Residency::Resident,
+            (false, true) if context.slots.is_staged() => Residency::Host,
             (false, true) => Residency::Compressed,
             (false, false) => Residency::Streamed,
         };
@@ -329,8 +333,8 @@ impl<D: Device> EngineState<D> {
         for (i, unit) in self.units.iter_mut().enumerate() {
             (unit.reserved, unit.image, unit.reserved_image) = (None, None, None);
             unit.resident = self.plan.residency[i] == Residency::Resident;
-            unit.compressed = self.plan.residency[i] == Residency::Compressed;
-            (unit.stats.resident, unit.stats.compressed) = (unit.resident, unit.compressed);
+            unit.stats.resident = unit.resident;
+            unit.set_kept(self.plan.residency[i]);
         }
         for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.resident) {
             // An empty pool has room for all slots. If some memory is not free yet, the slot is
@@ -723,6 +727,14 @@ impl<D: Device> UnitState<D> {
             Presence::Loading => false,
         };
         self.resident && self.users.is_empty() && self.waiters.is_empty() && free
+    }
+
+    /// Sets whether the unit is kept compressed or on the host. Does not change whether it is
+    /// resident.
+    pub(crate) fn set_kept(&mut self, residency: Residency) {
+        (self.stats.compressed, self.stats.on_host) =
+            (residency == Residency::Compressed, residency == Residency::Host);
+        self.compressed = self.stats.compressed || self.stats.on_host;
     }
 
     /// Makes a resident unit a streamed one. Returns its reserved slot, if it is not loaded.

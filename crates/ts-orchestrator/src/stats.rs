@@ -16,6 +16,8 @@ pub struct UnitStats {
     pub resident: bool,
     /// Whether the unit is kept in memory compressed.
     pub compressed: bool,
+    /// Whether the unit is kept on the host, and copied to a device with its own memory.
+    pub on_host: bool,
     /// Whether the unit is kept, decoded or compressed, in memory that other processes can share.
     pub shared: bool,
     /// Whether data select the unit ([`Access::Routed`](crate::Access::Routed)).

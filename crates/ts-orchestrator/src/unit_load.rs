@@ -329,16 +329,18 @@ fn with_alignment(len: usize, alignment: usize) -> usize {
     (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment)
 }
 
-/// Returns the size of a bounce buffer for these layouts, in bytes; 0 if all reads are in place.
+/// Returns the size of a bounce buffer for these layouts, in bytes; 0 if all reads are in place. If
+/// units are also kept `on_host`, no read is.
 pub(crate) fn bounce_bytes<'a>(
     layouts: impl Iterator<Item = &'a SlotLayout>,
     alignment: usize,
+    on_host: bool,
 ) -> usize {
     let with_alignment = |len| with_alignment(len, alignment);
     let needs = layouts.flat_map(|layout| &layout.reads).map(|read| match read.kind {
-        ReadKind::InPlace => 0,
+        ReadKind::InPlace if !on_host => 0,
         // Longer reads are split.
-        ReadKind::Copied => with_alignment(read.len).min(LARGEST_COPY),
+        ReadKind::InPlace | ReadKind::Copied => with_alignment(read.len).min(LARGEST_COPY),
         ReadKind::Decoded { .. } => with_alignment(read.required),
     });
     needs.max().unwrap_or(0)

@@ -4,6 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use ts_pool::{Buffer, DeviceBuffer};
 use ts_streams::{Device, Stream, check_may_block};
@@ -36,6 +37,7 @@ impl<D: Device> Uploader<D> {
         let (copies, events) = (stream.clone(), events.clone());
         let run = move || {
             for Upload { load, staging, mut slot } in inbox {
+                let began = Instant::now();
                 let copy = catch_unwind(AssertUnwindSafe(|| slot.write(0, &staging)));
                 let result = copy.unwrap_or_else(|_| {
                     let (stream, what) =
@@ -47,8 +49,12 @@ impl<D: Device> Uploader<D> {
                     // reported for this unit.
                     drop(copies.take_error());
                 }
+                let copied_bytes = if result.is_ok() { staging.len() as u64 } else { 0 };
+                let copy_ns = began.elapsed().as_nanos() as u64;
+                let copy_ns = if result.is_ok() { copy_ns } else { 0 };
                 drop(staging);
-                let _ = events.send(Event::Uploaded(UploadResult { load, slot, result }));
+                let upload = UploadResult { load, slot, copied_bytes, copy_ns, result };
+                let _ = events.send(Event::Uploaded(upload));
             }
         };
         let thread =

@@ -198,6 +198,33 @@ fn a_device_uses_no_more_memory_than_its_budget() {
     assert_eq!(error.kind(), ErrorKind::NeverFits);
 }
 
+#[test]
+fn a_host_keeps_units_for_a_device() {
+    let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
+    let new = |host_bytes| {
+        let config = config(BUDGET).with_host_bytes(host_bytes);
+        Engine::with_device(&device, model.units.clone(), model.sources(), config).unwrap()
+    };
+    let total: usize = SIZES.iter().map(|size| 2 * size + 16 * KIB).sum();
+    for host_bytes in [150 * KIB, total] {
+        let engine = new(host_bytes);
+        let plan = engine.stats().plan;
+        assert!(0 < plan.host_bytes && plan.host_bytes <= host_bytes, "{plan:?}");
+        assert_eq!(plan.streamed_bytes_per_pass == 0, host_bytes == total, "{plan:?}");
+        assert_eq!(passes(&model, &engine, &device, 10), 0);
+        let units = engine.stats().units;
+        for unit in units.iter().filter(|unit| unit.on_host) {
+            assert!(unit.loads >= 10, "{} is copied for each pass", unit.name);
+        }
+        let kept = units.iter().filter(|unit| unit.on_host || unit.resident);
+        let often = kept.filter(|unit| unit.read_bytes > 4 * unit.slot_bytes as u64);
+        assert_eq!(often.count(), 0, "they are not read again, except for new plans");
+    }
+    assert_eq!(device.races(), []);
+    let unlimited = new(usize::MAX);
+    assert_eq!(passes(&model, &unlimited, &device, 3), 0);
+}
+
 /// Checks that the ring of each new plan gets one piece of memory: the slots of resident units are
 /// adjacent.
 fn new_plans_find_memory_in_one_piece<D: Device>(device: &D) {
@@ -336,6 +363,7 @@ proptest! {
         read_faults in 0.0..0.1f64,
         room in 2usize..6,
         staging_units in 0usize..4,
+        host_bytes in prop_oneof![Just(0), 0usize..400 * KIB],
         orders in prop::collection::vec(
             prop::collection::vec(any::<prop::sample::Index>(), 1..12),
             2..6,
@@ -351,6 +379,7 @@ proptest! {
         let largest = 2 * sizes.iter().max().unwrap() + 40 * KIB;
         let config = config(threads * room * largest)
             .with_staging_units(staging_units)
+            .with_host_bytes(host_bytes)
             .with_max_passes(threads);
         let config = with_faulty_reads(config, seed, read_faults);
         let (units, sources) = (model.units.clone(), model.sources());

@@ -43,6 +43,7 @@ impl<D: Device> EngineInner<D> {
             decoder_total,
             row_cache_bytes,
             staging_total,
+            tier_total,
             slot_budget,
             least_buffer_bytes,
             overhead,
@@ -63,9 +64,14 @@ impl<D: Device> EngineInner<D> {
         let row_cache = RowCache::new(&config.tables, config.budget_bytes, row_cache_bytes);
         let (events, inbox) = channel();
         let slots = match device {
-            Some(device) => {
-                SlotPool::on_device(device, &budget, plan.peak_bytes(), staging_total, &events)
-            }
+            Some(device) => SlotPool::on_device(
+                device,
+                &budget,
+                plan.peak_bytes(),
+                staging_total,
+                tier_total,
+                &events,
+            ),
             None => {
                 let watch = config.watch_writes && config.populate == 0;
                 SlotPool::on_host(&budget, plan.peak_bytes(), watch)

@@ -175,7 +175,7 @@ impl<D: Device> EngineInner<D> {
     /// Computes a plan from the measurements, and makes it the pending plan if it is worth
     /// switching to.
     fn propose_plan(&self, state: &mut EngineState<D>) {
-        let residency = state.residency();
+        let residency = state.residency(&self.context);
         let new_limit = state.has_new_limit();
         let (steady, mut unsure) = (state.pass_log.len() >= STEADY_PASSES, false);
         let plans = self.with_request(state, |request| {
@@ -209,7 +209,7 @@ impl<D: Device> EngineInner<D> {
         // A new plan reads the units that it keeps again, and this must pay off within a few
         // passes. All slots together have the size of the first plan's peak, so a larger plan
         // cannot be used.
-        let kept_bytes = better.resident_bytes + better.compressed_bytes;
+        let kept_bytes = better.resident_bytes + better.compressed_bytes + better.host_bytes;
         let fresh_start_s = kept_bytes as f64 / rates.read_bytes_per_s;
         let pays = kept.as_ref().is_none_or(|kept| {
             let gain_s = kept.mean_pass_s - better.mean_pass_s;
@@ -238,7 +238,7 @@ impl<D: Device> EngineInner<D> {
 
     /// Returns the current plan, with a prediction from all measurements so far.
     pub(super) fn predicted_plan(&self, state: &EngineState<D>) -> Plan {
-        let residency = state.residency();
+        let residency = state.residency(&self.context);
         let predicted = self.with_request(state, |request| predict(&request, &residency));
         predicted.unwrap_or_else(|| state.plan.clone()).with_buffers(self.least_buffer_bytes)
     }
@@ -261,6 +261,7 @@ impl<D: Device> EngineInner<D> {
         let kinds = state.passes.kinds();
         let ((_, order), others) = (kinds.main(), kinds.others());
         let request = PlanRequest::new(&demands, order, state.slot_limit)
+            .with_host_bytes(self.context.slots.host_tier_bytes())
             .with_together(&state.together)
             .with_max_passes(self.max_passes)
             .with_rates(rates)
@@ -272,8 +273,9 @@ impl<D: Device> EngineInner<D> {
     }
 
     /// Returns the bandwidth while reads were in flight, and the rate of decoding: in the latest
-    /// passes, or in all of the time if these have read too little. Where too little was measured,
-    /// returns the configured rate.
+    /// passes, or in all of the time if these have read too little. The rate of copying to a device
+    /// is that of all copies, including waits for work that used the same slots before. Where too
+    /// little was measured, returns the configured rate.
     pub(super) fn measured_rates(&self, state: &EngineState<D>) -> Rates {
         const SAMPLE_NS: u64 = 20_000_000;
         let rate = |bytes: u64, ns: u64| {
@@ -284,10 +286,12 @@ impl<D: Device> EngineInner<D> {
             .or_else(|| rate(state.read_bytes(), all.busy_ns));
         let decode = rate(recent.decoded_bytes, recent.decoding_ns)
             .or_else(|| rate(all.decoded_bytes, all.decode_ns));
+        let copy = rate(all.copied_bytes, all.copy_ns);
         let assumed = self.rates;
         Rates {
             read_bytes_per_s: read.unwrap_or(assumed.read_bytes_per_s),
             decode_bytes_per_s: decode.unwrap_or(assumed.decode_bytes_per_s),
+            copy_bytes_per_s: copy.unwrap_or(assumed.copy_bytes_per_s),
             // A small budget has memory for fewer decoders.
             processors: assumed.processors.min(self.worker_count),
             ..assumed

@@ -209,6 +209,35 @@ fn units_are_kept_compressed_where_storage_is_slower_than_decoding() {
     assert!(slow.peak_bytes() <= 850_000_000 && fast.peak_bytes() <= 850_000_000);
 }
 
+#[test]
+fn a_host_keeps_what_a_device_cannot() {
+    let (mut units, order) = (units(&[100_000_000; 20]), order(20));
+    for unit in &mut units {
+        unit.compressed_bytes = Some(unit.slot_bytes);
+    }
+    let ask = |host_bytes, copy_bytes_per_s| {
+        let rates = Rates::new(1e9, 1e-4).with_copy_bytes_per_s(copy_bytes_per_s);
+        let request = PlanRequest::new(&units, &order, 500_000_000).with_rates(rates);
+        plan(&request.with_host_bytes(Some(host_bytes))).unwrap()
+    };
+    let count = |plan: &Plan, kind| plan.residency.iter().filter(|&&r| r == kind).count();
+    let (none, some, all) = (ask(0, 10e9), ask(800_000_000, 10e9), ask(3_000_000_000, 10e9));
+    assert_eq!((count(&none, Residency::Host), none.bottleneck), (0, Bottleneck::Storage));
+    assert_eq!((count(&some, Residency::Host), some.host_bytes), (8, 800_000_000));
+    assert!(count(&some, Residency::Streamed) > 0 && some.predicted_pass_s < none.predicted_pass_s);
+    assert_eq!((all.streamed_bytes_per_pass, count(&all, Residency::Streamed)), (0, 0));
+    assert!(count(&all, Residency::Resident) >= 2, "the device is used as well");
+    // A slow bus limits the pass, and nothing is gained by more memory on the host.
+    let slow = ask(3_000_000_000, 0.5e9);
+    assert_eq!(slow.bottleneck, Bottleneck::Copying);
+    let copied = count(&slow, Residency::Host) + count(&slow, Residency::Streamed);
+    // One slot is enough: a second one would cost more than the overlap of the computation gains.
+    assert!(slow.predicted_pass_s < 0.22 * copied as f64, "{slow:?}");
+    for plan in [none, some, all, slow] {
+        assert!(plan.peak_bytes() <= 500_000_000);
+    }
+}
+
 /// Returns a bound that no plan can beat: for each weight of storage and processors, the least
 /// weighted time if units could be divided.
 fn lower_bound(request: &PlanRequest<'_>) -> f64 {
@@ -279,6 +308,8 @@ proptest! {
         spare in 0usize..3000,
         read in 1e4..1e7f64,
         processors in 1usize..5,
+        host_bytes in prop::option::of(0usize..2000),
+        copy in 1e4..1e8f64,
     ) {
         let unit = |(i, &(slot, compressed, stored)): (usize, &(usize, usize, bool))| {
             UnitDemand::new(format!("u{i}"), slot)
@@ -294,12 +325,15 @@ proptest! {
         };
         let others: Vec<_> = others.iter().map(other).collect();
         let budget = smallest_budget(&units, &[], 1) + spare;
-        let rates = Rates::new(read, 1e-6).with_processors(processors);
-        let request =
-            PlanRequest::new(&units, &order, budget).with_rates(rates).with_others(&others);
+        let rates = Rates::new(read, 1e-6).with_processors(processors).with_copy_bytes_per_s(copy);
+        let request = PlanRequest::new(&units, &order, budget)
+            .with_host_bytes(host_bytes)
+            .with_rates(rates)
+            .with_others(&others);
         let found = plan(&request).unwrap();
-        prop_assert!(found.peak_bytes() <= budget);
-        let kinds = [Residency::Streamed, Residency::Compressed, Residency::Resident];
+        prop_assert!(found.peak_bytes() <= budget && found.host_bytes <= host_bytes.unwrap_or(0));
+        let kept_form = host_bytes.map_or(Residency::Compressed, |_| Residency::Host);
+        let kinds = [Residency::Streamed, kept_form, Residency::Resident];
         for code in 0..3usize.pow(units.len() as u32) {
             let kind = |i: usize| kinds[code / 3usize.pow(i as u32) % 3];
             let residency: Vec<_> = (0..units.len()).map(kind).collect();

@@ -127,7 +127,7 @@ impl<D: Device> EngineState<D> {
             }
             Encoded::TooLong(needed) if load.error.is_none() => {
                 unit.estimate = Estimate::new(needed, slot.len());
-                (unit.compressed, unit.stats.compressed) = (false, false);
+                unit.set_kept(Residency::Streamed);
                 self.plan_outdated = true;
             }
             Encoded::Kept(_) | Encoded::TooLong(_) => {}

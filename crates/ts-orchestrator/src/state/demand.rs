@@ -8,6 +8,7 @@ use ts_pool::Buffer;
 use ts_streams::Device;
 
 use crate::context::EngineContext;
+use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::{AllocationError, LoadBuffers};
 use crate::unit::UnitId;
@@ -169,10 +170,12 @@ impl<D: Device> EngineState<D> {
         if let Some(last) = self.units.iter().rposition(UnitState::is_evictable) {
             self.evict(UnitId(last as u32));
             drop(self.units[last].demote());
-        } else if let Some(last) = self.units.iter().rposition(has_image) {
+        } else if let Some(last) =
+            self.units.iter().rposition(has_image).filter(|_| !context.slots.is_staged())
+        {
             let unit = &mut self.units[last];
             (unit.image, unit.reserved_image) = (None, None);
-            (unit.compressed, unit.stats.compressed) = (false, false);
+            unit.set_kept(Residency::Streamed);
         } else {
             return false;
         }

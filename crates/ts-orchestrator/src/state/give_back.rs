@@ -7,6 +7,7 @@ use std::sync::Arc;
 use ts_streams::Device;
 
 use crate::context::EngineContext;
+use crate::plan::Residency;
 use crate::slot_pool::Slot;
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
@@ -50,7 +51,7 @@ impl<D: Device> EngineState<D> {
             return 0;
         };
         let unit = &mut self.units[id.index()];
-        (unit.compressed, unit.stats.compressed) = (false, false);
+        unit.set_kept(Residency::Streamed);
         let given_back = kept.and_then(|buffer| context.slots.give_back(buffer).ok());
         self.resized |= given_back.is_some();
         given_back.unwrap_or(0)

@@ -325,7 +325,9 @@ impl<D: Device> EngineState<D> {
         if let (PanickedJob::Slot(_) | PanickedJob::Encode(_), Some(id)) = (job, load.id) {
             let unit = &mut self.units[id.index()];
             unit.estimate = Estimate::TooMuch;
-            (unit.compressed, unit.stats.compressed) = (unit.image.is_some(), unit.image.is_some());
+            if unit.image.is_none() {
+                unit.set_kept(Residency::Streamed);
+            }
         }
         let unit = load.name();
         load.error.get_or_insert(Error::System(format!(
@@ -424,7 +426,9 @@ impl<D: Device> EngineState<D> {
         upload: UploadResult<D>,
         now_ns: u64,
     ) {
-        let UploadResult { load: load_id, slot, result } = upload;
+        let UploadResult { load: load_id, slot, copied_bytes, copy_ns, result } = upload;
+        self.counters.copied_bytes += copied_bytes;
+        self.counters.copy_ns += copy_ns;
         let load = self.loads.get_mut(&load_id).expect("a load exists until its upload has ended");
         if let Err(error) = result {
             load.error = Some(Error::device(&load.name(), error));
