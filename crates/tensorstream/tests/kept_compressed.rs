@@ -187,12 +187,15 @@ fn a_small_gain_is_not_taken_from_the_first_pass() {
     let config = slow_reads(96 << 20).with_keep_compressed(true);
     let engine = checkpoint.engine(checkpoint.units_by_module(), config).unwrap();
     let mut planned = Vec::new();
-    for _ in 0..4 {
+    for number in 0..4 {
         pass(&engine, &expected);
-        engine.replan();
+        // The plan of the third pass cannot be used, as if another pass were running.
+        if number != 2 {
+            engine.replan();
+        }
         planned.push(engine.stats().plan.compressed_bytes > 0);
     }
-    assert_eq!(planned, [false, false, true, true], "{:?}", engine.plan());
+    assert_eq!(planned, [false, false, false, true], "{:?}", engine.plan());
 }
 
 /// Units that fitted at first are encoded once the limit is lower.

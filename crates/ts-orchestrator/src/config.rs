@@ -46,7 +46,8 @@ pub struct EngineConfig {
     pub staging_units: usize,
     /// The memory on the host in which units are kept as they are on storage, in bytes. They are
     /// copied to the device from there, through the staging memory, instead of being read again.
-    /// Used only for devices with their own memory; 0, the default, keeps none.
+    /// Reads then go through bounce buffers. Used only for devices with their own memory; 0, the
+    /// default, keeps none.
     pub host_bytes: usize,
     /// The number of passes that may run at the same time; 0 counts as 1.
     pub max_passes: usize,
@@ -79,7 +80,8 @@ pub struct EngineConfig {
     pub workers: usize,
     /// Whether units may be kept in memory compressed, without loss. Those that are take less of
     /// the budget, and are decoded for each use. The plan keeps units compressed where this is
-    /// predicted to pay: where storage is slow or many processors are idle.
+    /// predicted to pay: where storage is slow or many processors are idle. Not used for devices
+    /// with their own memory.
     ///
     /// Units that are not compressed on storage are encoded after the first pass, or after the
     /// third one if only these show that it pays off. This needs a sixteenth of the budget, at most

@@ -25,7 +25,7 @@ pub(crate) struct ImageLayout {
     pub(crate) len: usize,
 }
 
-/// A part of a compressed unit in memory, which is copied or decoded into the slot.
+/// A part of an image, which is copied or decoded into the slot.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ImagePart {
     /// How the part is read from storage, if the image has the bytes that are stored there.
@@ -50,7 +50,9 @@ impl ImageLayout {
     /// image.
     pub(crate) fn stored(layout: &SlotLayout, sizes: RequestSizes) -> Self {
         let (mut parts, mut len) = (Vec::new(), 0);
-        for read in layout.reads.iter().flat_map(|read| copied_requests(read, sizes)) {
+        // An empty tensor needs no bytes.
+        let reads = layout.reads.iter().filter(|read| read.required > 0);
+        for read in reads.flat_map(|read| copied_requests(read, sizes)) {
             parts.push(ImagePart { read, at: len });
             len += read.required;
         }

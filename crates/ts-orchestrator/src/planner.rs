@@ -10,6 +10,9 @@
 //! the best use of memory depends on what is short, storage or processors: for each of several
 //! weights of the two, the planner gives memory to the units that save the most per byte. It
 //! simulates a pass for each choice and each candidate ring size, and takes the fastest.
+//!
+//! For a device with its own memory, units are kept on the device, or on the host, which has a
+//! budget of its own. Those that are not on the device are copied there for each visit.
 
 use std::collections::VecDeque;
 

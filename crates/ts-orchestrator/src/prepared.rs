@@ -22,7 +22,7 @@ pub(crate) struct PreparedUnit {
     pub(crate) slot_bytes: usize,
     /// The number of bytes that a load reads.
     pub(crate) read_bytes: u64,
-    /// The layout of the unit as it is compressed on storage. `None` if it is not kept so.
+    /// The layout of the unit as it is on storage. `None` if it is not kept so.
     pub(crate) image: Option<Arc<ImageLayout>>,
     /// How the unit is encoded. `None` if it is never encoded.
     pub(crate) pieces: Option<Arc<Pieces>>,

@@ -45,8 +45,8 @@ pub(crate) fn requests(
     })
 }
 
-/// Splits a read of a layout into requests that all go through bounce buffers, for units that are
-/// also kept compressed.
+/// Splits a read of a layout, of at least one byte, into requests that all go through bounce
+/// buffers, for units that are also kept as they are on storage.
 pub(crate) fn copied_requests(
     read: &SlotRead,
     sizes: RequestSizes,

@@ -55,8 +55,8 @@ pub(crate) struct EngineState<D: Device> {
     /// Whether to compute a new plan: a new set of units was used together, or a resident unit had
     /// to be evicted.
     pub(crate) plan_outdated: bool,
-    /// Whether the plan does not encode units because too little was measured to be sure that this
-    /// pays off.
+    /// Whether to consider encoding units again: too little was measured to be sure that this pays
+    /// off, or the plan that does it is not in use yet.
     pub(crate) unsure_of_encoding: bool,
     /// The most memory that streamed units needed when a resident unit was evicted, in bytes.
     pub(crate) streamed_high_water: usize,
@@ -232,9 +232,10 @@ pub(crate) struct EngineCounters {
     /// The bytes that were decoded, and the processor time that this took.
     pub(crate) decoded_bytes: u64,
     pub(crate) decode_ns: u64,
-    /// The bytes that were copied to a device, and the time that this took.
-    pub(crate) copied_bytes: u64,
+    /// The time of copying to a device.
     pub(crate) copy_ns: u64,
+    /// The best rate of a copy to a device, in bytes per second; 0 if none is known.
+    pub(crate) copy_bytes_per_s: f64,
     /// The bytes that were encoded, and the processor time that this took.
     pub(crate) encoded_bytes: u64,
     pub(crate) encode_ns: u64,
@@ -327,11 +328,21 @@ impl<D: Device> EngineState<D> {
         self.units.iter().map(residency).collect()
     }
 
+    /// Returns how much a plan reads to keep units on the host that are not there yet, in bytes.
+    pub(crate) fn new_host_bytes(&self, context: &EngineContext<D>, plan: &Plan) -> usize {
+        let is_new = |(unit, residency): (&UnitState<D>, &Residency)| {
+            *residency == Residency::Host && unit.image.is_none()
+        };
+        let units = self.units.iter().zip(&plan.residency).zip(&context.units);
+        let new = units.filter(|(own, _)| is_new(*own));
+        new.filter_map(|((unit, _), prepared)| unit.image_bytes(prepared)).sum()
+    }
+
     /// Reserves the memory of units that are kept. Call this before other allocations, so that this
     /// memory is adjacent and the ring is one piece of memory.
     fn reserve_residents(&mut self, context: &EngineContext<D>) {
         for (i, unit) in self.units.iter_mut().enumerate() {
-            (unit.reserved, unit.image, unit.reserved_image) = (None, None, None);
+            (unit.reserved, unit.reserved_image) = (None, None);
             unit.resident = self.plan.residency[i] == Residency::Resident;
             unit.stats.resident = unit.resident;
             unit.set_kept(self.plan.residency[i]);
@@ -341,7 +352,8 @@ impl<D: Device> EngineState<D> {
             // allocated when the unit is loaded.
             unit.reserved = context.slots.allocate(context.units[i].layout.len).ok();
         }
-        for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.compressed) {
+        let absent = |unit: &UnitState<D>| unit.compressed && unit.image.is_none();
+        for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| absent(unit)) {
             unit.reserved_image = context.allocate_image(unit.image_bytes(&context.units[i]));
         }
     }
@@ -366,9 +378,11 @@ impl<D: Device> EngineState<D> {
         self.horizon = 0;
         for i in 0..self.units.len() {
             self.routed.remove_idle(UnitId(i as u32));
+            let on_host = self.plan.residency[i] == Residency::Host;
             let unit = &mut self.units[i];
             unit.presence = Presence::Absent;
-            (unit.reserved, unit.image, unit.reserved_image) = (None, None, None);
+            (unit.reserved, unit.reserved_image) = (None, None);
+            unit.image.take_if(|_| !on_host);
         }
         context.slots.coalesce();
         // If a part of the memory is not free yet, the end of the next pass tries again.
@@ -460,6 +474,7 @@ impl<D: Device> EngineState<D> {
         PassTimes {
             reading_ns: self.counters.busy_ns + reading,
             decoding_ns: self.counters.decode_ns,
+            copying_ns: self.counters.copy_ns,
             read_bytes: self.read_bytes(),
             decoded_bytes: self.counters.decoded_bytes,
             replans: self.counters.replans,

@@ -99,6 +99,9 @@ pub struct PassTimes {
     pub reading_ns: u64,
     /// The processor time of decoding.
     pub decoding_ns: u64,
+    /// The time of copying to a device with its own memory, including waits for the work that used
+    /// the same memory before.
+    pub copying_ns: u64,
     /// The number of bytes that were read.
     pub read_bytes: u64,
     /// The number of bytes that were decoded.
@@ -116,10 +119,14 @@ impl PassTimes {
     /// Returns the part that limited the speed of the pass, if `workers` threads decode.
     pub fn bottleneck(&self, workers: usize) -> Bottleneck {
         let share = |ns: u64| ns as f64 / self.wall_ns.max(1) as f64;
+        let decoding = share(self.decoding_ns) / workers.max(1) as f64;
+        let (reading, copying) = (share(self.reading_ns), share(self.copying_ns));
         if share(self.waited_ns) < 0.05 {
             Bottleneck::Compute
-        } else if share(self.decoding_ns) / workers.max(1) as f64 > share(self.reading_ns) {
+        } else if decoding > reading.max(copying) {
             Bottleneck::Decoding
+        } else if copying > reading {
+            Bottleneck::Copying
         } else {
             Bottleneck::Storage
         }

@@ -39,7 +39,7 @@ pub(crate) struct QueuedRead {
     pub(crate) kept: Option<Buffer>,
 }
 
-/// A part of a compressed unit in memory that is not decoded yet.
+/// A part of a kept unit in memory that is not copied or decoded yet.
 #[derive(Debug)]
 pub(crate) struct QueuedDecode {
     pub(crate) token: u64,
@@ -58,7 +58,7 @@ pub(crate) struct LoadWork {
     pub(crate) decodes: Vec<QueuedDecode>,
 }
 
-/// Where a load finds or keeps the compressed unit.
+/// Where a load finds or keeps the unit as it is on storage or encoded.
 #[derive(Debug)]
 pub(crate) enum Image {
     /// Nowhere.

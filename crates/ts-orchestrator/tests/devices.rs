@@ -225,6 +225,17 @@ fn a_host_keeps_units_for_a_device() {
     assert_eq!(passes(&model, &unlimited, &device, 3), 0);
 }
 
+#[test]
+fn a_host_keeps_empty_units() {
+    let (model, device) =
+        (Model::assembled(&[30 * KIB, 0, 70 * KIB, 4096]), SimDevice::new(SimOptions::default()));
+    let config = config(180 * KIB).with_host_bytes(usize::MAX);
+    let engine =
+        Engine::with_device(&device, model.units.clone(), model.sources(), config).unwrap();
+    assert_eq!(passes(&model, &engine, &device, 4), 0);
+    assert!(engine.stats().units.iter().any(|unit| unit.on_host));
+}
+
 /// Checks that the ring of each new plan gets one piece of memory: the slots of resident units are
 /// adjacent.
 fn new_plans_find_memory_in_one_piece<D: Device>(device: &D) {

@@ -25,12 +25,10 @@ const REPLAN_PASSES: f64 = 8.0;
 /// Encoding the units that a new plan keeps compressed must pay off within this many passes. They
 /// are encoded once, and a model that is called this often is common: a pass gives one token.
 const ENCODE_PASSES: f64 = 64.0;
-/// Until [`STEADY_PASSES`] passes have run, a plan with units to encode must be predicted to save
-/// more than this share of a pass. The first pass also populates memory, and so reads more slowly
-/// than later ones. Plans that were made with its rates had too small a ring.
+/// Until the rates of the steady state are known, a plan with units to encode must be predicted to
+/// save more than this share of a pass. The first pass also populates memory, and so reads more
+/// slowly than later ones. Plans that were made with its rates had too small a ring.
 const EARLY_ENCODE_GAIN: f64 = 0.3;
-/// The number of passes after which rates are those of the steady state.
-const STEADY_PASSES: usize = 3;
 
 impl<D: Device> EngineInner<D> {
     pub(crate) fn begin_pass(&self, interrupt: Interrupt<'_>) -> Result<PassId, Error> {
@@ -85,7 +83,7 @@ impl<D: Device> EngineInner<D> {
             let changed = state.has_new_limit()
                 || state.passes.kinds().is_unplanned()
                 || state.plan_outdated
-                || (state.unsure_of_encoding && state.pass_log.len() >= STEADY_PASSES)
+                || (state.unsure_of_encoding && state.pass_log.is_steady())
                 || state.pass_log.differs(main, predicted_s, replans);
             if changed {
                 self.propose_plan(&mut state);
@@ -177,7 +175,7 @@ impl<D: Device> EngineInner<D> {
     fn propose_plan(&self, state: &mut EngineState<D>) {
         let residency = state.residency(&self.context);
         let new_limit = state.has_new_limit();
-        let (steady, mut unsure) = (state.pass_log.len() >= STEADY_PASSES, false);
+        let (steady, mut unsure) = (state.pass_log.is_steady(), false);
         let plans = self.with_request(state, |request| {
             // Assumes that the streamed units will need as much memory as before.
             let least_ring_bytes = request.least_ring_bytes.max(state.streamed_high_water);
@@ -209,7 +207,8 @@ impl<D: Device> EngineInner<D> {
         // A new plan reads the units that it keeps again, and this must pay off within a few
         // passes. All slots together have the size of the first plan's peak, so a larger plan
         // cannot be used.
-        let kept_bytes = better.resident_bytes + better.compressed_bytes + better.host_bytes;
+        let host_bytes = state.new_host_bytes(&self.context, &better);
+        let kept_bytes = better.resident_bytes + better.compressed_bytes + host_bytes;
         let fresh_start_s = kept_bytes as f64 / rates.read_bytes_per_s;
         let pays = kept.as_ref().is_none_or(|kept| {
             let gain_s = kept.mean_pass_s - better.mean_pass_s;
@@ -219,6 +218,7 @@ impl<D: Device> EngineInner<D> {
         });
         state.plan_outdated = false;
         if (pays || new_limit) && better.peak_bytes() <= self.context.slots.capacity_bytes() {
+            state.unsure_of_encoding |= encode_s > 0.0;
             state.pending_plan = Some(better);
         } else if let Some(kept) = kept {
             state.plan = kept;
@@ -274,8 +274,8 @@ impl<D: Device> EngineInner<D> {
 
     /// Returns the bandwidth while reads were in flight, and the rate of decoding: in the latest
     /// passes, or in all of the time if these have read too little. The rate of copying to a device
-    /// is that of all copies, including waits for work that used the same slots before. Where too
-    /// little was measured, returns the configured rate.
+    /// is the best of all copies, because a copy also waits for the work that used its slot before.
+    /// Where too little was measured, returns the configured rate.
     pub(super) fn measured_rates(&self, state: &EngineState<D>) -> Rates {
         const SAMPLE_NS: u64 = 20_000_000;
         let rate = |bytes: u64, ns: u64| {
@@ -286,7 +286,7 @@ impl<D: Device> EngineInner<D> {
             .or_else(|| rate(state.read_bytes(), all.busy_ns));
         let decode = rate(recent.decoded_bytes, recent.decoding_ns)
             .or_else(|| rate(all.decoded_bytes, all.decode_ns));
-        let copy = rate(all.copied_bytes, all.copy_ns);
+        let copy = Some(all.copy_bytes_per_s).filter(|&copy| copy > 0.0);
         let assumed = self.rates;
         Rates {
             read_bytes_per_s: read.unwrap_or(assumed.read_bytes_per_s),

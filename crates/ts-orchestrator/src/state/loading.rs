@@ -25,6 +25,9 @@ use crate::worker::{Job, Stored};
 
 use super::{EngineState, Estimate, Presence, Target, UnitState};
 
+/// The least copy to a device whose rate says something, in bytes.
+const MEASURED_COPY_BYTES: u64 = 1 << 20;
+
 impl<D: Device> EngineState<D> {
     /// Starts to load a unit. Returns the work to queue. `guessed` says whether the unit is only
     /// likely to be used.
@@ -427,8 +430,11 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
     ) {
         let UploadResult { load: load_id, slot, copied_bytes, copy_ns, result } = upload;
-        self.counters.copied_bytes += copied_bytes;
         self.counters.copy_ns += copy_ns;
+        if copied_bytes >= MEASURED_COPY_BYTES && copy_ns > 0 {
+            let rate = copied_bytes as f64 / (copy_ns as f64 / 1e9);
+            self.counters.copy_bytes_per_s = self.counters.copy_bytes_per_s.max(rate);
+        }
         let load = self.loads.get_mut(&load_id).expect("a load exists until its upload has ended");
         if let Err(error) = result {
             load.error = Some(Error::device(&load.name(), error));

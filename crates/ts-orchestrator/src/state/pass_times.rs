@@ -11,6 +11,8 @@ use crate::stats::PassTimes;
 const KEPT: usize = 32;
 /// A pass is like the others if its duration is within this share of theirs.
 const LIKE: f64 = 0.1;
+/// How many passes with reads, after the first pass, show the rate of the steady state.
+const STEADY: usize = 2;
 /// How many passes show a duration that is not chance.
 const SHOWS: usize = 3;
 
@@ -49,6 +51,7 @@ impl PassLog {
             // Threads read the clock before they take the lock, so this can be slightly less.
             reading_ns: totals.reading_ns.saturating_sub(before.reading_ns),
             decoding_ns: totals.decoding_ns - before.decoding_ns,
+            copying_ns: totals.copying_ns - before.copying_ns,
             read_bytes: totals.read_bytes - before.read_bytes,
             decoded_bytes: totals.decoded_bytes - before.decoded_bytes,
             replans: totals.replans,
@@ -75,9 +78,9 @@ impl PassLog {
         self.totals
     }
 
-    /// Returns the number of logged passes.
-    pub(crate) fn len(&self) -> usize {
-        self.passes.len()
+    /// Returns whether enough passes after the first one have read to know the rate of reading.
+    pub(crate) fn is_steady(&self) -> bool {
+        self.passes.iter().skip(1).filter(|(_, times)| times.read_bytes > 0).count() >= STEADY
     }
 
     pub(crate) fn passes(&self) -> Vec<PassTimes> {
