@@ -83,10 +83,10 @@ pub struct EngineConfig {
     /// predicted to pay: where storage is slow or many processors are idle. Not used for devices
     /// with their own memory.
     ///
-    /// Units that are not compressed on storage are encoded after the first pass, or after the
-    /// third one if only these show that it pays off. This needs a sixteenth of the budget, at most
-    /// about 6 MiB for each worker, and saves memory for units with floats of at least 1 MiB. Off
-    /// by default.
+    /// Units that are not compressed on storage are encoded after the first pass if the gain is
+    /// large, else after the third one, when the speeds are known. This needs a sixteenth of the
+    /// budget, at most about 6 MiB for each worker, and saves memory for units with floats of at
+    /// least 1 MiB. Off by default.
     pub keep_compressed: bool,
     /// The number of threads that pre-fault the host memory for units when the engine is created; 0
     /// for none. Pre-faulted pages stay allocated even if no unit ever uses them.

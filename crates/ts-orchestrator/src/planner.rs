@@ -12,7 +12,7 @@
 //! simulates a pass for each choice and each candidate ring size, and takes the fastest.
 //!
 //! For a device with its own memory, units are kept on the device, or on the host, which has a
-//! budget of its own. Those that are not on the device are copied there for each visit.
+//! budget of its own. For each visit, a unit that is not on the device is copied to it.
 
 use std::collections::VecDeque;
 

@@ -27,7 +27,8 @@ const REPLAN_PASSES: f64 = 8.0;
 const ENCODE_PASSES: f64 = 64.0;
 /// Until the rates of the steady state are known, a plan with units to encode must be predicted to
 /// save more than this share of a pass. The first pass also populates memory, and so reads more
-/// slowly than later ones. Plans that were made with its rates had too small a ring.
+/// slowly than later ones. Plans that were made with its rates were slower than those without
+/// encoding.
 const EARLY_ENCODE_GAIN: f64 = 0.3;
 
 impl<D: Device> EngineInner<D> {
