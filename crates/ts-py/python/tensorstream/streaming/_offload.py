@@ -36,6 +36,7 @@ from ._forward import (
 from ._guards import guard
 from ._interrupts import deferred
 from ._live import add_live
+from ._places import find
 from ._profile import Profile
 from ._routing import announced
 from ._rules import register_transformers
@@ -72,8 +73,8 @@ def offload(
     Args:
         model: Any module, on the CPU or the meta device. Changed in place and returned.
         config: The settings. The default is ``Config()``.
-        checkpoint: A directory, ``.safetensors`` or ``.ts`` file, shard index or URL, whose tensors
-            have the names of the model's parameters.
+        checkpoint: A directory, ``.safetensors`` or ``.ts`` file, shard index, URL, or name of a
+            model on the Hugging Face Hub, whose tensors have the names of the model's parameters.
         budget: Shorthand for ``Config(budget=...)``.
 
     Raises:
@@ -127,7 +128,8 @@ def offload(
             "with all parameters"
         )
     freed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-    return attach(model, config, _native.Checkpoint(expanded(path)), freed_bytes=freed)
+    weights = find(expanded(path)).weights
+    return attach(model, config, _native.Checkpoint(weights), freed_bytes=freed)
 
 
 def checked(config: Config | None) -> Config:

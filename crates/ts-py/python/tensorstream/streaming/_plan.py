@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import _native
-from ..config import Config
+from ..config import Config, expanded
 from ._curve import Curve, budgets_in_bytes
+from ._places import find
 from ._report import html_folded, html_table, html_text, mib
 from ._transformers import plan_checkpoint
 from ._weights import Divided
@@ -112,7 +113,8 @@ def plan(
     chosen equally often.
 
     Args:
-        checkpoint: A file, a shard index, a directory with one of them, or a URL.
+        checkpoint: A file, a shard index, a directory with one of them, a URL, or the name of a
+            model on the Hugging Face Hub, which is downloaded first.
         budget: The memory for weights. See ``Config``.
         max_passes: The most forward passes that run at once.
 
@@ -132,8 +134,9 @@ def plan(
         [('a', True), ('b', True)]
     """
     config = Config(budget=budget, max_passes=max_passes)
-    files = _native.Checkpoint(checkpoint)
-    found = plan_checkpoint(checkpoint, files, config)
+    place = find(expanded(checkpoint))
+    files = _native.Checkpoint(place.weights)
+    found = plan_checkpoint(place, files, config)
     divided: list[Divided] = []
     chosen: int | None = None
     if found is None:

@@ -13,6 +13,8 @@ import os
 import sys
 from typing import Any
 
+import torch
+
 from .. import _native
 from ..budget import Budget
 from ..config import HEADROOM, Config, expanded
@@ -21,9 +23,12 @@ from ..errors import (
     CheckpointError,
     ConfigurationError,
     MissingTensorError,
+    ModelError,
 )
+from ._arguments import Arguments
 from ._builder import Builder
-from ._offload import Path, attach, checked, plan_model
+from ._offload import Path, attach, plan_model
+from ._places import Place, find
 from ._weights import Divided
 
 _log = logging.getLogger("tensorstream")
@@ -36,44 +41,62 @@ def from_pretrained(
     path: Path,
     *,
     budget: int | str | Budget | None = None,
-    config: Config | None = None,
+    config: Config | Any | None = None,
     model_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Loads a transformers model that streams its weights from ``path`` under ``budget``.
+    """Loads a transformers model that streams its weights under ``budget``.
 
     The model is the one that the class's own ``from_pretrained(path)`` returns, except that its
     parameters are frozen and not in memory. Outputs are bit-identical.
 
     Args:
-        path: A directory that ``save_pretrained`` wrote: ``config.json`` and safetensors files.
+        path: One of these:
+
+            - A directory that ``save_pretrained`` wrote: ``config.json`` and safetensors files, or
+              a ``.ts`` file.
+            - The name of a model on the Hugging Face Hub, such as "organisation/model". Files that
+              are not in the cache of the Hub are downloaded first. A path that exists is not a
+              name.
+            - ``hf://NAME@REVISION/SUBFOLDER``, a model on the Hub. The revision and the subfolder
+              can be left out.
+            - A URL of a checkpoint, with ``config``.
         budget: Shorthand for ``Config(budget=...)``.
-        config: The settings. Cannot be combined with ``budget``.
-        model_class: The class to load. The default is the class that ``config.json`` names.
-        kwargs: Arguments of the class's ``from_pretrained``, such as ``attn_implementation``.
-            ``model_config`` replaces the configuration in ``config.json``.
+        config: The settings, or a configuration of transformers that replaces the one in
+            ``config.json``. Settings cannot be combined with ``budget``.
+        model_class: The class to load, such as ``AutoModel``. The default is the class that
+            ``config.json`` names.
+        kwargs: Arguments of the class's ``from_pretrained``. Some act as follows:
+
+            - ``max_memory={"cpu": "6GB"}`` is the budget.
+            - ``device_map`` may be "auto", "cpu" or "disk", or map modules to these.
+            - ``offload_folder`` is ``Config.storage_path``.
+            - ``dtype`` (``torch_dtype``) casts weights, which are then written to storage once.
+            - ``revision``, ``subfolder``, ``token``, ``cache_dir``, ``local_files_only`` and
+              ``force_download`` belong to the Hub.
+            - ``model_config`` is another name for ``config`` if that has the settings.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint at ``path``.
+        CheckpointNotFoundError: There is no checkpoint at ``path``, and no model of this name on
+            the Hub or, without a connection, in its cache.
         CheckpointPermissionError: The process may not read the checkpoint, or write to the
-            directory for converted tensors.
+            directory for converted tensors, or access to a model of the Hub is not granted.
         MissingTensorError: The checkpoint lacks a parameter.
         CheckpointError: The checkpoint does not fit the model, or is damaged.
         ModelError: The model cannot be streamed.
-        StorageError: Reading or writing failed.
+        StorageError: Reading, writing or downloading failed.
         BudgetError: The budget is too small, or there is too little memory.
-        ConfigurationError: A setting is invalid, or transformers is not installed.
+        ConfigurationError: An argument is invalid or cannot be supported, or transformers is not
+            installed.
 
     Examples:
         >>> import tensorstream as ts
         >>> model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")  # doctest: +SKIP
         >>> output = model.generate(ids)  # doctest: +SKIP
     """
-    if budget is not None and config is not None:
-        raise ConfigurationError("cannot combine `budget` and `config`: set the budget in `config`")
-    settings = Config(budget=budget) if config is None else checked(config)
-    path = expanded(path)
-    checkpoint = _native.Checkpoint(path)
+    arguments = Arguments.of(budget, config, kwargs)
+    place = find(expanded(path), arguments.hub, arguments.variant)
+    checkpoint = _native.Checkpoint(place.weights)
     if "dtype" not in kwargs and "torch_dtype" not in kwargs:
         _check_memory()
     try:
@@ -82,46 +105,49 @@ def from_pretrained(
         raise ConfigurationError(
             "from_pretrained needs transformers 5: pip install 'tensorstream[transformers]'"
         ) from error
-    path = os.fspath(path)
-    model = _build(transformers, path, checkpoint, model_class, kwargs)
-    if model.can_generate():
+    model, info = _build(transformers, place, checkpoint, model_class, arguments)
+    if model.can_generate() and "generation_config" not in arguments.for_class:
         try:
-            model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                place.name, **place.arguments
+            )
         except OSError:  # no file: transformers falls back to the defaults of the class
             model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
-    model.name_or_path = model.config._name_or_path = path
-    return attach(model, settings, checkpoint)
+    model.name_or_path = model.config._name_or_path = place.name
+    attach(model, arguments.settings, checkpoint)
+    return (model, info) if arguments.loading_info else model
 
 
 def plan_checkpoint(
-    path: Path, checkpoint: _native.Checkpoint, config: Config
+    place: Place, checkpoint: _native.Checkpoint, config: Config
 ) -> tuple[int, dict[str, Any], list[Divided], int | None] | None:
     """Plans the streaming of a checkpoint of transformers.
 
     Returns:
         The budget in bytes, the plan of the native module, the parameters that are divided, and the
         number of experts that a layer uses for a token, or ``None`` if it is unknown. ``None`` if
-        ``path`` is not the directory of a transformers model, if the model cannot be built, or if
-        its weights would have to be converted.
+        ``place`` is not that of a transformers model, if the model cannot be built, or if its
+        weights would have to be converted.
 
     Raises:
         BudgetError: The budget is too small.
     """
-    if not os.path.isfile(os.path.join(os.fspath(path), "config.json")):
+    directory = place.weights if os.path.isdir(place.weights) else os.path.dirname(place.weights)
+    on_hub = "revision" in place.arguments
+    if not on_hub and not os.path.isfile(os.path.join(directory, "config.json")):
         return None
     try:
         import transformers
 
-        path = os.fspath(path)
         # Without this argument, transformers asks the user whether to run code of the checkpoint.
-        model_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        model = _build(transformers, path, checkpoint, None, {"model_config": model_config})
+        arguments = Arguments.of(None, config, {"trust_remote_code": False})
+        model, _ = _build(transformers, place, checkpoint, None, arguments)
         planned = plan_model(model, config, checkpoint)
-        return planned and (*planned, _experts_per_token(model_config))
+        return planned and (*planned, _experts_per_token(model.config))
     except BudgetError:
         raise
     except Exception as error:  # the constructors of models raise errors of any class
-        _log.info("%s: planned from the names of tensors: %s", path, error)
+        _log.info("%s: planned from the names of tensors: %s", place.name, error)
         return None
 
 
@@ -136,25 +162,72 @@ def _experts_per_token(model_config: Any) -> int | None:
 
 def _build(
     transformers: Any,
-    path: str,
+    place: Place,
     checkpoint: _native.Checkpoint,
     model_class: type[Any] | None,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Builds a model whose parameters are symbolic tensors of a checkpoint."""
+    arguments: Arguments,
+) -> tuple[Any, dict[str, Any]]:
+    """Builds a model whose parameters are symbolic tensors of a checkpoint.
+
+    Returns:
+        The model, and the loading information of transformers.
+    """
     builder = Builder(checkpoint)
-    model_config = kwargs.pop("model_config", None) or transformers.AutoConfig.from_pretrained(path)
-    loaded_class: Any = model_class or _named_class(transformers, model_config, path)
+    model_config, for_class = _model_config(transformers, place, model_class, arguments)
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ModelError(_quantised(place, model_config.quantization_config))
+    if model_class is None:
+        loaded_class = _named_class(transformers, model_config, place, arguments)
+    elif hasattr(model_class, "from_config"):
+        loaded_class, model_config = _chosen_class(model_class, model_config, place, arguments)
+    else:
+        loaded_class = model_class
     model, info = loaded_class.from_pretrained(
         None,
         config=model_config,
         state_dict={name: builder.symbolic(name) for name in checkpoint.names()},
         output_loading_info=True,
         ignore_mismatched_sizes=True,
-        **kwargs,
+        **for_class,
     )
     _check(checkpoint, info)
-    return model
+    return model, info
+
+
+def _model_config(
+    transformers: Any, place: Place, model_class: type[Any] | None, arguments: Arguments
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the configuration of the model, and the arguments for its class."""
+    given = arguments.model_config
+    if given is not None and not isinstance(given, str | os.PathLike):
+        return given, {**arguments.for_class, **arguments.for_config}
+    # An automatic class has a private `_model_mapping`, but no configuration of its own.
+    config_class = getattr(model_class, "config_class", None) or transformers.AutoConfig
+    options = dict(arguments.for_config)
+    if config_class is transformers.AutoConfig:
+        options |= {
+            "trust_remote_code": arguments.trust_remote_code,
+            "code_revision": arguments.code_revision,
+        }
+    place_arguments = place.arguments if given is None else {}
+    model_config, rest = config_class.from_pretrained(
+        place.name if given is None else given,
+        return_unused_kwargs=True,
+        **place_arguments,
+        **options,
+    )
+    return model_config, {**arguments.for_class, **rest}
+
+
+def _quantised(place: Place, quantization: Any) -> str:
+    """Returns the message for a checkpoint with quantised weights."""
+    if not isinstance(quantization, dict):
+        quantization = vars(quantization)
+    method = getattr(quantization.get("quant_method"), "value", quantization.get("quant_method"))
+    return (
+        f"cannot stream {place.name}: its weights are quantised ({method}), which is not supported "
+        "yet; use the checkpoint in bfloat16 or float16"
+    )
 
 
 def _check_memory() -> None:
@@ -169,14 +242,50 @@ def _check_memory() -> None:
         )
 
 
-def _named_class(transformers: Any, model_config: Any, path: str) -> Any:
-    for name in model_config.architectures or []:
+def _named_class(transformers: Any, model_config: Any, place: Place, arguments: Arguments) -> Any:
+    """Returns the class that the configuration names, of transformers or of the checkpoint."""
+    named = model_config.architectures or []
+    own = {
+        reference.rpartition(".")[2]: reference
+        for reference in (getattr(model_config, "auto_map", None) or {}).values()
+        if isinstance(reference, str)
+    }
+    for name in named:
+        if name in own and arguments.trust_remote_code:
+            return _class_of_checkpoint(own[name], place, arguments)
         model_class = getattr(transformers, name, None)
         if model_class is not None:
             return model_class
+    advice = "pass `model_class`"
+    if own:
+        advice += ", or `trust_remote_code=True` to run the code of the checkpoint"
     raise ConfigurationError(
-        f"{path}: transformers has no class for the architectures of the configuration "
-        f"({model_config.architectures}); pass `model_class`"
+        f"{place.name}: transformers has no class for the architectures of the configuration "
+        f"({model_config.architectures}); {advice}"
+    )
+
+
+def _chosen_class(
+    auto_class: Any, model_config: Any, place: Place, arguments: Arguments
+) -> tuple[Any, Any]:
+    """Returns the class that an automatic class chooses, and the configuration for it."""
+    own = (getattr(model_config, "auto_map", None) or {}).get(auto_class.__name__)
+    if own is not None and arguments.trust_remote_code:
+        return _class_of_checkpoint(own, place, arguments), model_config
+    with torch.device("meta"):
+        chosen = auto_class.from_config(model_config, trust_remote_code=arguments.trust_remote_code)
+    # The class may be that of the text model of a model for several modalities.
+    if not isinstance(model_config, type(chosen.config)):
+        model_config = model_config.get_text_config()
+    return type(chosen), model_config
+
+
+def _class_of_checkpoint(reference: str, place: Place, arguments: Arguments) -> Any:
+    """Returns a class that is defined by code of the checkpoint. Runs this code."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(
+        reference, place.name, code_revision=arguments.code_revision, **place.arguments
     )
 
 

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Translates the arguments of transformers' ``from_pretrained``, or refuses them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..budget import Budget
+from ..config import Config, parse_budget
+from ..errors import ConfigurationError
+from ._hub import OPTIONS
+from ._offload import checked
+
+#: Arguments for the class of the model. The others change its configuration.
+_FOR_THE_CLASS = frozenset(
+    (
+        "adapter_kwargs",
+        "adapter_name",
+        "allow_all_kernels",
+        "attn_implementation",
+        "dtype",
+        "experts_implementation",
+        "fusion_config",
+        "generation_config",
+        "kernel_config",
+        "key_mapping",
+        "torch_dtype",
+        "use_kernels",
+    )
+)
+
+#: Arguments without an effect here: transformers ignores them too, or they say how weights are
+#: copied to memory.
+_WITHOUT_EFFECT = (
+    "_fast_init",
+    "_from_auto",
+    "_from_pipeline",
+    "disable_mmap",
+    "from_flax",
+    "from_tf",
+    "low_cpu_mem_usage",
+    "mirror",
+    "offload_buffers",
+    "offload_state_dict",
+    "proxies",
+    "tqdm_class",
+    "weights_only",
+)
+
+_ONE_PROCESS = "a model streams in one process; leave it out"
+#: Arguments that are refused unless they have one of the values here, and what to do.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "device_mesh": ((None,), _ONE_PROCESS),
+    "distributed_config": ((None,), _ONE_PROCESS),
+    "gguf_file": (
+        (None,),
+        "a GGUF file cannot be streamed; convert it once, on a machine with enough memory: "
+        "AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file=NAME).save_pretrained(TARGET)",
+    ),
+    "ignore_mismatched_sizes": (
+        (None, False),
+        "weights of another shape would be replaced by random ones; pass a `model_class` or a "
+        "configuration that fits the checkpoint",
+    ),
+    "load_in_4bit": ((None, False), "weights stream as they are stored; leave it out"),
+    "load_in_8bit": ((None, False), "weights stream as they are stored; leave it out"),
+    "quantization_config": (
+        (None,),
+        "weights stream as they are stored; leave it out, or give the path of a smaller model",
+    ),
+    "state_dict": ((None,), "weights stream from the checkpoint; use `offload` for others"),
+    "tp_plan": ((None,), _ONE_PROCESS),
+    "tp_size": ((None,), _ONE_PROCESS),
+    "use_safetensors": (
+        (None, True),
+        "pickled weights cannot be streamed; convert them to safetensors, and leave it out",
+    ),
+}
+
+#: Values of ``device_map`` for which a machine without an accelerator uses CPU memory and storage.
+_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "disk")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of ``from_pretrained``.
+
+    Attributes:
+        settings: The settings of the engine.
+        model_config: A configuration of transformers that was given, or the path of one.
+        hub: Where the model is on the Hub, and how to download it. See ``OPTIONS``.
+        variant: The variant of the files with weights, such as "fp16".
+        for_class: Arguments for the class of the model.
+        for_config: Arguments that change the configuration.
+        trust_remote_code: Whether code of the checkpoint may run.
+        code_revision: The revision of this code, if it is in another repository.
+        loading_info: Whether the caller wants the loading information, too.
+    """
+
+    settings: Config
+    model_config: Any
+    hub: dict[str, Any]
+    variant: str | None
+    for_class: dict[str, Any]
+    for_config: dict[str, Any]
+    trust_remote_code: bool | None
+    code_revision: str | None
+    loading_info: bool
+
+    @classmethod
+    def of(
+        cls, budget: int | str | Budget | None, config: Any, kwargs: dict[str, Any]
+    ) -> Arguments:
+        """Translates the arguments of a call.
+
+        Raises:
+            ConfigurationError: An argument is invalid, cannot be supported, or is given twice.
+        """
+        kwargs = dict(kwargs)
+        for name, (accepted, what_to_do) in _REFUSED.items():
+            value = kwargs.pop(name, None)
+            if not any(value is each or value == each for each in accepted):
+                raise ConfigurationError(f"from_pretrained cannot use `{name}`: {what_to_do}")
+        for name in _WITHOUT_EFFECT:
+            kwargs.pop(name, None)
+        model_config = kwargs.pop("model_config", None)
+        if config is not None and not isinstance(config, Config) and _is_model_config(config):
+            if model_config is not None:
+                raise ConfigurationError(
+                    "`config` and `model_config` are both configurations of the model; give one"
+                )
+            config, model_config = None, config
+        return cls(
+            settings=_settings(budget, config, kwargs),
+            model_config=model_config,
+            hub={name: kwargs.pop(name) for name in OPTIONS if name in kwargs},
+            variant=kwargs.pop("variant", None),
+            trust_remote_code=kwargs.pop("trust_remote_code", None),
+            code_revision=kwargs.pop("code_revision", None),
+            loading_info=bool(kwargs.pop("output_loading_info", False)),
+            for_class={name: kwargs.pop(name) for name in list(kwargs) if name in _FOR_THE_CLASS},
+            for_config=kwargs,
+        )
+
+
+def _is_model_config(config: Any) -> bool:
+    """Returns whether an object is a configuration of a model, or the path of one."""
+    return hasattr(config, "model_type") or isinstance(config, str | os.PathLike)
+
+
+def _settings(budget: int | str | Budget | None, config: Any, kwargs: dict[str, Any]) -> Config:
+    """Returns the settings of the engine. Removes the arguments for it from ``kwargs``."""
+    if budget is not None and config is not None:
+        raise ConfigurationError("cannot combine `budget` and `config`: set the budget in `config`")
+    settings = Config(budget=budget) if config is None else checked(config)
+    _check_device_map(kwargs.pop("device_map", None))
+    most = _cpu_memory(kwargs.pop("max_memory", None))
+    if most is not None:
+        if settings.budget is not None or settings.vram_budget_gb is not None:
+            raise ConfigurationError(
+                "the budget is given twice, also as `max_memory`; give only one"
+            )
+        settings = replace(settings, budget=most)
+    folder = kwargs.pop("offload_folder", None)
+    if folder is not None and settings.storage_path is None:
+        settings = replace(settings, storage_path=folder)
+    return settings
+
+
+def _check_device_map(device_map: Any) -> None:
+    """Refuses a device map that names another device than the CPU and the disk."""
+    if device_map is None:
+        return
+    devices = device_map.values() if isinstance(device_map, dict) else [device_map]
+    for device in devices:
+        name = str(device) if isinstance(device, str | torch.device) else None
+        if name not in _DEVICE_MAPS:
+            raise ConfigurationError(
+                f"invalid device_map: {device_map!r}: weights stream from storage into CPU memory, "
+                "and the model runs on the CPU; leave it out, or use 'auto' or 'cpu'"
+            )
+
+
+def _cpu_memory(max_memory: Any) -> int | str | None:
+    """Returns the memory for weights of ``max_memory``, as accelerate understands it."""
+    if max_memory is None:
+        return None
+    if isinstance(max_memory, dict) and "cpu" in max_memory:
+        others = {key: size for key, size in max_memory.items() if key not in ("cpu", "disk")}
+        if all(size in (0, "0", "0GB", "0GiB", "0MB", "0MiB") for size in others.values()):
+            most: int | str = max_memory["cpu"]
+            parse_budget(most)
+            return most
+    raise ConfigurationError(
+        f"invalid max_memory: {max_memory!r}: weights stream from storage into CPU memory; expected"
+        ' a size for it, such as {"cpu": "6GB"}, or a `budget`'
+    )
