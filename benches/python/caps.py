@@ -6,7 +6,7 @@
 - The limit applies to the process's own memory cgroup or to the parent cgroup.
 - The script empties the page cache once at the start. For a full page cache, each run first reads
   the whole model into it. The engine decides whether to read through the page cache.
-- Each run is a process. Under each limit, five rounds run all budgets in turn. The figure of a
+- Each run is a process. Under each limit, three rounds run all budgets in turn. The figure of a
   budget is the median.
 - If TensorStream rejects a budget, the script prints the reason instead.
 """
@@ -27,9 +27,9 @@ from typing import Any
 from models import MIB, decode, drop_caches, llama_1b
 
 #: Memory limits in MB, which are 1,000,000 bytes each.
-CAPS_MB = (500, 800, 1100, 1500)
+CAPS_MB = (500, 800, 900, 1100, 1500)
 BUDGETS: tuple[str, ...] = ("100MiB", "200MiB", "300MiB", "500MiB", "1000MiB", "1500MiB", "none")
-ROUNDS = 5
+ROUNDS = 3
 TOKENS = 4
 GROUPS = Path("/sys/fs/cgroup/memory")
 #: Seconds after which a run counts as stuck.
