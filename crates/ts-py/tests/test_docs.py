@@ -33,6 +33,7 @@ MODULES = [
     "tensorstream.files._safe_open",
     "tensorstream.files._state_dict",
     "tensorstream.numpy",
+    "tensorstream.torch",
     "tensorstream.remote",
     "tensorstream.remote.client._machine",
     "tensorstream.remote.client._trace",

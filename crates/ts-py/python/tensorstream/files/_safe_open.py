@@ -107,6 +107,19 @@ class safe_open:
         """
         return self.get_slice(name)[...]
 
+    def get_tensors(self) -> dict[str, Any]:
+        """Reads all tensors, one after another. Blocks.
+
+        ``load_file`` reads them at once, which is faster.
+
+        Returns:
+            The tensors by name, in the order of the file.
+
+        Raises:
+            The errors of ``get_tensor``.
+        """
+        return {name: self.get_tensor(name) for name in self.offset_keys()}
+
     def get_slice(self, name: str) -> TensorSlice:
         """Returns an object that reads parts of a tensor, as in ``get_slice(name)[2:4, :, 0]``.
 

@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Replaces ``safetensors.torch`` and ``safetensors``: ``import tensorstream.torch as st``.
+
+The functions have the signatures, the rules and the kinds of errors of safetensors. In particular,
+tensors that share memory, sparse tensors and tensors that are not contiguous are not saved, unlike
+with ``tensorstream.save_file``. Files are the same, byte for byte. What can be read also includes
+``.ts`` files, shard indexes, directories and URLs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path as _Path
+from typing import Any
+
+import torch
+
+from ._dtypes import SAFETENSORS_DTYPES
+from .errors import ConfigurationError, TensorStreamError
+from .files import _safe_open, _state_dict
+
+__all__ = [
+    "SafetensorError",
+    "SharedMemoryError",
+    "TensorSpec",
+    "deserialize",
+    "load",
+    "load_file",
+    "load_model",
+    "safe_open",
+    "save",
+    "save_file",
+    "save_model",
+    "serialize",
+    "serialize_file",
+    "storage_ptr",
+    "storage_size",
+]
+
+Path = str | os.PathLike[str]
+
+#: The base class of the errors, under the name that safetensors uses.
+SafetensorError = TensorStreamError
+
+#: How each backend of safetensors reads.
+_BACKENDS = ("mmap", "pread")
+
+
+class SharedMemoryError(ConfigurationError, RuntimeError):
+    """Tensors share memory, so that saving them would write it several times.
+
+    Examples:
+        >>> import torch, tensorstream.torch as st
+        >>> shared = torch.zeros(3)
+        >>> st.save({"a": shared, "b": shared})
+        Traceback (most recent call last):
+            ...
+        tensorstream.torch.SharedMemoryError: ...
+    """
+
+
+class safe_open(_safe_open.safe_open):
+    """Opens a checkpoint, to read its tensors one at a time. A context manager.
+
+    See ``tensorstream.safe_open``.
+
+    Args:
+        filename: The path or URL.
+        framework: ``"pt"`` for torch tensors, ``"np"`` for NumPy arrays.
+        device: The device of torch tensors.
+        backend: ``"mmap"`` returns views of local files, and ``"pread"`` reads.
+
+    Raises:
+        ConfigurationError: The framework or the backend is unknown.
+        CheckpointNotFoundError: There is no checkpoint at ``filename``.
+        CheckpointError: The checkpoint is damaged.
+        CheckpointPermissionError: The process may not read the checkpoint.
+
+    Examples:
+        >>> import torch, tensorstream.torch as st
+        >>> st.save_file({"a": torch.arange(3)}, "a.safetensors")
+        >>> with st.safe_open("a.safetensors", framework="pt") as file:
+        ...     print(file.get_tensors())
+        {'a': tensor([0, 1, 2])}
+    """
+
+    def __init__(
+        self,
+        filename: Path,
+        framework: str = "pt",
+        device: str | int | torch.device = "cpu",
+        *,
+        backend: str = "mmap",
+    ) -> None:
+        mapped = _is_mapped(backend) and "://" not in os.fspath(filename)
+        super().__init__(filename, framework, device, mapped=mapped, lenient=True)
+
+
+def load_file(
+    filename: Path, device: str | int | torch.device = "cpu", *, backend: str = "mmap"
+) -> dict[str, torch.Tensor]:
+    """Reads all tensors of a file. Blocks.
+
+    Args:
+        filename: The path or URL.
+        device: The device of the tensors.
+        backend: ``"mmap"`` maps local files and reads them with several threads, so that tensors
+            are views of the page cache; ``"pread"`` reads into new memory. A mapped file must not
+            be truncated while tensors exist, as with safetensors.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        The errors of ``tensorstream.load_file``.
+
+    Examples:
+        >>> import torch, tensorstream.torch as st
+        >>> st.save_file({"a": torch.arange(3)}, "a.safetensors")
+        >>> st.load_file("a.safetensors")
+        {'a': tensor([0, 1, 2])}
+    """
+    mapped: Any = "auto" if _is_mapped(backend) else False
+    return _state_dict.load_file(filename, device, mapped=mapped, lenient=True)
+
+
+def load(data: bytes) -> dict[str, torch.Tensor]:
+    """Reads all tensors from the bytes of a file. See ``tensorstream.load``."""
+    return _state_dict.load(data)
+
+
+def save_file(
+    tensors: dict[str, torch.Tensor], filename: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Writes tensors to a safetensors file, whatever its suffix. Atomic. Blocks.
+
+    Args:
+        tensors: Dense, contiguous tensors by name, which do not share memory.
+        filename: The path. An existing file is replaced.
+        metadata: Strings by key.
+
+    Raises:
+        SharedMemoryError: Tensors share memory.
+        ConfigurationError: A tensor is sparse or not contiguous, or an argument is invalid.
+        CheckpointPermissionError: The process may not write the file.
+        StorageError: Writing failed. An existing file is unchanged.
+    """
+    _check(tensors)
+    _write(tensors, filename, metadata)
+
+
+def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """Returns the bytes of the file that ``save_file`` would write.
+
+    Raises:
+        SharedMemoryError: Tensors share memory.
+        ConfigurationError: A tensor is sparse or not contiguous, or an argument is invalid.
+    """
+    _check(tensors)
+    return _state_dict.save(tensors, metadata)
+
+
+def save_model(
+    model: torch.nn.Module,
+    filename: Path,
+    metadata: dict[str, str] | None = None,
+    force_contiguous: bool = True,
+) -> None:
+    """Writes the tensors of a model to a safetensors file. Blocks.
+
+    Of tensors that share memory, the first one by name that covers all of it is written. The
+    metadata has the names of the others, each with the name that was written.
+
+    Args:
+        model: The model.
+        filename: The path. An existing file is replaced.
+        metadata: Strings by key. Changed in place, as safetensors does.
+        force_contiguous: Whether tensors that are not contiguous are written as contiguous ones.
+
+    Raises:
+        SharedMemoryError: No tensor covers the memory that several tensors share.
+        ConfigurationError: A tensor is sparse, or not contiguous without ``force_contiguous``.
+        StorageError: Writing failed.
+    """
+    tensors: dict[str, torch.Tensor] = model.state_dict()
+    for kept, others in _duplicates(tensors).items():
+        for other in others:
+            metadata = {} if metadata is None else metadata
+            metadata.setdefault(other, kept)
+            del tensors[other]
+    _check(tensors, strided=not force_contiguous)
+    _write(tensors, filename, metadata)
+
+
+def load_model(
+    model: torch.nn.Module,
+    filename: Path,
+    strict: bool = True,
+    device: str | int | torch.device = "cpu",
+    *,
+    backend: str = "mmap",
+) -> tuple[list[str] | set[str], list[str]]:
+    """Reads the tensors of a file into a model. Blocks.
+
+    Args:
+        model: The model. Its tensors are changed in place.
+        filename: A file that ``save_model`` wrote.
+        strict: Whether missing and unexpected tensors are errors.
+        device: The device to which the tensors are read before they are copied.
+        backend: See ``load_file``.
+
+    Returns:
+        The names of tensors of the model that are not in the file, and of tensors in the file that
+        are not in the model.
+
+    Raises:
+        RuntimeError: Tensors are missing or unexpected, or have another shape.
+        The errors of ``load_file``.
+    """
+    tensors = load_file(filename, device, backend=backend)
+    removed = _duplicates(model.state_dict(), preferred=tensors.keys())
+    found, unexpected = model.load_state_dict(tensors, strict=False)
+    missing = set(found)
+    for others in removed.values():
+        for other in others:
+            if other in missing:
+                missing.remove(other)
+            else:
+                unexpected.append(other)
+    if strict and (missing or unexpected):
+        lines = [f"Error(s) in loading state_dict for {type(model).__name__}:"]
+        for kind, names in (("Missing", missing), ("Unexpected", unexpected)):
+            if names:
+                quoted = ", ".join(f'"{name}"' for name in sorted(names))
+                lines.append(f"{kind} key(s) in state_dict: {quoted}")
+        raise RuntimeError("\n    ".join(lines))
+    return missing, unexpected
+
+
+class TensorSpec:
+    """A tensor in memory, for ``serialize``. The memory must exist until that returns.
+
+    Args:
+        dtype: The name of a torch dtype, such as ``"float32"``.
+        shape: The size of each dimension.
+        data_ptr: The address of the contiguous elements.
+        data_len: Their size in bytes.
+    """
+
+    def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype) or found not in SAFETENSORS_DTYPES:
+            raise ConfigurationError(f"unknown dtype {dtype!r}: expected one such as 'float32'")
+        self._dtype = found
+        self.shape = list(shape)
+        self.data_ptr = data_ptr
+        self.data_len = data_len
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype in the file, such as ``"F32"``."""
+        return SAFETENSORS_DTYPES[self._dtype]
+
+    def tensor(self) -> torch.Tensor:
+        """Returns the tensor, which shares the memory."""
+        if self.data_len == 0:
+            return torch.empty(self.shape, dtype=self._dtype)
+        memory = (ctypes.c_char * self.data_len).from_address(self.data_ptr)
+        return torch.frombuffer(memory, dtype=self._dtype).view(self.shape)
+
+
+def serialize(
+    tensor_dict: Mapping[str, TensorSpec], metadata: dict[str, str] | None = None
+) -> bytes:
+    """Returns the bytes of a safetensors file with tensors that are in memory.
+
+    Raises:
+        ConfigurationError: The size of a tensor does not fit its shape, or an argument is invalid.
+    """
+    return _state_dict.save(_tensors(tensor_dict), metadata)
+
+
+def serialize_file(
+    tensor_dict: Mapping[str, TensorSpec], filename: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Writes tensors that are in memory to a safetensors file. Atomic. Blocks.
+
+    Raises:
+        ConfigurationError: The size of a tensor does not fit its shape, or an argument is invalid.
+        StorageError: Writing failed.
+    """
+    _write(_tensors(tensor_dict), filename, metadata)
+
+
+def deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Returns the names, and the ``shape``, ``dtype`` and ``data`` (bytes) of all tensors."""
+    return [
+        (
+            name,
+            {
+                "shape": list(tensor.shape),
+                "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+                "data": bytearray(tensor.view(-1).view(torch.uint8).numpy().tobytes()),
+            },
+        )
+        for name, tensor in load(data).items()
+    ]
+
+
+def storage_ptr(tensor: torch.Tensor) -> int:
+    """Returns the address of the memory that the tensor is a part of. 0 if it has none."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def storage_size(tensor: torch.Tensor) -> int:
+    """Returns the size in bytes of the memory that the tensor is a part of."""
+    return tensor.untyped_storage().nbytes()
+
+
+def _is_mapped(backend: str) -> bool:
+    if backend not in _BACKENDS:
+        raise ConfigurationError(f"unknown backend {backend!r}: expected 'mmap' or 'pread'")
+    return backend == "mmap"
+
+
+def _write(
+    tensors: Mapping[str, torch.Tensor], filename: Path, metadata: dict[str, str] | None
+) -> None:
+    """Writes a safetensors file with any suffix."""
+    path = _Path(filename)
+    if path.suffix == ".safetensors":
+        _state_dict.save_file(tensors, path, metadata)
+        return
+    beside = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
+    _state_dict.save_file(tensors, beside, metadata)
+    beside.replace(path)
+
+
+def _tensors(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, spec in tensor_dict.items():
+        try:
+            tensors[name] = spec.tensor()
+        except (RuntimeError, ValueError) as error:
+            raise ConfigurationError(
+                f"tensor `{name}` of {spec.dtype} {spec.shape} does not have {spec.data_len} bytes"
+            ) from error
+    return tensors
+
+
+def _check(tensors: Any, *, strided: bool = True) -> None:
+    """Refuses what safetensors refuses to save."""
+    if not isinstance(tensors, dict):
+        raise ConfigurationError(
+            f"expected a dict of str and torch.Tensor, got {type(tensors).__name__}"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigurationError(
+                f"tensor `{name}`: expected a torch.Tensor, got {type(tensor).__name__}"
+            )
+        if tensor.layout != torch.strided:
+            raise ConfigurationError(
+                f"cannot save the sparse tensor `{name}`: make it dense with `.to_dense()` first"
+            )
+        if strided and not tensor.is_contiguous():
+            raise ConfigurationError(
+                f"cannot save `{name}`, which is not contiguous: call `.contiguous()` first, or "
+                "use save_model with force_contiguous=True"
+            )
+    shared = [sorted(names) for names in _shared(tensors) if len(names) > 1]
+    if shared:
+        raise SharedMemoryError(
+            f"tensors share memory, which would be written several times: {shared}; use "
+            "save_model, or `.clone()` all but one of them"
+        )
+
+
+def _shared(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
+    """Returns sets of the names of tensors whose elements overlap in memory."""
+    storages: dict[tuple[torch.device, int, int], list[tuple[int, int, str]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.layout != torch.strided or not storage_ptr(tensor):
+            continue
+        begin = tensor.data_ptr()
+        storages[(tensor.device, storage_ptr(tensor), storage_size(tensor))].append(
+            (begin, begin + _extent(tensor), name)
+        )
+    groups: list[set[str]] = []
+    for ranges in storages.values():
+        last = -1
+        for begin, end, name in sorted(ranges):
+            if begin < last:
+                groups[-1].add(name)
+            else:
+                groups.append({name})
+            last = end
+    return groups
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Returns the bytes from the first element of a tensor to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+
+
+def _duplicates(
+    tensors: Mapping[str, torch.Tensor], *, preferred: Any = ()
+) -> dict[str, list[str]]:
+    """Returns the names of tensors that share the memory of another one, by its name."""
+    removed: dict[str, list[str]] = defaultdict(list)
+    for names in _shared(tensors):
+        whole = {name for name in names if _is_whole(tensors[name])}
+        if not whole:
+            raise SharedMemoryError(
+                f"tensors share memory, and none of them covers all of it: {sorted(names)}; "
+                "`.clone()` all but one of them"
+            )
+        kept = min(whole & set(preferred) or whole)
+        removed[kept] += sorted(names - {kept})
+    return {kept: others for kept, others in removed.items() if others}
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() == storage_ptr(tensor) and tensor.nbytes == storage_size(tensor)
