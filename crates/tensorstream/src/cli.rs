@@ -73,6 +73,13 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
         arguments: Vec<OsString>,
     },
+    /// Generates text with a language model. Only the Python package contains this command.
+    #[command(disable_help_flag = true)]
+    Generate {
+        /// See `tensorstream generate --help` of the Python package.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
+        arguments: Vec<OsString>,
+    },
     /// Measures the speed of I/O and compression on this machine.
     #[command(subcommand)]
     Bench(Bench),
@@ -153,13 +160,8 @@ impl Command {
             Self::ServeWeights(arguments) => serve::serve(&arguments, console, interrupt),
             #[cfg(feature = "remote")]
             Self::Fetch(arguments) => serve::fetch(&arguments, console, interrupt),
-            Self::Serve { .. } => {
-                console.misuse(
-                    "only the Python package contains `serve`; to install it, run pip install \
-                     ./crates/ts-py in the source directory",
-                );
-                Ok(2)
-            }
+            Self::Serve { .. } => Ok(only_in_python("serve", console)),
+            Self::Generate { .. } => Ok(only_in_python("generate", console)),
             Self::Bench(Bench::Io(arguments)) => bench_io::run(&arguments, console, interrupt),
             Self::Bench(Bench::Codec(arguments)) => {
                 bench_codec::run(&arguments, console, interrupt)
@@ -174,4 +176,13 @@ impl Command {
             }
         }
     }
+}
+
+/// Reports that only the Python package contains a command. Returns the exit status.
+fn only_in_python(command: &str, console: Console) -> u8 {
+    console.misuse(&format!(
+        "only the Python package contains `{command}`; to install it, run pip install \
+         ./crates/ts-py in the source directory"
+    ));
+    2
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The console script ``tensorstream``: the program that ``cargo install`` builds, plus ``serve``.
+"""The console script ``tensorstream``: the program that ``cargo install`` builds, and two more.
 
-``serve`` is written in Python because it needs PyTorch.
+``serve`` and ``generate`` are written in Python because they need PyTorch.
 """
 
 import os
@@ -44,6 +44,10 @@ def main() -> int:
         from .serve.__main__ import main as serve
 
         return serve(sys.argv[2:])
+    if sys.argv[1:2] == ["generate"]:
+        from .streaming._generate_cli import main as generate
+
+        return generate(sys.argv[2:])
     signals = _Signals()
     try:
         status = run(["tensorstream", *sys.argv[1:]])

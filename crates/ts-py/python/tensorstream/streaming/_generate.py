@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Generates text for many prompts, in batches that fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .. import _native
+from ..config import HEADROOM
+from ..errors import ConfigurationError, ModelError
+
+#: The part of the available memory that the batch may take. The rest is for temporary tensors.
+_SHARE = 0.5
+#: The most sequences in a batch. Beyond it, computing limits the speed on most machines.
+MOST = 64
+
+
+def generate_many(
+    model: Any,
+    tokenizer: Any,
+    prompts: Iterable[str],
+    *,
+    batch_size: int | None = None,
+    **options: Any,
+) -> list[str]:
+    """Generates a continuation of each prompt. Blocks.
+
+    A pass reads the weights once for all sequences of its batch, so large batches make better use
+    of a slow disk. Prompts of similar length are generated together. Those of a batch are padded on
+    the left, which can change the rounding: the text of a prompt is that of its batch, not always
+    that of the prompt alone.
+
+    Args:
+        model: A model of transformers that can generate, streamed or in memory.
+        tokenizer: Its tokenizer. Chat templates are not applied.
+        prompts: The prompts.
+        batch_size: The most sequences that are generated together. By default, as many as fit in
+            half of the available memory, at most 64. To find out, the first token of the longest
+            prompt is generated once more.
+        options: Arguments of the model's ``generate``, such as ``max_new_tokens``.
+
+    Returns:
+        The texts without their prompts, in the order of the prompts.
+
+    Raises:
+        ModelError: The model cannot generate.
+        ConfigurationError: The batch size is not positive, or the tokenizer has no token to pad
+            with.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> model = ts.from_pretrained("organisation/model", budget="6GiB")  # doctest: +SKIP
+        >>> ts.generate_many(model, tokenizer, ["One", "Two"], max_new_tokens=20)  # doctest: +SKIP
+    """
+    rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    texts = [""] * len(rows)
+    for numbers, outputs in batches(model, tokenizer, rows, batch_size, options):
+        for number, output in zip(numbers, outputs, strict=True):
+            texts[number] = tokenizer.decode(output, skip_special_tokens=True)
+    return texts
+
+
+def batches(
+    model: Any,
+    tokenizer: Any,
+    rows: list[list[int]],
+    batch_size: int | None,
+    options: dict[str, Any],
+) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    """Generates in batches.
+
+    Args:
+        model: The model.
+        tokenizer: The tokenizer, which knows the token to pad with.
+        rows: The tokens of each prompt.
+        batch_size: The most sequences in a batch. ``None`` for as many as fit in memory.
+        options: Arguments of the model's ``generate``.
+
+    Yields:
+        The numbers of the prompts of a batch, and the tokens that follow each of them.
+    """
+    if not hasattr(model, "can_generate") or not model.can_generate():
+        raise ModelError(f"{type(model).__name__} cannot generate text")
+    if batch_size is not None and batch_size < 1:
+        raise ConfigurationError(f"invalid batch_size: {batch_size}: expected a positive number")
+    if not rows:
+        return
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if pad is None:
+        raise ConfigurationError(
+            "the tokenizer has neither a padding token nor an end token; set tokenizer.pad_token"
+        )
+    order = sorted(range(len(rows)), key=lambda number: len(rows[number]), reverse=True)
+    options = {"pad_token_id": pad, **options}
+    most = batch_size
+    if most is None:
+        most = 1 if len(rows) == 1 else fitting(model, rows[order[0]], options)
+    for begin in range(0, len(order), most):
+        numbers = order[begin : begin + most]
+        batch = [rows[number] for number in numbers]
+        longest = max(map(len, batch))
+        ids = torch.tensor([[pad] * (longest - len(row)) + row for row in batch])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch])
+        outputs = model.generate(input_ids=ids, attention_mask=mask, **options)
+        # An encoder-decoder begins its output with a token of its own.
+        skipped = 1 if model.config.is_encoder_decoder else longest
+        yield numbers, [_until_padding(output[skipped:], pad) for output in outputs]
+
+
+def fitting(model: Any, row: list[int], options: dict[str, Any]) -> int:
+    """Returns how many sequences of a length fit in the available memory, from 1 to ``MOST``.
+
+    Generates one token, to measure what the cache and the logits of a sequence take.
+    """
+    available = _native.available_memory()
+    if available is None:
+        return 1
+    own = {key: value for key, value in options.items() if key != "streamer"}
+    output = model.generate(
+        input_ids=torch.tensor([row]),
+        **{**own, "max_new_tokens": 1, "return_dict_in_generate": True},
+    )
+    cache = getattr(output, "past_key_values", None)
+    cached = sum(tensor.nbytes for tensor in _tensors(cache))
+    new = options.get("max_new_tokens") or model.generation_config.max_new_tokens or len(row)
+    text = model.config.get_text_config(decoder=True)
+    width = max(text.vocab_size, 8 * text.hidden_size)
+    each = cached * (len(row) + new) // max(1, len(row)) + 8 * width + 16 * len(row) * width // 8
+    return int(min(MOST, max(1, (available - HEADROOM) * _SHARE // max(1, each))))
+
+
+def _tensors(cache: Any) -> list[torch.Tensor]:
+    """Returns the tensors of a cache of transformers."""
+    layers = getattr(cache, "layers", None)
+    held = [vars(layer) for layer in layers] if layers is not None else cache
+    parts = [
+        getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")
+    ]
+    if any(part is not None for part in parts):
+        return [tensor for part in parts for tensor in _tensors(part)]
+    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
+
+
+def _until_padding(tokens: torch.Tensor, pad: int) -> torch.Tensor:
+    """Returns the tokens of a sequence without the padding at its end."""
+    others = (tokens != pad).nonzero()
+    return tokens[: int(others[-1]) + 1] if len(others) else tokens[:0]
