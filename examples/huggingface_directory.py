@@ -58,7 +58,7 @@ def main() -> int:
     in_memory = encode(BertModel.from_pretrained(path), batch)
 
     print(ts.plan(path, budget=BUDGET), "\n")
-    model = ts.from_pretrained(path, budget=BUDGET)
+    model = ts.from_pretrained(path, budget=BUDGET, model_class=BertModel)
     began = time.perf_counter()
     passes = 5
     streamed = [encode(model, batch) for _ in range(passes)]

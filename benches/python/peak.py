@@ -39,7 +39,7 @@ def contender(model_name: str, how: str) -> None:
     else:
         path, cls = llama_1b(), transformers.LlamaForCausalLM
     if how == "streamed":
-        model = ts.from_pretrained(path, budget=CASES[model_name] * MIB)
+        model = ts.from_pretrained(path, budget=CASES[model_name] * MIB, model_class=cls)
     else:
         config = transformers.AutoConfig.from_pretrained(path)
         model = cls.from_pretrained(None, config=config, state_dict=read_into_memory(path))

@@ -169,3 +169,48 @@ def test_quantised_checkpoints_are_refused_by_name(llama: Llama) -> None:
         (path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ts.ModelError, match=rf"quantised \({method}\)"):
             ts.from_pretrained(path, budget="300KiB")
+
+
+def test_a_new_head_is_initialized_and_can_be_trained(llama: Llama) -> None:
+    """The checkpoint has no classifier. A part of the model itself must not be missing."""
+    path = llama()
+    torch.manual_seed(3)
+    expected = transformers.LlamaForSequenceClassification.from_pretrained(path, num_labels=3)
+    torch.manual_seed(3)
+    model = ts.from_pretrained(
+        path,
+        budget="300KiB",
+        model_class=transformers.AutoModelForSequenceClassification,
+        num_labels=3,
+        pad_token_id=0,
+    )
+    expected.config.pad_token_id = 0
+    assert type(model.score.weight) is torch.nn.Parameter
+    assert torch.equal(model.score.weight, expected.score.weight)
+    for own in (model, expected):
+        own.model.requires_grad_(False) if own is expected else None
+        optimizer = torch.optim.SGD([own.score.weight], lr=0.1)
+        for _ in range(3):
+            loss = own(IDS, labels=torch.tensor([0, 2])).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model.score.weight, expected.score.weight)
+    assert model.score.weight.requires_grad
+    assert max(unit["loads"] for unit in ts.stats(model)["units"]) > 1
+    ts.restore(model)
+    assert torch.equal(model.score.weight, expected.score.weight)
+
+
+def test_a_missing_pooler_is_initialized(tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        max_position_embeddings=16, num_attention_heads=4,
+    )  # fmt: skip
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+    model = ts.from_pretrained(tmp_path, budget="80KiB", model_class=AutoModel)
+    assert type(model.pooler.dense.weight) is torch.nn.Parameter
+    expected = AutoModel.from_pretrained(tmp_path)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert torch.equal(model(IDS).last_hidden_state, expected(IDS).last_hidden_state)

@@ -16,7 +16,7 @@ import tensorstream as ts
 import torch
 from conftest import Llama
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import BertModel, LlamaForCausalLM
 
 IDS = torch.arange(9).unsqueeze(0)
 
@@ -37,14 +37,14 @@ def rewrite(file: Path, changes: dict[str, torch.Tensor | None]) -> None:
 @pytest.mark.critical
 def test_a_budget_that_is_too_small_is_refused_before_reading(minilm: Path) -> None:
     with pytest.raises(ts.BudgetError) as caught:
-        ts.from_pretrained(minilm, budget="1MiB")
+        ts.from_pretrained(minilm, budget="1MiB", model_class=BertModel)
     assert isinstance(caught.value, MemoryError)
     text = str(caught.value)
     assert "encoder.layer." in text
     smallest = int(text.split("smallest budget that works is ")[1].split(" ", maxsplit=1)[0])
     with pytest.raises(ts.BudgetError):
-        ts.from_pretrained(minilm, budget=smallest - 1)
-    model = ts.from_pretrained(minilm, budget=smallest)
+        ts.from_pretrained(minilm, budget=smallest - 1, model_class=BertModel)
+    model = ts.from_pretrained(minilm, budget=smallest, model_class=BertModel)
     assert ts.stats(model)["read_bytes"] == 0
     with torch.inference_mode():
         model(IDS)

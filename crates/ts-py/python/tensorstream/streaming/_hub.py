@@ -112,8 +112,13 @@ class HubModel:
         commit = re.search(r"snapshots/([0-9a-f]{40})/", file.replace(os.sep, "/"))
         return self if commit is None else replace(self, revision=commit[1])
 
-    def file(self, name: str) -> str | None:
+    def file(self, name: str, *, optional: bool = False) -> str | None:
         """Returns the path of a file of the model, which is downloaded first if necessary. Blocks.
+
+        Args:
+            name: The name of the file.
+            optional: Whether a file that is not in the cache counts as absent if the Hub cannot be
+                reached or must not be used.
 
         Returns:
             The path in the cache, or ``None`` if the model has no such file.
@@ -138,7 +143,7 @@ class HubModel:
                     **self.options,
                 )
             except LocalEntryNotFoundError:  # also an EntryNotFoundError
-                if self._is_known_to_be_absent(name):
+                if optional or self._is_known_to_be_absent(name):
                     return None
                 raise
             except EntryNotFoundError:

@@ -162,6 +162,7 @@ def attach(
     orders: DimensionOrders | None = None,
     *,
     freed_bytes: int = 0,
+    kept: frozenset[int] = frozenset(),
 ) -> M:
     """Offloads a model to an open checkpoint. If this fails, the model is unchanged.
 
@@ -171,6 +172,7 @@ def attach(
         checkpoint: The checkpoint with the weights.
         orders: The stored orders of dimensions, by name, of parameters that are not contiguous.
         freed_bytes: Memory that offloading frees, which the budget can use.
+        kept: The ``id`` of each parameter that stays in memory as it is.
     """
     derived = derived_of(model)
     if derived:
@@ -197,7 +199,7 @@ def attach(
         return fitted
 
     units, budget = units_for_budget(
-        model, checkpoint, converted, orders or {}, settings, config.exact, fitted
+        model, checkpoint, converted, orders or {}, settings, config.exact, fitted, kept
     )
     most, limits = config.limits(budget, *extremes, freed_bytes)
     if isinstance(config.budget, Budget):

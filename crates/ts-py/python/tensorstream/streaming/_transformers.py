@@ -28,6 +28,7 @@ from ..errors import (
 from ._arguments import Arguments
 from ._builder import Builder
 from ._offload import Path, attach, plan_model
+from ._pipelines import load_with_its_library
 from ._places import Place, find
 from ._weights import Divided
 
@@ -45,16 +46,17 @@ def from_pretrained(
     model_class: type[Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Loads a transformers model that streams its weights under ``budget``.
+    """Loads a model that streams its weights under ``budget``.
 
     The model is the one that the class's own ``from_pretrained(path)`` returns, except that its
-    parameters are frozen and not in memory. Outputs are bit-identical.
+    parameters are frozen and not in memory. Outputs are bit-identical. Pipelines of diffusers and
+    SentenceTransformers are loaded by their libraries, and their models stream under one budget.
 
     Args:
         path: One of these:
 
             - A directory that ``save_pretrained`` wrote: ``config.json`` and safetensors files, or
-              a ``.ts`` file.
+              a ``.ts`` file; or the directory of a pipeline or a SentenceTransformer.
             - The name of a model on the Hugging Face Hub, such as "organisation/model". Files that
               are not in the cache of the Hub are downloaded first. A path that exists is not a
               name.
@@ -64,8 +66,8 @@ def from_pretrained(
         budget: Shorthand for ``Config(budget=...)``.
         config: The settings, or a configuration of transformers that replaces the one in
             ``config.json``. Settings cannot be combined with ``budget``.
-        model_class: The class to load, such as ``AutoModel``. The default is the class that
-            ``config.json`` names.
+        model_class: The class to load, such as ``AutoModel``. The default is the class that the
+            files name: a pipeline or a SentenceTransformer, else that of ``config.json``.
         kwargs: Arguments of the class's ``from_pretrained``. Some act as follows:
 
             - ``max_memory={"cpu": "6GB"}`` is the budget.
@@ -95,9 +97,24 @@ def from_pretrained(
         >>> output = model.generate(ids)  # doctest: +SKIP
     """
     arguments = Arguments.of(budget, config, kwargs)
+    loaded = load_with_its_library(path, model_class, arguments, kwargs, _load_class)
+    return _load(path, model_class, arguments) if loaded is None else loaded
+
+
+def _load_class(
+    model_class: type[Any], path: Path, settings: Config, kwargs: dict[str, Any]
+) -> Any:
+    """Loads a model for another library, which called ``from_pretrained`` of its class."""
+    kwargs = dict(kwargs)
+    kwargs["model_config"] = kwargs.pop("config", None)
+    return _load(path, model_class, Arguments.of(None, settings, kwargs))
+
+
+def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> Any:
+    """Loads a model of transformers."""
     place = find(expanded(path), arguments.hub, arguments.variant)
     checkpoint = _native.Checkpoint(place.weights)
-    if "dtype" not in kwargs and "torch_dtype" not in kwargs:
+    if "dtype" not in arguments.for_class and "torch_dtype" not in arguments.for_class:
         _check_memory()
     try:
         import transformers
@@ -106,6 +123,10 @@ def from_pretrained(
             "from_pretrained needs transformers 5: pip install 'tensorstream[transformers]'"
         ) from error
     model, info = _build(transformers, place, checkpoint, model_class, arguments)
+    missing = set(info["missing_keys"])
+    new = frozenset(
+        id(parameter) for name, parameter in model.named_parameters() if name in missing
+    )
     if model.can_generate() and "generation_config" not in arguments.for_class:
         try:
             model.generation_config = transformers.GenerationConfig.from_pretrained(
@@ -114,7 +135,7 @@ def from_pretrained(
         except OSError:  # no file: transformers falls back to the defaults of the class
             model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
     model.name_or_path = model.config._name_or_path = place.name
-    attach(model, arguments.settings, checkpoint)
+    attach(model, arguments.settings, checkpoint, kept=new)
     return (model, info) if arguments.loading_info else model
 
 
@@ -190,7 +211,7 @@ def _build(
         ignore_mismatched_sizes=True,
         **for_class,
     )
-    _check(checkpoint, info)
+    _check(checkpoint, info, model)
     return model, info
 
 
@@ -289,16 +310,22 @@ def _class_of_checkpoint(reference: str, place: Place, arguments: Arguments) -> 
     )
 
 
-def _check(checkpoint: _native.Checkpoint, info: dict[str, Any]) -> None:
-    """Raises for weights that transformers would warn about and initialize randomly."""
+def _check(checkpoint: _native.Checkpoint, info: dict[str, Any], model: Any) -> None:
+    """Raises for weights that transformers would warn about and initialize randomly.
+
+    The weights of a new head are not errors: transformers has initialized them, and they stay in
+    memory.
+    """
     files = ", ".join(str(path) for path, _, _ in checkpoint.files())
     if info["mismatched_keys"]:
         name, there, wanted = sorted(info["mismatched_keys"])[0]
         raise CheckpointError(
             f"{files}: tensor `{name}` has shape {list(there)}, but the model has {list(wanted)}"
         )
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
+    missing = sorted(
+        name for name in info["missing_keys"] if not _is_of_new_head(name, model, info)
+    )
+    if missing:
         raise MissingTensorError(
             f"the model needs tensors that are not in {files}: "
             + ", ".join(missing[:5])
@@ -306,3 +333,17 @@ def _check(checkpoint: _native.Checkpoint, info: dict[str, Any]) -> None:
         )
     if info["error_msgs"]:
         raise CheckpointError(f"cannot load {files}: {'; '.join(info['error_msgs'])}")
+
+
+def _is_of_new_head(name: str, model: Any, info: dict[str, Any]) -> bool:
+    """Returns whether a parameter belongs to a head, or a pooler, that the checkpoint lacks."""
+    base = model.base_model_prefix
+    inner = name.removeprefix(f"{base}.")
+    head = inner.partition(".")[0]
+    is_outside = inner == name and isinstance(getattr(model, base, None), torch.nn.Module)
+    if not is_outside and head != "pooler":
+        return False
+    whole = name[: len(name) - len(inner)] + head
+    missing = set(info["missing_keys"])
+    own = (each for each, _ in model.named_parameters() if each.startswith(f"{whole}."))
+    return all(each in missing for each in own)

@@ -46,6 +46,7 @@ def units_for_budget(
     settings: Settings,
     exact: bool,
     fitted: Callable[[int, int], int],
+    kept: frozenset[int] = frozenset(),
 ) -> tuple[UnitBuilder, int]:
     """Divides no more parameters than the budget requires. Returns the units and the budget.
 
@@ -58,10 +59,11 @@ def units_for_budget(
         exact: Whether products with parts of a parameter must round like those with all of it.
         fitted: Returns the budget. Its arguments are the smallest budget that works, and the
             budget that keeps all units in memory.
+        kept: The ``id`` of each parameter that stays in memory as it is.
     """
 
     def build(rows: Rows) -> tuple[UnitBuilder, int, int]:
-        units = UnitBuilder(model, checkpoint, converted, orders, rows, exact)
+        units = UnitBuilder(model, checkpoint, converted, orders, rows, exact, kept)
         together, tables = units.leased_together(), units.tables
         sizes = _native.requirement(
             checkpoint, units.specs, together=together, settings=settings, tables=tables
@@ -130,8 +132,10 @@ class UnitBuilder:
         orders: DimensionOrders,
         rows: Rows,
         exact: bool,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
         self._checkpoint = checkpoint
+        self._kept = kept
         self._model = model
         self._exact = exact
         #: The parameters that are divided into blocks of rows, by ``id``.
@@ -194,7 +198,7 @@ class UnitBuilder:
         specs: list[TensorSpec] = []
         divided: list[tuple[int, nn.Parameter]] = []
         for name, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or id(parameter) in self._kept:
                 continue
             key = self._keys.get(id(parameter))
             if key is None:

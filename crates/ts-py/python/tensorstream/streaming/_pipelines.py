@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Loads what consists of several models: pipelines of diffusers, and SentenceTransformers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+from typing import Any
+
+from ..budget import Budget
+from ..config import Config, expanded
+from ..errors import CheckpointError, ConfigurationError
+from ._arguments import Arguments
+from ._diffusers import load_diffusers
+from ._diversion import Load, streamed_models
+from ._hub import OPTIONS, HubModel
+from ._offload import Path
+
+_log = logging.getLogger("tensorstream")
+
+#: The arguments for the Hub that the constructor of a SentenceTransformer takes, and their names.
+_FOR_SENTENCE_TRANSFORMERS = {
+    "cache_dir": "cache_folder",
+    "local_files_only": "local_files_only",
+    "revision": "revision",
+    "token": "token",
+}
+
+#: Arguments that say where weights are placed, which the settings of the engine do here.
+_PLACEMENT = (
+    "device_map",
+    "low_cpu_mem_usage",
+    "max_memory",
+    "model_config",
+    "offload_buffers",
+    "offload_folder",
+    "offload_state_dict",
+    "output_loading_info",
+)
+
+
+def load_with_its_library(
+    path: Path,
+    model_class: type[Any] | None,
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    load_transformers: Load,
+) -> Any | None:
+    """Loads a pipeline, a SentenceTransformer or a model of diffusers. Its models stream.
+
+    Args:
+        path: The directory, or a name on the Hub.
+        model_class: The class to load, or ``None`` for that which the files name.
+        arguments: The arguments of the call, translated.
+        kwargs: The arguments of the call.
+        load_transformers: Loads a model of transformers.
+
+    Returns:
+        The result, or ``None`` if there is something else at ``path``.
+    """
+    files = _Files(path, arguments)
+    rest = {name: value for name, value in kwargs.items() if name not in _PLACEMENT}
+    if _is_of("sentence_transformers", model_class) or (
+        model_class is None and files.read("modules.json")
+    ):
+        return _sentence_transformer(files, model_class, arguments, rest, load_transformers)
+    if model_class is not None and not _is_of("diffusers", model_class):
+        return None
+    if files.read("model_index.json"):
+        return _pipeline(files, model_class, arguments, rest, load_transformers)
+    if model_class is None:
+        name = files.read("config.json").get("_class_name")
+        model_class = None if name is None else _diffusers_class(name, files)
+    if model_class is None:
+        return None
+    if hasattr(model_class, "_keep_in_fp32_modules"):
+        return load_diffusers(model_class, path, arguments)
+    # An automatic class of diffusers chooses the class.
+    with _streamed(arguments.settings, load_transformers):
+        return model_class.from_pretrained(files.name, **rest)
+
+
+def _is_of(library: str, model_class: type[Any] | None) -> bool:
+    """Returns whether a class is of a library, or derived from one of its classes."""
+    bases = () if model_class is None else model_class.__mro__
+    return any(base.__module__.partition(".")[0] == library for base in bases)
+
+
+class _Files:
+    """The files of a model that say what it is."""
+
+    def __init__(self, path: Path, arguments: Arguments) -> None:
+        self.name = os.fspath(expanded(path))
+        self.on_hub = HubModel.named(path, arguments.hub)
+        self._subfolder = arguments.hub.get("subfolder") or ""
+
+    def read(self, name: str) -> Any:
+        """Returns the content of a JSON file. Empty if it does not exist."""
+        if self.on_hub is not None:
+            path = self.on_hub.file(name, optional=True)
+        else:
+            path = os.path.join(self.name, self._subfolder, name)
+        if path is None or not os.path.isfile(path):
+            return {}
+        try:
+            with open(path, encoding="utf-8") as file:
+                return json.load(file)
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+
+
+def _pipeline(
+    files: _Files,
+    model_class: Any,
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    load_transformers: Load,
+) -> Any:
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{files.name} is a pipeline of diffusers: pip install 'tensorstream[diffusers]'"
+        ) from error
+    index = files.read("model_index.json")
+    components = [name for name, value in index.items() if isinstance(value, list) and value[0]]
+    _log.info(
+        "%s is a pipeline: %s with %s", files.name, index["_class_name"], ", ".join(components)
+    )
+    name = files.name if files.on_hub is None else files.on_hub.name
+    options = {} if files.on_hub is None else files.on_hub.arguments()
+    loader: Any = model_class or diffusers.DiffusionPipeline
+    with _streamed(_shared(arguments.settings), load_transformers):
+        return loader.from_pretrained(name, **{**kwargs, **options})
+
+
+def _sentence_transformer(
+    files: _Files,
+    model_class: Any,
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    load_transformers: Load,
+) -> Any:
+    kind = files.read("config_sentence_transformers.json").get("model_type", "SentenceTransformer")
+    try:
+        import sentence_transformers
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{files.name} is a {kind}: pip install sentence-transformers, or pass "
+            "`model_class=transformers.AutoModel` to load its transformer alone"
+        ) from error
+    _log.info("%s is a %s", files.name, kind)
+    modules = files.read("modules.json")
+    loader = model_class or getattr(sentence_transformers, kind)
+    given = arguments.hub if files.on_hub is None else files.on_hub.arguments()
+    options = {
+        theirs: given[ours] for ours, theirs in _FOR_SENTENCE_TRANSFORMERS.items() if ours in given
+    }
+    rest = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+    dtypes = {name: rest.pop(name) for name in ("dtype", "torch_dtype") if name in rest}
+    rest["model_kwargs"] = {**rest.get("model_kwargs", {}), **dtypes}
+    # A router chooses one of several models.
+    several = any("Router" in str(module.get("type")) for module in modules)
+    settings = _shared(arguments.settings) if several else arguments.settings
+    name = files.name if files.on_hub is None else files.on_hub.name
+    with _streamed(settings, load_transformers):
+        return loader(name, **{"device": "cpu", **rest, **options})
+
+
+def _shared(settings: Config) -> Config:
+    """Returns settings with a budget that several models share."""
+    if isinstance(settings.budget, Budget):
+        return settings
+    return replace(
+        settings,
+        budget=Budget(settings.working_bytes()),
+        vram_budget_gb=None,
+        memory_pressure_mode="strict",
+    )
+
+
+def _streamed(settings: Config, load_transformers: Load) -> Any:
+    """Returns a context in which models of transformers and diffusers stream."""
+    from transformers import PreTrainedModel
+
+    loaders: dict[type[Any], Load] = {PreTrainedModel: load_transformers}
+    try:
+        from diffusers import ModelMixin
+    except ImportError:
+        pass
+    else:
+        loaders[ModelMixin] = _load_diffusers
+    return streamed_models(settings, loaders)
+
+
+def _load_diffusers(
+    model_class: type[Any], path: Any, settings: Config, kwargs: dict[str, Any]
+) -> Any:
+    return load_diffusers(model_class, path, Arguments.of(None, settings, kwargs))
+
+
+def _diffusers_class(name: str, files: _Files) -> Any:
+    """Returns the class of diffusers with a name."""
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{files.name} is a model of diffusers ({name}): pip install 'tensorstream[diffusers]'"
+        ) from error
+    found = getattr(diffusers, name, None)
+    if found is None:
+        raise ConfigurationError(
+            f"{files.name} is a model of diffusers, which has no class {name}; pass `model_class`"
+        )
+    return found

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Pipelines, models of diffusers and SentenceTransformers load with their parts streamed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tensorstream as ts
+import torch
+import transformers
+from conftest import Llama
+from sentence_transformers import SentenceTransformer
+
+WORDS = ["a", "cat", "dog", "on", "the", "moon"]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes a small pipeline: a text encoder, a U-Net and an autoencoder with random weights."""
+    path = tmp_path_factory.mktemp("pipeline")
+    torch.manual_seed(0)
+    tokens = ["<|startoftext|>", "<|endoftext|>", *(f"{word}</w>" for word in WORDS)]
+    letters = sorted({letter for word in WORDS for letter in word})
+    tokens += [*letters, *(f"{letter}</w>" for letter in letters)]
+    vocabulary = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+    (path / "vocab.json").write_text(json.dumps(vocabulary))
+    (path / "merges.txt").write_text("#version: 0.2\n")
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    diffusers.StableDiffusionPipeline(
+        text_encoder=transformers.CLIPTextModel(config),
+        tokenizer=transformers.CLIPTokenizer(
+            str(path / "vocab.json"), str(path / "merges.txt"), model_max_length=16
+        ),
+        unet=diffusers.UNet2DConditionModel(
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            sample_size=8,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            cross_attention_dim=64,
+            attention_head_dim=8,
+        ),
+        vae=diffusers.AutoencoderKL(
+            block_out_channels=(32, 64),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            latent_channels=4,
+            sample_size=16,
+        ),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False, set_alpha_to_one=False),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(path / "saved")
+    return path / "saved"
+
+
+def image(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(
+        "a cat on the moon",
+        num_inference_steps=2,
+        height=16,
+        width=16,
+        output_type="pt",
+        generator=torch.Generator().manual_seed(1),
+    ).images
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_pipelines_stream_under_one_budget(
+    pipeline: Path, dtype: torch.dtype | None, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"torch_dtype": dtype} if dtype else {}
+    expected = diffusers.StableDiffusionPipeline.from_pretrained(pipeline, **how)
+    shared = ts.Budget("1500KiB")
+    with caplog.at_level(logging.INFO, "tensorstream"):
+        streamed = ts.from_pretrained(
+            pipeline, config=ts.Config(budget=shared, storage_path=tmp_path), **how
+        )
+    assert "is a pipeline: StableDiffusionPipeline" in caplog.text
+    assert type(streamed) is diffusers.StableDiffusionPipeline
+    parts = [streamed.text_encoder, streamed.unet, streamed.vae]
+    assert sum(p.nbytes for part in parts for p in part.parameters()) > 2 * shared.bytes
+    for _ in range(2):
+        assert torch.equal(image(streamed), image(expected))
+    stats = [ts.stats(part) for part in parts]
+    assert sum(each["limit_bytes"] for each in stats) <= shared.bytes
+    assert len(shared.shares()) == 3
+    assert all(any(unit["loads"] > 1 for unit in each["units"]) for each in stats)
+    assert streamed.to("cpu") is streamed
+    assert streamed.device.type == "cpu" and streamed.dtype == (dtype or torch.float32)
+
+
+def test_models_of_diffusers(pipeline: Path, tmp_path: Path) -> None:
+    inputs = (torch.randn(1, 4, 8, 8), 7, torch.randn(1, 5, 64))
+    path = pipeline / "unet"
+    for how in ({}, {"torch_dtype": torch.float16}, {"model_class": diffusers.AutoModel}):
+        own = {key: value for key, value in how.items() if key != "model_class"}
+        expected = diffusers.UNet2DConditionModel.from_pretrained(path, **own)
+        config = ts.Config(budget="700KiB", storage_path=tmp_path)
+        streamed = ts.from_pretrained(path, config=config, **how)
+        assert type(streamed) is diffusers.UNet2DConditionModel
+        cast = [
+            each.to(expected.dtype) if isinstance(each, torch.Tensor) else each for each in inputs
+        ]
+        with torch.inference_mode():
+            for _ in range(2):
+                assert torch.equal(streamed(*cast).sample, expected(*cast).sample)
+        assert any(unit["loads"] > 1 for unit in ts.stats(streamed)["units"])
+    nested = ts.from_pretrained(pipeline, subfolder="unet", budget="700KiB")
+    assert type(nested) is diffusers.UNet2DConditionModel
+
+
+def test_sentence_transformers(minilm: Path) -> None:
+    sentences = ["A cat sits on the moon.", "Nobody reads this.", "Words"]
+    expected = SentenceTransformer(str(minilm), device="cpu")
+    for how in ({}, {"model_class": SentenceTransformer}):
+        streamed = ts.from_pretrained(minilm, budget="16MiB", **how)
+        assert type(streamed) is SentenceTransformer
+        for _ in range(2):
+            assert (streamed.encode(sentences) == expected.encode(sentences)).all()
+        stats = ts.stats(streamed[0].auto_model)
+        assert stats["reserved_high_water_bytes"] <= 16 << 20
+        assert any(unit["loads"] > 1 for unit in stats["units"])
+    alone = ts.from_pretrained(minilm, budget="16MiB", model_class=transformers.AutoModel)
+    assert type(alone) is transformers.BertModel
+
+
+def test_other_loads_are_not_affected(pipeline: Path, llama: Llama) -> None:
+    """A pipeline that cannot be loaded leaves the libraries as they were, also meanwhile."""
+    before = vars(transformers.PreTrainedModel)["from_pretrained"]
+    found = []
+
+    class Other(diffusers.StableDiffusionPipeline):  # type: ignore[misc]
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            def load() -> None:
+                found.append(transformers.LlamaForCausalLM.from_pretrained(llama()))
+
+            thread = threading.Thread(target=load)
+            thread.start()
+            thread.join()
+            return super().from_pretrained(*args, **kwargs)
+
+    with pytest.raises(ts.BudgetError):
+        ts.from_pretrained(pipeline, budget="10KiB", model_class=Other)
+    assert "_tensorstream" not in found[0].__dict__
+    assert vars(transformers.PreTrainedModel)["from_pretrained"] is before
+    assert "_tensorstream" not in transformers.LlamaForCausalLM.from_pretrained(llama()).__dict__
