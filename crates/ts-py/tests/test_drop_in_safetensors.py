@@ -160,6 +160,23 @@ def test_models_with_shared_tensors(tmp_path: Path) -> None:
             module.save_model(part, str(tmp_path / "y.safetensors"))
 
 
+def test_streamed_models_are_saved_one_tensor_at_a_time(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 32), *(nn.Linear(32, 32) for _ in range(6)))
+    head = nn.Linear(32, 64, bias=False)
+    head.weight = model[0].weight
+    model.append(head)
+    theirs.save_model(model, str(tmp_path / "its.safetensors"))
+    ts.offload(model, ts.Config(storage_path=tmp_path / "weights", budget="20KiB"))
+    for _ in range(2):
+        st.save_model(model, str(tmp_path / "ours.safetensors"))
+        assert (tmp_path / "ours.safetensors").read_bytes() == (
+            tmp_path / "its.safetensors"
+        ).read_bytes()
+    with pytest.raises(st.SharedMemoryError):
+        st.save_file(model.state_dict(), tmp_path / "x.safetensors")
+
+
 def test_models_that_do_not_fit_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     model = nn.Linear(3, 3)

@@ -21,6 +21,7 @@ import torch
 from ._dtypes import SAFETENSORS_DTYPES
 from .errors import ConfigurationError, TensorStreamError
 from .files import _safe_open, _state_dict
+from .streaming._streamed_tensor import StreamedTensor
 
 __all__ = [
     "SafetensorError",
@@ -382,14 +383,18 @@ def _check(tensors: Any, *, strided: bool = True) -> None:
 def _shared(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
     """Returns sets of the names of tensors whose elements overlap in memory."""
     storages: dict[tuple[torch.device, int, int], list[tuple[int, int, str]]] = defaultdict(list)
+    streamed: dict[tuple[int, int], set[str]] = defaultdict(set)
     for name, tensor in tensors.items():
+        if isinstance(tensor, StreamedTensor):
+            streamed[id(tensor.weights), tensor.key].add(name)
+            continue
         if tensor.is_meta or tensor.layout != torch.strided or not storage_ptr(tensor):
             continue
         begin = tensor.data_ptr()
         storages[(tensor.device, storage_ptr(tensor), storage_size(tensor))].append(
             (begin, begin + _extent(tensor), name)
         )
-    groups: list[set[str]] = []
+    groups = list(streamed.values())
     for ranges in storages.values():
         last = -1
         for begin, end, name in sorted(ranges):
@@ -427,4 +432,6 @@ def _duplicates(
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() == storage_ptr(tensor) and tensor.nbytes == storage_size(tensor)
+    return isinstance(tensor, StreamedTensor) or (
+        tensor.data_ptr() == storage_ptr(tensor) and tensor.nbytes == storage_size(tensor)
+    )
