@@ -76,6 +76,7 @@ def refused(error, call):
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | own | environment,
+        cwd=home,
         capture_output=True,
         text=True,
         timeout=300,
