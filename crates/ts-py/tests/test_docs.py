@@ -27,6 +27,7 @@ _README_WORDS, _README_LINES = 700, 120
 #: Modules whose docstrings have examples.
 MODULES = [
     "tensorstream",
+    "tensorstream.accelerate",
     "tensorstream.config",
     "tensorstream.errors",
     "tensorstream.files._convert",

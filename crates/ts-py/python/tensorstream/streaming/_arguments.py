@@ -157,8 +157,8 @@ def _settings(budget: int | str | Budget | None, config: Any, kwargs: dict[str, 
     if budget is not None and config is not None:
         raise ConfigurationError("cannot combine `budget` and `config`: set the budget in `config`")
     settings = Config(budget=budget) if config is None else checked(config)
-    _check_device_map(kwargs.pop("device_map", None))
-    most = _cpu_memory(kwargs.pop("max_memory", None))
+    check_device_map(kwargs.pop("device_map", None))
+    most = cpu_memory(kwargs.pop("max_memory", None))
     if most is not None:
         if settings.budget is not None or settings.vram_budget_gb is not None:
             raise ConfigurationError(
@@ -171,7 +171,7 @@ def _settings(budget: int | str | Budget | None, config: Any, kwargs: dict[str, 
     return settings
 
 
-def _check_device_map(device_map: Any) -> None:
+def check_device_map(device_map: Any) -> None:
     """Refuses a device map that names another device than the CPU and the disk."""
     if device_map is None:
         return
@@ -185,7 +185,7 @@ def _check_device_map(device_map: Any) -> None:
             )
 
 
-def _cpu_memory(max_memory: Any) -> int | str | None:
+def cpu_memory(max_memory: Any) -> int | str | None:
     """Returns the memory for weights of ``max_memory``, as accelerate understands it."""
     if max_memory is None:
         return None

@@ -204,6 +204,8 @@ def restore_methods(module: nn.Module) -> None:
             del module.__dict__[name]
             if replaced.before is not None:
                 module.__dict__[name] = replaced.before
+            elif name != replaced.__name__:  # another library keeps the method, to wrap it
+                module.__dict__[name] = replaced.original()
 
 
 class Forward(ReplacedMethod):

@@ -249,12 +249,24 @@ def attach(
         replace_method(model, Pass(model, weights))
         guard(model)
         model.__dict__["_tensorstream"] = streaming
+        model.__dict__["hf_device_map"] = _device_map(model)
         add_live(model)
         profile.save_at_end(model, streamer)
         if limits is not None:
             # A thread that needs the interpreter must end before the interpreter does.
             weakref.finalize(model, streamer.stop_monitor)
     return model
+
+
+def _device_map(model: nn.Module) -> dict[str, torch.device]:
+    """Returns a map that says to other libraries that the model must stay on the CPU.
+
+    ``Accelerator.prepare`` and ``Trainer`` do not move models whose map has several entries, and
+    pipelines use the first device. The values are not "cpu" or "disk", for which transformers and
+    PEFT expect hooks of accelerate.
+    """
+    names = ["", *(name for name, _ in model.named_children())]
+    return dict.fromkeys(names, torch.device("cpu"))
 
 
 def plan_model(
@@ -363,6 +375,7 @@ def restore(model: M) -> M:
     streaming.profile.end()
     with deferred():
         del model.__dict__["_tensorstream"]
+        model.__dict__.pop("hf_device_map", None)
         for module in model.modules():
             restore_methods(module)
             own = module.__dict__["_parameters"]

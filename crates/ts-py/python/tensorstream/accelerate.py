@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Replaces the functions of accelerate that offload models: ``import tensorstream.accelerate``.
+
+The functions have the signatures of accelerate, and ``budget`` in addition. Weights stream from
+storage into CPU memory, where the model runs. Other names, such as ``Accelerator`` and
+``init_empty_weights``, are those of accelerate.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from . import _native
+from .budget import Budget
+from .config import Config, expanded
+from .errors import CheckpointError, ConfigurationError, ModelError
+from .streaming._arguments import check_device_map, cpu_memory
+from .streaming._builder import Builder
+from .streaming._division import FUSED
+from .streaming._offload import offload, restore
+from .streaming._places import find
+
+__all__ = [
+    "UserCpuOffloadHook",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "load_checkpoint_and_dispatch",
+]
+
+M = TypeVar("M", bound=nn.Module)
+Path = str | os.PathLike[str]
+Device = int | str | torch.device
+
+#: The file in which accelerate lists the tensors of a directory.
+_INDEX = "index.json"
+
+
+def disk_offload(
+    model: M,
+    offload_dir: Path,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: list[str] | None = None,
+    *,
+    budget: int | str | Budget | None = None,
+) -> M:
+    """Streams the weights of a model from a directory. Blocks while they are written.
+
+    Weights that fit in the budget stay in memory. See ``tensorstream.offload``.
+
+    Args:
+        model: The model, on the CPU. If it is on the meta device, the directory is its checkpoint.
+        offload_dir: The directory that the weights are written to, as a ``.ts`` file.
+        execution_device: The CPU.
+        offload_buffers: Has no effect. Buffers stay in memory.
+        preload_module_classes: Has no effect. Modules whose parents use their weights directly are
+            found without it.
+        budget: The memory for weights. See ``tensorstream.Config``.
+
+    Returns:
+        The model, which is changed in place. ``tensorstream.restore`` undoes this.
+
+    Raises:
+        ConfigurationError: The execution device is not the CPU, or the budget is invalid.
+        The errors of ``tensorstream.offload``.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.accelerate import disk_offload
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+        >>> model = disk_offload(model, "weights", budget="60KiB")
+        >>> model(torch.ones(1, 64)).shape
+        torch.Size([1, 64])
+    """
+    _check_device(execution_device)
+    if os.path.isfile(os.path.join(offload_dir, _INDEX)) and _is_meta(model):
+        raise ConfigurationError(
+            f"{os.fspath(offload_dir)} has weights in the format of accelerate: pass a model with "
+            "weights, which are written in another format, or use load_checkpoint_and_dispatch "
+            "with a checkpoint"
+        )
+    return offload(model, Config(storage_path=offload_dir, budget=budget))
+
+
+def cpu_offload(
+    model: M,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: list[str] | None = None,
+) -> M:
+    """Returns a model with its weights in CPU memory, where it runs.
+
+    Args:
+        model: The model. A streamed model stays one.
+        execution_device: The CPU.
+        offload_buffers: Has no effect.
+        state_dict: The weights, if the model is on the meta device. The model shares their memory.
+        preload_module_classes: Has no effect.
+
+    Raises:
+        ConfigurationError: The execution device is not the CPU.
+        ModelError: The model is on the meta device, and no weights are given.
+    """
+    _check_device(execution_device)
+    if state_dict is not None:
+        model.load_state_dict(state_dict, assign=True)
+    if _is_meta(model):
+        raise ModelError(
+            "the model is on the meta device: pass its weights as `state_dict`, or use "
+            "load_checkpoint_and_dispatch"
+        )
+    return model
+
+
+class UserCpuOffloadHook:
+    """The hook of ``cpu_offload_with_hook``. Its methods change nothing.
+
+    The model is where it runs already. A streamed model keeps its budget; models that run in turn
+    can share one ``tensorstream.Budget``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def offload(self) -> None:
+        """Does nothing."""
+
+    def remove(self) -> None:
+        """Does nothing."""
+
+
+def cpu_offload_with_hook(
+    model: M,
+    execution_device: Device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[M, UserCpuOffloadHook]:
+    """Returns a model with its weights in CPU memory, where it runs, and a hook.
+
+    Raises:
+        ConfigurationError: The execution device is not the CPU.
+        ModelError: The model is on the meta device.
+    """
+    return cpu_offload(model, execution_device), UserCpuOffloadHook(model)
+
+
+def dispatch_model(
+    model: M,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: Path | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    budget: int | str | Budget | None = None,
+) -> M:
+    """Streams a model whose device map names the disk. Blocks while weights are written.
+
+    Args:
+        model: The model.
+        device_map: "cpu" or "disk" for the name of each module or parameter.
+        main_device: The CPU.
+        state_dict: The weights, if the model is on the meta device.
+        offload_dir: The directory that the weights are written to if the map names the disk. If the
+            model is on the meta device, and there is no ``state_dict``, it is the checkpoint.
+        offload_index: Refused. Pass the checkpoint to ``load_checkpoint_and_dispatch``.
+        offload_buffers: Has no effect. Buffers stay in memory.
+        skip_keys: Has no effect. Inputs are not moved.
+        preload_module_classes: Has no effect.
+        force_hooks: Has no effect.
+        budget: The memory for weights. The default is what the map needs: the weights on the CPU,
+            and twice those of the largest layer on the disk, such as one ``nn.Linear``. Which
+            weights stay in memory is chosen by the engine.
+
+    Returns:
+        The model, which is changed in place.
+
+    Raises:
+        ConfigurationError: The map names another device or does not name every weight, the
+            directory is missing, or another argument is invalid.
+        The errors of ``tensorstream.offload``.
+    """
+    _check_map(model, device_map)
+    _check_device(main_device)
+    if offload_index is not None:
+        raise ConfigurationError(
+            "dispatch_model cannot use `offload_index`: pass the checkpoint to "
+            "load_checkpoint_and_dispatch"
+        )
+    if state_dict is not None:
+        model.load_state_dict(state_dict, assign=True)
+    if "disk" not in map(str, device_map.values()):
+        return cpu_offload(model)
+    if offload_dir is None:
+        raise ConfigurationError(
+            "the device map names the disk: pass `offload_dir`, a directory for the weights"
+        )
+    if budget is None:
+        budget = _needed_bytes(model, device_map)
+    return disk_offload(model, offload_dir, budget=budget)
+
+
+def load_checkpoint_and_dispatch(
+    model: M,
+    checkpoint: Path,
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    offload_folder: Path | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    budget: int | str | Budget | None = None,
+) -> M:
+    """Streams a model from a checkpoint. Without a device map, reads it into memory, and blocks.
+
+    Args:
+        model: The model, usually on the meta device. Its method ``tie_weights`` is called then.
+        checkpoint: A directory, file, shard index, URL, or name on the Hugging Face Hub. See
+            ``tensorstream.offload``.
+        device_map: "auto" or another strategy of accelerate; or "cpu" or "disk" for the name of
+            each module.
+        max_memory: ``{"cpu": "6GB"}`` is the budget.
+        no_split_module_classes: Has no effect. Results do not depend on how layers are divided.
+        offload_folder: The directory for weights that are cast. The default is in the user's cache
+            directory. Others stream from the checkpoint.
+        offload_buffers: Has no effect. Buffers stay in memory.
+        dtype: The dtype of floating-point weights. The default is that of each parameter of the
+            model. Weights of another dtype in the checkpoint are cast once.
+        offload_state_dict: Has no effect.
+        skip_keys: Has no effect.
+        preload_module_classes: Has no effect.
+        force_hooks: Has no effect.
+        strict: Whether other tensors in the checkpoint are refused.
+        full_state_dict: Has no effect.
+        broadcast_from_rank0: Refused. Each process reads the checkpoint.
+        budget: The memory for weights, instead of ``max_memory``. The default for a device map with
+            "disk" is that of ``dispatch_model``.
+
+    Returns:
+        The model, which is changed in place.
+
+    Raises:
+        ConfigurationError: The map names another device, the budget is given twice, or another
+            argument is invalid.
+        CheckpointError: With ``strict``, the checkpoint has tensors that the model does not have.
+        The errors of ``tensorstream.offload``.
+    """
+    if broadcast_from_rank0:
+        raise ConfigurationError(
+            "load_checkpoint_and_dispatch cannot use `broadcast_from_rank0`: each process reads "
+            "the checkpoint; leave it out"
+        )
+    if isinstance(device_map, Mapping):
+        _check_map(model, device_map)
+        if budget is None and "disk" in map(str, device_map.values()):
+            budget = _needed_bytes(model, device_map)
+    else:
+        check_device_map(device_map)
+    most = cpu_memory(max_memory)
+    if most is not None and isinstance(device_map, str):
+        if budget is not None:
+            raise ConfigurationError("the budget is given twice, also as `max_memory`")
+        budget = most
+    tie_weights: Any = getattr(model, "tie_weights", None)
+    if tie_weights is not None and _is_meta(model):
+        tie_weights()  # init_empty_weights unties them
+    weights = find(expanded(checkpoint)).weights
+    opened = _native.Checkpoint(weights)
+    if strict:
+        _refuse_unexpected(model, opened)
+    undo = _adapt(model, opened, _dtype(dtype))
+    try:
+        offload(model, Config(storage_path=offload_folder, budget=budget), checkpoint=weights)
+    except BaseException:
+        undo()
+        raise
+    return restore(model) if device_map is None else model
+
+
+def _check_device(device: Device | None) -> None:
+    """Refuses a device that is not the CPU."""
+    if device is not None and str(device) not in ("cpu", "cpu:0"):
+        raise ConfigurationError(
+            f"cannot execute on {device}: streamed weights are in CPU memory, where the model runs;"
+            ' leave the device out, or pass "cpu"'
+        )
+
+
+def _check_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Refuses a map that names another device, or that does not name every weight."""
+    check_device_map(dict(device_map))
+    for name, _ in model.named_parameters():
+        if _entry(name, device_map) is None:
+            raise ConfigurationError(
+                f'the device map does not name `{name}`, or a module that has it; "" names the '
+                "whole model"
+            )
+
+
+def _entry(name: str, device_map: Iterable[str]) -> str | None:
+    """Returns the name in a device map that a parameter belongs to."""
+    found = [each for each in device_map if not each or f"{name}.".startswith(f"{each}.")]
+    return max(found, key=len, default=None)
+
+
+def _needed_bytes(model: nn.Module, device_map: Mapping[str, Device]) -> int:
+    """Returns the memory that a device map needs: see ``dispatch_model``."""
+
+    def on_disk(name: str) -> bool:
+        entry = _entry(name, device_map)
+        return entry is not None and str(device_map[entry]) == "disk"
+
+    kept = sum(p.nbytes for name, p in model.named_parameters() if not on_disk(name))
+    largest = 0
+    for prefix, module in model.named_modules():
+        parameters = module.named_parameters(prefix, recurse=isinstance(module, FUSED))
+        largest = max(largest, sum(p.nbytes for name, p in parameters if on_disk(name)))
+    return kept + 2 * largest
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Returns the floating-point dtype with a name.
+
+    Raises:
+        ConfigurationError: There is no such dtype.
+    """
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigurationError(
+            f"invalid dtype {dtype!r}: expected one for weights, such as torch.bfloat16"
+        )
+    return found
+
+
+def _refuse_unexpected(model: nn.Module, checkpoint: _native.Checkpoint) -> None:
+    unexpected = sorted(set(checkpoint.names()) - set(model.state_dict()))
+    if unexpected:
+        raise CheckpointError(
+            f"the checkpoint has {len(unexpected)} tensors that the model does not have, such as "
+            f"`{unexpected[0]}`; pass strict=False to ignore them"
+        )
+
+
+def _adapt(
+    model: nn.Module, checkpoint: _native.Checkpoint, dtype: torch.dtype | None
+) -> Callable[[], None]:
+    """Reads the buffers of a model, and casts tensors for parameters of another dtype.
+
+    Args:
+        model: The model.
+        checkpoint: The weights, whose dtypes may differ.
+        dtype: The dtype of floating-point tensors, or ``None`` for that of each tensor of the
+            model.
+
+    Returns:
+        A function that undoes this.
+    """
+    builder = Builder(checkpoint)
+    adapted: dict[int, torch.Tensor] = {}
+    stored = set(checkpoint.names())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in stored or id(tensor) in adapted:
+            continue
+        found = builder.symbolic(name)
+        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        if not isinstance(tensor, nn.Parameter):
+            adapted[id(tensor)] = builder.materialize(found).to(wanted)
+        elif found.dtype != wanted or tensor.dtype != wanted:
+            adapted[id(tensor)] = nn.Parameter(found.to(wanted), tensor.requires_grad)
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+        (own, name, tensor)
+        for module in model.modules()
+        for own in _tensors_of(module)
+        for name, tensor in own.items()
+        if tensor is not None and id(tensor) in adapted
+    ]
+    for own, name, tensor in replaced:
+        own[name] = adapted[id(tensor)]
+
+    def undo() -> None:
+        for own, name, tensor in replaced:
+            own[name] = tensor
+
+    return undo
+
+
+def _tensors_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Returns the dictionaries with the parameters and buffers of a module."""
+    return [module._parameters, module._buffers]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns what accelerate has under a name that is not replaced."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    try:
+        import accelerate
+    except ImportError as error:
+        raise AttributeError(
+            f"tensorstream.accelerate has no `{name}`, and accelerate is not installed: "
+            "pip install accelerate"
+        ) from error
+    return getattr(accelerate, name)
