@@ -415,20 +415,6 @@ def test_an_interrupted_command_reports_it(tmp_path: Path) -> None:
     assert error.startswith("tensorstream: interrupted")
 
 
-def test_a_streamed_model_is_saved_tensor_by_tensor(llama: Llama, tmp_path: Path) -> None:
-    path = llama()
-    model = ts.from_pretrained(path, budget="300KiB")
-    with pytest.raises(
-        ts.ModelError, match=r"restore\(model\) first, or .* tensorstream\.save_file"
-    ):
-        model.save_pretrained(tmp_path / "no")
-    ts.save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
-    assert_equal(ts.load_file(tmp_path), ts.load_file(path))
-    assert ts.stats(model)["reserved_high_water_bytes"] <= 300 << 10
-    ts.restore(model).save_pretrained(tmp_path / "yes")
-    assert_equal(ts.load_file(tmp_path / "yes"), ts.load_file(path))
-
-
 @pytest.mark.parametrize("suffix", ["safetensors", "ts", "packed.ts"])
 def test_slices_match_torch_indexing(tmp_path: Path, suffix: str) -> None:
     generator = torch.Generator().manual_seed(1)

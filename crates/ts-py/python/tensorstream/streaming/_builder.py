@@ -27,10 +27,17 @@ class Builder:
 
     Operations on symbolic tensors are recorded. If an operation cannot be recorded, its operands
     are read.
+
+    Args:
+        checkpoint: The checkpoint.
+        budget_bytes: The budget. A smaller budget leads to smaller pieces.
     """
 
-    def __init__(self, checkpoint: _native.Checkpoint) -> None:
+    def __init__(
+        self, checkpoint: _native.Checkpoint, budget_bytes: int = 16 * PIECE_BYTES
+    ) -> None:
         self.checkpoint = checkpoint
+        self._budget_bytes = budget_bytes
 
     def symbolic(self, name: str) -> SymbolicTensor:
         """Returns a symbolic tensor for the tensor with this name.
@@ -56,31 +63,27 @@ class Builder:
         # A symbolic tensor has no conjugate or negative bit, so the result must not have one.
         return chosen.resolve_conj().resolve_neg()
 
-    def pieces(self, tensor: SymbolicTensor, budget_bytes: int) -> Iterator[torch.Tensor]:
+    def pieces(self, tensor: SymbolicTensor) -> Iterator[torch.Tensor]:
         """Yields the elements of a tensor in order, as flat tensors.
 
         The yielded tensors are small, unless an operation needs all elements at once.
-
-        Args:
-            tensor: The tensor.
-            budget_bytes: The budget. A smaller budget leads to smaller pieces.
         """
         source = tensor.source
         if isinstance(source, Source):
             # A cast can make a piece eight times as large, so a piece is at most a sixteenth of the
             # budget, but at least 4096 bytes. The step is a multiple of 4096, so that no element is
             # split.
-            step = min(PIECE_BYTES, max(4096, budget_bytes // 16 // 4096 * 4096))
+            step = min(PIECE_BYTES, max(4096, self._budget_bytes // 16 // 4096 * 4096))
             for file, offset, length in source.parts:
                 for begin in range(0, length, step):
                     run = (file, offset + begin, min(step, length - begin))
                     yield self._read((run,)).view(tensor.dtype)
         elif _casts(source):
             cast = functools.partial(torch.Tensor.to, dtype=tensor.dtype)
-            yield from map(cast, self.pieces(source.args[0], budget_bytes))
+            yield from map(cast, self.pieces(source.args[0]))
         elif _joins_first_dimension(tensor):
             for part in source.args[0]:
-                yield from self.pieces(part, budget_bytes)
+                yield from self.pieces(part)
         else:
             yield self.materialize(tensor).contiguous().view(-1)
 

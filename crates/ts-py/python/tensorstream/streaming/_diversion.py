@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Lets other libraries load models that stream.
+"""Lets other libraries load and save models that stream.
 
 Pipelines of diffusers, SentenceTransformers and the like load their models with ``from_pretrained``
 of transformers' and diffusers' base classes. Within ``streamed_models``, these load streamed models
-in the same thread.
+in the same thread. Within ``replaced``, a function of a library is another one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Load = Callable[[type[Any], Any, Config, dict[str, Any]], Any]
 
 _settings: ContextVar[Config | None] = ContextVar("tensorstream_settings", default=None)
 _lock = threading.Lock()
-#: The number of contexts for each base class whose method is replaced, and the method.
-_replaced: dict[type[Any], tuple[int, Any]] = {}
+#: The number of contexts for each attribute that is replaced, and its value before.
+_replaced: dict[tuple[Any, str], tuple[int, Any]] = {}
 
 
 @contextlib.contextmanager
@@ -33,39 +33,53 @@ def streamed_models(settings: Config, loaders: dict[type[Any], Load]) -> Iterato
         settings: The settings of each model.
         loaders: A function for each base class, which loads a model of a class derived from it.
     """
-    for base, load in loaders.items():
-        _replace(base, load)
-    token = _settings.set(settings)
+    with contextlib.ExitStack() as stack:
+        for base, load in loaders.items():
+            stack.enter_context(replaced(base, "from_pretrained", _diverted(load)))
+        token = _settings.set(settings)
+        try:
+            yield
+        finally:
+            _settings.reset(token)
+
+
+def _diverted(load: Load) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        def from_pretrained(cls: type[Any], name: Any, *args: Any, **kwargs: Any) -> Any:
+            settings = _settings.get()
+            # Without a name, a model is built from a state dict.
+            if settings is None or name is None:
+                return original.__get__(None, cls)(name, *args, **kwargs)
+            return load(cls, name, settings, kwargs)
+
+        from_pretrained.__doc__ = original.__func__.__doc__
+        return classmethod(from_pretrained)
+
+    return make
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces an attribute of a class or module, in all threads, until the last context ends.
+
+    Args:
+        owner: The class or module.
+        name: The attribute, which the class or module itself has.
+        make: Returns the new value, given the value before. It must behave like the value before
+            for calls that do not concern the caller. Of contexts for the same attribute, the first
+            one determines the new value.
+    """
+    with _lock:
+        count, original = _replaced.get((owner, name), (0, vars(owner)[name]))
+        if count == 0:
+            setattr(owner, name, make(original))
+        _replaced[owner, name] = (count + 1, original)
     try:
         yield
     finally:
-        _settings.reset(token)
-        for base in loaders:
-            _put_back(base)
-
-
-def _replace(base: type[Any], load: Load) -> None:
-    with _lock:
-        count, original = _replaced.get(base, (0, None))
-        if count == 0:
-            original = vars(base)["from_pretrained"]
-
-            def from_pretrained(cls: type[Any], name: Any, *args: Any, **kwargs: Any) -> Any:
-                settings = _settings.get()
-                # Without a name, a model is built from a state dict.
-                if settings is None or name is None:
-                    return original.__get__(None, cls)(name, *args, **kwargs)
-                return load(cls, name, settings, kwargs)
-
-            from_pretrained.__doc__ = original.__func__.__doc__
-            base.from_pretrained = classmethod(from_pretrained)
-        _replaced[base] = (count + 1, original)
-
-
-def _put_back(base: type[Any]) -> None:
-    with _lock:
-        count, original = _replaced.pop(base)
-        if count > 1:
-            _replaced[base] = (count - 1, original)
-        else:
-            base.from_pretrained = original
+        with _lock:
+            count, original = _replaced.pop((owner, name))
+            if count > 1:
+                _replaced[owner, name] = (count - 1, original)
+            else:
+                setattr(owner, name, original)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Refuses calls that streamed models do not support. A refused call changes nothing.
-
-These are calls that would change streamed weights, and ``save_pretrained``.
-"""
+"""Refuses calls that would change streamed weights. A refused call changes nothing."""
 
 from __future__ import annotations
 
@@ -18,19 +15,14 @@ from ._streamed_tensor import StreamedTensor, is_same
 
 
 def guard(model: nn.Module) -> None:
-    """Replaces methods of each module that contains streamed weights.
-
-    These methods are ``_apply``, ``load_state_dict``, and ``save_pretrained`` if it exists.
-    """
+    """Replaces ``_apply`` and ``load_state_dict`` of each module with streamed weights."""
     for module in model.modules():
-        if next(_stand_ins_below(module), None) is not None:
+        if next(stand_ins_below(module), None) is not None:
             replace_method(module, Apply(module, "_apply"))
             replace_method(module, LoadStateDict(module, "load_state_dict"))
-            if hasattr(type(module), "save_pretrained"):
-                replace_method(module, SavePretrained(module, "save_pretrained"))
 
 
-def _stand_ins_below(module: nn.Module) -> Any:
+def stand_ins_below(module: nn.Module) -> Any:
     for each in module.modules():
         yield from own_stand_ins(each)
 
@@ -44,7 +36,7 @@ class Apply(ReplacedMethod):
     def __call__(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.module()
         checked: set[torch.dtype] = set()
-        for _, stand_in in _stand_ins_below(module):
+        for _, stand_in in stand_ins_below(module):
             if stand_in.dtype not in checked:
                 checked.add(stand_in.dtype)
                 self._require_no_change(fn, stand_in)
@@ -94,16 +86,3 @@ class LoadStateDict(ReplacedMethod):
                     "changed; restore(model) first, or offload with another checkpoint"
                 )
         return self.original()(state_dict, *args, **kwargs)
-
-
-class SavePretrained(ReplacedMethod):
-    """Replaces ``save_pretrained``. Refuses every call, because stand-ins have no address.
-
-    ``save_pretrained`` finds tied weights by their addresses.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise ModelError(
-            "save_pretrained does not support streamed models: restore(model) first, or write the "
-            "weights one at a time with tensorstream.save_file(model.state_dict(), path)"
-        )

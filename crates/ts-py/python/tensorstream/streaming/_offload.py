@@ -19,7 +19,6 @@ from ..errors import (
     ConfigurationError,
     ModelError,
 )
-from ._builder import Builder
 from ._division import Rows
 from ._forward import (
     Forward,
@@ -40,6 +39,7 @@ from ._places import find
 from ._profile import Profile
 from ._routing import announced
 from ._rules import register_transformers
+from ._saving import Stored, save_in_pieces
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
 from ._streamed_tensor import StreamedWeight, stand_ins
@@ -176,7 +176,7 @@ def attach(
     """
     derived = derived_of(model)
     if derived:
-        checkpoint = store_derived(derived, Builder(checkpoint), config, config.working_bytes())
+        checkpoint = store_derived(derived, checkpoint, config, config.working_bytes())
     converted = {
         id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), tensor.source.phase)
         for name, tensor in derived.items()
@@ -239,15 +239,8 @@ def attach(
         for module, parameters in replaced:
             module.__dict__["_parameters"] = parameters
             recurrent(module)
-        for module, unit in units.leaves():
-            replace_method(module, Forward(module, weights, unit))
-        # After the leaves, because an expert can be one.
-        for module, forward in announced(model, weights, units.routed(), units.experts()):
-            replace_method(module, forward)
-        for part in parts(model, {id(module) for module, _ in units.modules}):
-            replace_method(part, PartPass(part, weights))
-        replace_method(model, Pass(model, weights))
-        guard(model)
+        _replace_methods(model, units, weights)
+        save_in_pieces(model, Stored(checkpoint, units.sources, budget))
         model.__dict__["_tensorstream"] = streaming
         model.__dict__["hf_device_map"] = _device_map(model)
         add_live(model)
@@ -256,6 +249,19 @@ def attach(
             # A thread that needs the interpreter must end before the interpreter does.
             weakref.finalize(model, streamer.stop_monitor)
     return model
+
+
+def _replace_methods(model: nn.Module, units: UnitBuilder, weights: Weights) -> None:
+    """Replaces methods of the modules of a model, so that they lease weights, or refuse."""
+    for module, unit in units.leaves():
+        replace_method(module, Forward(module, weights, unit))
+    # After the leaves, because an expert can be one.
+    for module, forward in announced(model, weights, units.routed(), units.experts()):
+        replace_method(module, forward)
+    for part in parts(model, {id(module) for module, _ in units.modules}):
+        replace_method(part, PartPass(part, weights))
+    replace_method(model, Pass(model, weights))
+    guard(model)
 
 
 def _device_map(model: nn.Module) -> dict[str, torch.device]:

@@ -99,23 +99,27 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def store_derived(
-    wanted: dict[str, SymbolicTensor], builder: Builder, config: Config, budget_bytes: int
+    wanted: dict[str, SymbolicTensor],
+    checkpoint: _native.Checkpoint,
+    config: Config,
+    budget_bytes: int,
 ) -> _native.Checkpoint:
     """Computes tensors one at a time and writes them to a file, unless the file exists.
 
     Args:
         wanted: The tensors, by their names in the model.
-        builder: Reads and computes tensors.
+        checkpoint: The tensors from which they are computed.
         config: The directory and the compression of the file.
         budget_bytes: The most memory to use.
 
     Returns:
-        The checkpoint of the builder, with the computed tensors added.
+        The checkpoint, with the computed tensors added.
 
     Raises:
         BudgetError: A tensor needs more memory than ``budget_bytes``.
         ModelError: A tensor is not contiguous.
     """
+    builder = Builder(checkpoint, budget_bytes)
     specs: list[NewTensor] = []
     for name, tensor in wanted.items():
         if not tensor.is_contiguous():
@@ -130,7 +134,7 @@ def store_derived(
             )
         specs.append((name, dtype_name(name, tensor), list(tensor.shape), tensor.source.phase))
     directory = _directory(config.conversion_directory())
-    path = directory / f"converted-{_key(wanted, builder)}{_suffix(config)}"
+    path = directory / f"converted-{_key(wanted, checkpoint)}{_suffix(config)}"
     how = config.codec(), config.level()
     writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, None, *how)
     if writer is not None:
@@ -140,8 +144,8 @@ def store_derived(
             "later runs reuse the file",
             file=sys.stderr,
         )
-        write_all(writer, _pieces(wanted, builder, budget_bytes), total, "converting")
-    return builder.checkpoint.overlaid(_native.Checkpoint(path))
+        write_all(writer, _pieces(wanted, builder), total, "converting")
+    return checkpoint.overlaid(_native.Checkpoint(path))
 
 
 def _suffix(config: Config) -> str:
@@ -151,11 +155,9 @@ def _suffix(config: Config) -> str:
     return f"-{config.codec()}{config.level() or ''}.ts"
 
 
-def _pieces(
-    wanted: dict[str, SymbolicTensor], builder: Builder, budget_bytes: int
-) -> Iterator[torch.Tensor]:
+def _pieces(wanted: dict[str, SymbolicTensor], builder: Builder) -> Iterator[torch.Tensor]:
     for tensor in wanted.values():
-        yield from builder.pieces(tensor, budget_bytes)
+        yield from builder.pieces(tensor)
 
 
 def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -231,14 +233,14 @@ def _directory(path: Path) -> Path:
     return path
 
 
-def _key(wanted: dict[str, SymbolicTensor], builder: Builder) -> str:
+def _key(wanted: dict[str, SymbolicTensor], checkpoint: _native.Checkpoint) -> str:
     """Returns a key of computed tensors.
 
     It depends on the source files, the tensors, the operations and the version of PyTorch.
     """
     key = hashlib.blake2b(digest_size=16)
-    for index, (path, _, _) in enumerate(builder.checkpoint.files()):
-        version = builder.checkpoint.version(index)
+    for index, (path, _, _) in enumerate(checkpoint.files()):
+        version = checkpoint.version(index)
         if version is None:
             raise ConfigurationError(
                 f"cannot convert tensors of {path}: its server does not report when the file "

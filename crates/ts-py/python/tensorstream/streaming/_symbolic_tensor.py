@@ -7,7 +7,8 @@ is recorded (_symbolic.py). Once the model is built, stand-ins replace them (_st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,6 +53,9 @@ class Provider(Protocol):
     def materialize(self, tensor: SymbolicTensor) -> torch.Tensor:
         """Returns the real tensor, in newly allocated memory."""
 
+    def pieces(self, tensor: SymbolicTensor) -> Iterator[torch.Tensor]:
+        """Yields the elements of a tensor in order, as flat tensors, small ones if possible."""
+
 
 class SymbolicStorage:
     """Bytes that symbolic tensors share, and the source of these bytes after all writes so far."""
@@ -68,6 +72,14 @@ class SymbolicStorage:
         self.strides = strides
         self.dtype = dtype
         self.writes = 0
+
+    def data_ptr(self) -> int:
+        """Returns a number that identifies the storage, like the address of one with memory."""
+        return id(self)
+
+    def nbytes(self) -> int:
+        """Returns the size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def write(self, source: Derived) -> None:
         """Replaces the source after a write, and counts the write."""
@@ -171,6 +183,14 @@ class SymbolicTensor(torch.Tensor):
         other: Any = value
         self.symbolic_storage, self.steps = other.symbolic_storage, other.steps
         self._cached_source = other.source, other.symbolic_storage.writes
+
+    def untyped_storage(self) -> Any:
+        """Returns the identity and the size of the storage, which has no memory."""
+        return self.symbolic_storage
+
+    def data_ptr(self) -> int:
+        """Returns a number that is the same for the same storage, where memory has its address."""
+        return self.symbolic_storage.data_ptr()
 
     # PyTorch's own versions of these methods need the memory of the tensor.
 

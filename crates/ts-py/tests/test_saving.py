@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Streamed models save the files that the model in memory saves, in small pieces."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import tensorstream as ts
+import torch
+import transformers as hf
+from conftest import Llama
+from torch import nn
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+#: Models, the smallest budget or more, and arguments of `save_pretrained`. Some have tied weights,
+#: experts that transformers stacks or transposes, weights that are computed, and convolutions.
+MODELS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
+    "llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)), "300KiB", {}),
+    "tied": (
+        lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE, tie_word_embeddings=True)).half(),
+        "150KiB",
+        {"max_shard_size": "100KB", "variant": "fp16"},
+    ),
+    "mixtral": (
+        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SHAPE, num_local_experts=4)),
+        "900KiB",
+        {"max_shard_size": "200KB"},
+    ),
+    "qwen": (
+        lambda: hf.Qwen3MoeForCausalLM(
+            hf.Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=32, head_dim=16)
+        ).bfloat16(),
+        "250KiB",
+        {},
+    ),
+    "fused": (
+        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SHAPE, num_local_experts=4)),
+        "900KiB",
+        {"save_original_format": False},
+    ),
+    "bert": (
+        lambda: hf.BertForMaskedLM(hf.BertConfig(**SHAPE)),
+        "150KiB",
+        {"state_dict": None},
+    ),
+    "t5": (
+        lambda: hf.T5ForConditionalGeneration(
+            hf.T5Config(vocab_size=256, d_model=64, d_kv=16, d_ff=128, num_layers=2)
+        ),
+        "300KiB",
+        {},
+    ),
+    "unet": (
+        lambda: diffusers.UNet2DConditionModel(
+            sample_size=8,
+            layers_per_block=1,
+            block_out_channels=(32, 64),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            cross_attention_dim=32,
+            attention_head_dim=4,
+            norm_num_groups=8,
+        ),
+        "900KiB",
+        {"max_shard_size": "1MB"},
+    ),
+}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_files_are_those_of_the_model_in_memory(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made, budget, how = MODELS[name]
+    model_class = type(made())
+    made().save_pretrained(tmp_path / "source")
+    reference = model_class.from_pretrained(tmp_path / "source")
+    reference.save_pretrained(tmp_path / "reference", **how)
+    streamed = ts.from_pretrained(tmp_path / "source", budget=budget, model_class=model_class)
+    streamed.save_pretrained(tmp_path / "saved", **how)
+    assert contents(tmp_path / "saved") == contents(tmp_path / "reference")
+    weights = sum(parameter.nbytes for parameter in reference.parameters())
+    assert ts.stats(streamed)["reserved_high_water_bytes"] <= ts.stats(streamed)["budget_bytes"]
+    assert ts.stats(streamed)["budget_bytes"] < weights
+    # The functions of the libraries are theirs again.
+    assert hf.modeling_utils.safe_save_file.__module__ == "safetensors.torch"
+
+
+@pytest.mark.parametrize("suffix", ["ts", "packed.ts"])
+def test_ts_files_and_casts_are_saved(suffix: str, llama: Llama, tmp_path: Path) -> None:
+    path = llama()
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in path.glob("*.json"):
+        (source / file.name).write_bytes(file.read_bytes())
+    codec: Any = "auto" if suffix == "packed.ts" else "raw"
+    budget = "3MiB" if suffix == "packed.ts" else "300KiB"  # decoding takes memory, too
+    ts.save_file(ts.load_file(path), source / "model.ts", {"format": "pt"}, codec=codec)
+    for how in ({}, {"dtype": torch.bfloat16}):
+        hf.LlamaForCausalLM.from_pretrained(path, **how).save_pretrained(tmp_path / "reference")
+        streamed = ts.from_pretrained(source, budget=budget, **how)
+        streamed.save_pretrained(tmp_path / "saved")
+        assert contents(tmp_path / "saved") == contents(tmp_path / "reference")
+
+
+def test_new_weights_and_given_state_dicts_are_saved(llama: Llama, tmp_path: Path) -> None:
+    path = llama()
+    torch.manual_seed(0)
+    streamed = ts.from_pretrained(
+        path, budget="300KiB", model_class=hf.LlamaForSequenceClassification, num_labels=5
+    )
+    streamed.save_pretrained(tmp_path / "all")
+    assert torch.equal(ts.load_file(tmp_path / "all")["score.weight"], streamed.score.weight)
+    part = {
+        "score.weight": streamed.score.weight,
+        "norm": streamed.state_dict()["model.norm.weight"],
+    }
+    streamed.save_pretrained(tmp_path / "part", state_dict=part)
+    saved = ts.load_file(tmp_path / "part")
+    assert set(saved) == set(part)
+    assert torch.equal(saved["norm"], ts.load_file(path)["model.norm.weight"])
+
+
+def test_weights_in_memory_order_are_saved(tmp_path: Path) -> None:
+    """The weights of a live model in channels-last order, streamed from its own file."""
+    made, budget, _ = MODELS["unet"]
+    torch.manual_seed(0)
+    reference = made().to(memory_format=torch.channels_last)
+    reference.save_pretrained(tmp_path / "reference")
+    streamed = copy.deepcopy(reference)
+    ts.offload(streamed, ts.Config(storage_path=tmp_path / "weights", budget=budget))
+    streamed.save_pretrained(tmp_path / "saved")
+    assert contents(tmp_path / "saved") == contents(tmp_path / "reference")
+
+
+def test_the_directory_of_the_weights_is_refused(llama: Llama, tmp_path: Path) -> None:
+    path = llama()
+    before = contents(path)
+    streamed = ts.from_pretrained(path, budget="300KiB")
+    (tmp_path / "link").symlink_to(path)
+    for directory in (path, str(path), tmp_path / "link"):
+        with pytest.raises(ts.ModelError, match="another directory"):
+            streamed.save_pretrained(directory)
+    with pytest.raises(ts.ModelError, match="another directory"):
+        streamed.save_pretrained(save_directory=path)
+    assert contents(path) == before
+
+
+def test_a_failed_save_leaves_the_model(llama: Llama, tmp_path: Path) -> None:
+    streamed = ts.from_pretrained(llama(), budget="300KiB")
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ts.StorageError):
+        streamed.save_pretrained(tmp_path)
+    assert hf.modeling_utils.safe_save_file.__module__ == "safetensors.torch"
+    assert not isinstance(streamed.state_dict()["lm_head.weight"], nn.Parameter)
+    streamed.save_pretrained(tmp_path / "saved")
+    assert_equal(ts.load_file(tmp_path / "saved"), ts.load_file(llama()))
+
+
+def test_other_threads_save_their_own_models(llama: Llama, tmp_path: Path) -> None:
+    path = llama()
+    streamed = ts.from_pretrained(path, budget="300KiB")
+    inside = hf.LlamaForCausalLM.from_pretrained(path)
+    failed: list[BaseException] = []
+
+    def save(model: Any, name: str) -> None:
+        try:
+            for count in range(5):
+                model.save_pretrained(tmp_path / f"{name}{count}")
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [
+        threading.Thread(target=save, args=each)
+        for each in ((streamed, "a"), (inside, "b"), (streamed, "c"))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+    expected = contents(tmp_path / "b0")
+    assert all(contents(tmp_path / f"{n}{i}") == expected for n in "abc" for i in range(5))
+
+
+def test_saving_takes_little_memory(tmp_path: Path) -> None:
+    """200 MB of weights are saved by a process that grows by less than 40 MB."""
+    config = hf.LlamaConfig(**SHAPE | {"hidden_size": 1024, "intermediate_size": 4096})
+    hf.LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
+    program = f"""
+import tensorstream as ts
+def peak():
+    fields = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(fields["VmHWM"].split()[0])
+model = ts.from_pretrained({str(tmp_path / "source")!r}, budget="20MB")
+before = peak()
+model.save_pretrained({str(tmp_path / "saved")!r})
+print((peak() - before) * 1024, ts.stats(model)["reserved_high_water_bytes"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    grown, reserved = map(int, done.stdout.split())
+    assert grown < 40_000_000, "of which the budget is a half"
+    assert reserved <= 20_000_000
+    size = (tmp_path / "saved" / "model.safetensors").stat().st_size
+    assert size > 180_000_000
+    assert size == (tmp_path / "source" / "model.safetensors").stat().st_size
