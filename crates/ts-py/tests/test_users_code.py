@@ -180,7 +180,7 @@ FORBIDDEN: dict[str, Callable[[Any], Any]] = {
     "state_dict by safetensors": lambda m: __import__("safetensors.torch").torch.save_file(
         m.state_dict(), "x"
     ),
-    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
     "twice": lambda m: ts.offload(m, ts.Config(budget="1MiB", storage_path="x")),
     "script": torch.jit.script,
     "export": lambda m: torch.export.export(m, (X,)),

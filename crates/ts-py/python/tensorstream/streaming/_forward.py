@@ -14,10 +14,13 @@ changes state that must stay consistent.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -162,9 +165,10 @@ class ReplacedMethod:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.before = module.__dict__.get(name)
-        self._method = getattr(type(module), name)
+        self._method: Any = getattr(type(module), name, None)
         self.module = weakref.ref(module)
-        with contextlib.suppress(ValueError):  # the method has no Python signature
+        # The method does not exist, or has no Python signature.
+        with contextlib.suppress(ValueError, AttributeError):
             self.__signature__ = inspect.signature(getattr(module, name))
         self.__doc__ = self._method.__doc__
         self.__name__ = name
@@ -185,11 +189,72 @@ class ReplacedMethod:
             f"`{name}`; to script or export the model, restore(model) first"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not _copying.get():
+            self.__reduce_ex__(4)
+        if self.before is not None:
+            return copy.deepcopy(self.before, memo)
+        return _LeftOut(self.__name__, frozenset(self.__dict__))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(
             f"cannot copy or pickle an offloaded {type(self.module()).__name__}: the copy would "
             "share the streaming state; restore(model) first, or save the model's state_dict()"
         )
+
+
+#: Whether copies of modules are made in this thread that do not have replaced methods.
+_copying: ContextVar[bool] = ContextVar("tensorstream_copying", default=False)
+
+
+@dataclass(frozen=True)
+class _LeftOut:
+    """Stands in a copy of a module for a method that is replaced in the original.
+
+    Attributes:
+        name: The method.
+        attributes: The names of the attributes of the ``ReplacedMethod``.
+    """
+
+    name: str
+    attributes: frozenset[str]
+
+
+@contextlib.contextmanager
+def copied_without_replaced_methods() -> Iterator[None]:
+    """Lets ``copy.deepcopy`` copy modules with replaced methods. See ``remove_left_out``."""
+    token = _copying.set(True)
+    try:
+        yield
+    finally:
+        _copying.reset(token)
+
+
+def remove_left_out(module: nn.Module) -> None:
+    """Gives a copy of a module the methods of its class where the original has replaced ones."""
+    for name, value in list(module.__dict__.items()):
+        if isinstance(value, _LeftOut):
+            del module.__dict__[name]
+            if name != value.name:  # another library keeps the method, to wrap it
+                module.__dict__[name] = _own_method(module, value.name)
+        elif isinstance(left_out := _wrapped(value), _LeftOut):
+            _rewrap(value, _own_method(module, left_out.name), left_out.attributes)
+
+
+def _own_method(module: nn.Module, name: str) -> Any:
+    return getattr(type(module), name).__get__(module)
+
+
+def _wrapped(value: Any) -> Any:
+    """Returns what a function wraps. Hooks of accelerate, for example, wrap ``forward``."""
+    return value.__dict__.get("__wrapped__") if isinstance(value, functools.partial) else None
+
+
+def _rewrap(wrapper: Any, method: Any, attributes: Iterable[str]) -> None:
+    """Makes a wrapper of a replaced method forget it. It got copies of its attributes, too."""
+    for name in attributes:
+        wrapper.__dict__.pop(name, None)
+    wrapper.__wrapped__ = method
 
 
 def replace_method(module: nn.Module, replaced: ReplacedMethod) -> None:
@@ -206,6 +271,8 @@ def restore_methods(module: nn.Module) -> None:
                 module.__dict__[name] = replaced.before
             elif name != replaced.__name__:  # another library keeps the method, to wrap it
                 module.__dict__[name] = replaced.original()
+        if isinstance(wrapped := _wrapped(module.__dict__.get(name)), ReplacedMethod):
+            _rewrap(module.__dict__[name], wrapped.original(), wrapped.__dict__)
 
 
 class Forward(ReplacedMethod):

@@ -14,11 +14,12 @@ from torch import nn
 
 from .. import _native
 from ..budget import Budget
-from ..config import Config, expanded
+from ..config import Config, cache_directory, expanded
 from ..errors import (
     ConfigurationError,
     ModelError,
 )
+from ._copying import Attach, replace_copying
 from ._division import Rows
 from ._forward import (
     Forward,
@@ -39,9 +40,10 @@ from ._places import find
 from ._profile import Profile
 from ._routing import announced
 from ._rules import register_transformers
-from ._saving import Stored, save_in_pieces
+from ._saving import save_in_pieces
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
+from ._stored import Stored
 from ._streamed_tensor import StreamedWeight, stand_ins
 from ._symbolic_tensor import Source
 from ._units import TensorSpec, UnitBuilder, units_for_budget
@@ -221,6 +223,8 @@ def attach(
     if isinstance(config.budget, Budget):
         config.budget.add(streamer, max(extremes[1], budget))
     weights = Weights(streamer, units.weights, units.divided, budget)
+    stored = Stored(checkpoint, units.sources, budget, cache_directory())
+    weights.mapped = stored.mapped
     buffers = units.read_buffers()
     made = {key: stand_ins(weights, key) for key in units.sources}
     streaming = Streaming(
@@ -240,7 +244,8 @@ def attach(
             module.__dict__["_parameters"] = parameters
             recurrent(module)
         _replace_methods(model, units, weights)
-        save_in_pieces(model, Stored(checkpoint, units.sources, budget))
+        save_in_pieces(model, stored)
+        replace_copying(model, streaming, stored, _attach_copy(config, checkpoint))
         model.__dict__["_tensorstream"] = streaming
         model.__dict__["hf_device_map"] = _device_map(model)
         add_live(model)
@@ -249,6 +254,15 @@ def attach(
             # A thread that needs the interpreter must end before the interpreter does.
             weakref.finalize(model, streamer.stop_monitor)
     return model
+
+
+def _attach_copy(config: Config, checkpoint: _native.Checkpoint) -> Attach:
+    """Returns a function that offloads a copy of a model. It does not refer to the model."""
+
+    def attach_copy(twin: nn.Module, orders: DimensionOrders, kept: frozenset[int]) -> None:
+        attach(twin, config, checkpoint, orders, kept=kept)
+
+    return attach_copy
 
 
 def _replace_methods(model: nn.Module, units: UnitBuilder, weights: Weights) -> None:

@@ -20,68 +20,17 @@ from torch import nn
 from .. import _native
 from ..errors import ModelError
 from ..files._capsules import NewTensor, dtype_name, write_all
-from ._builder import Builder
 from ._diversion import replaced
 from ._forward import ReplacedMethod, replace_method
 from ._guards import stand_ins_below
-from ._store import memory_order
-from ._streamed_tensor import StreamedTensor
-from ._symbolic_tensor import Source, SymbolicTensor
-from ._units import TensorSpec
+from ._stored import Stored
+from ._symbolic_tensor import SymbolicTensor
 
 #: The functions of safetensors that classes of models call to write a file.
 _WRITERS = (("transformers.modeling_utils", "safe_save_file"), ("safetensors.torch", "save_file"))
 
 #: The module that is being saved in this thread.
 _saved: ContextVar[nn.Module | None] = ContextVar("tensorstream_saved", default=None)
-
-
-class Stored:
-    """The stored tensors of the parameters of a model.
-
-    Args:
-        checkpoint: The checkpoint.
-        sources: The stored tensor of each parameter, by key.
-        budget_bytes: The budget. A smaller budget leads to smaller pieces.
-    """
-
-    def __init__(
-        self, checkpoint: _native.Checkpoint, sources: dict[int, TensorSpec], budget_bytes: int
-    ) -> None:
-        self._builder = Builder(checkpoint, budget_bytes)
-        self._sources = sources
-
-    def is_in(self, directory: str | os.PathLike[str]) -> bool:
-        """Returns whether weights stream from files in a directory."""
-        files = enumerate(self._builder.checkpoint.files())
-        return any(
-            os.path.realpath(os.path.dirname(path)) == os.path.realpath(directory)
-            for index, (path, _, _) in files
-            if not self._builder.checkpoint.is_remote(index)
-        )
-
-    def symbolic(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a state dict with symbolic tensors instead of stand-ins.
-
-        Names of the same weight have the same symbolic tensor.
-        """
-        made: dict[int, SymbolicTensor] = {}
-        state_dict = dict(tensors)
-        for name, tensor in tensors.items():
-            if type(tensor) is StreamedTensor:
-                if tensor.key not in made:
-                    made[tensor.key] = self._symbolic(tensor)
-                state_dict[name] = made[tensor.key]
-        return state_dict
-
-    def _symbolic(self, stand_in: StreamedTensor) -> Any:
-        name, _, shape, parts, phase = self._sources[stand_in.key]
-        source = Source(name, tuple(parts), phase)
-        stored = SymbolicTensor(shape, stand_in.dtype, source, self._builder)
-        if stand_in.is_contiguous():
-            return stored
-        order = memory_order(stand_in)
-        return stored.permute([order.index(dim) for dim in range(len(order))])
 
 
 def save_in_pieces(model: nn.Module, stored: Stored) -> None:
@@ -101,7 +50,7 @@ class StateDict(ReplacedMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self.original()(*args, **kwargs)
-        return self._stored.symbolic(tensors) if _saved.get() is self.module() else tensors
+        return self._stored.symbolic_all(tensors) if _saved.get() is self.module() else tensors
 
 
 class SavePretrained(ReplacedMethod):
@@ -122,7 +71,7 @@ class SavePretrained(ReplacedMethod):
                 "changed; save to another directory, or restore(model) first"
             )
         if isinstance(kwargs.get("state_dict"), Mapping):
-            kwargs["state_dict"] = self._stored.symbolic(kwargs["state_dict"])
+            kwargs["state_dict"] = self._stored.symbolic_all(kwargs["state_dict"])
         with contextlib.ExitStack() as stack:
             for module, name in _WRITERS:
                 if hasattr(owner := sys.modules.get(module), name):

@@ -124,8 +124,14 @@ class StreamedTensor(torch.Tensor):
         return self.copy().__dlpack__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        copy: Any = nn.Parameter(self.copy(), requires_grad=False)
-        return copy.__reduce_ex__(protocol)
+        spec = self.weights.specs[self.key]
+        whole = (spec.dtype, spec.shape, spec.strides)
+        is_whole = (self.dtype, tuple(self.shape), self.stride()) == whole
+        # A program that pickles all weights keeps all of these tensors.
+        values: Any = self.weights.mapped(self) if is_whole else self.copy()
+        if getattr(self, "_is_param", False):
+            values = nn.Parameter(values, requires_grad=False)
+        return values.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy = nn.Parameter(self.copy(), requires_grad=False)

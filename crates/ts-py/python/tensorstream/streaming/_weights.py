@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,8 @@ class Weights:
         self._native_count = len(specs)
         self.budget_bytes = budget_bytes
         self._frozen: set[int] = set()
+        #: Returns the weight of a stand-in as a view of a file. See ``Stored.mapped``.
+        self.mapped: Callable[[Any], torch.Tensor]
 
     def requires_grad(self, key: int) -> bool:
         """Returns whether the original parameter requires gradients and was not frozen since."""

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The stored tensors of the parameters of a streamed model, for copies and files of the model."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _native
+from ..errors import StorageError
+from ..files._capsules import as_capsule
+from ._builder import Builder
+from ._store import memory_order
+from ._streamed_tensor import StreamedTensor
+from ._symbolic_tensor import Source, SymbolicTensor
+from ._units import TensorSpec
+
+
+class Stored:
+    """The stored tensors of the parameters of a streamed model.
+
+    Args:
+        checkpoint: The checkpoint.
+        sources: The stored tensor of each parameter, by key.
+        budget_bytes: The budget. A smaller budget leads to smaller pieces.
+        directory: The directory for temporary files.
+    """
+
+    def __init__(
+        self,
+        checkpoint: _native.Checkpoint,
+        sources: dict[int, TensorSpec],
+        budget_bytes: int,
+        directory: Path,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._builder = Builder(checkpoint, budget_bytes)
+        self._sources = sources
+        self._directory = directory
+        #: The storages of mapped weights that still exist, by key.
+        self._mapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def is_in(self, directory: str | os.PathLike[str]) -> bool:
+        """Returns whether weights stream from files in a directory."""
+        return any(
+            os.path.realpath(os.path.dirname(path)) == os.path.realpath(directory)
+            for index, (path, _, _) in enumerate(self._checkpoint.files())
+            if not self._checkpoint.is_remote(index)
+        )
+
+    def symbolic_all(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a state dict with symbolic tensors instead of stand-ins.
+
+        Names of the same weight have the same symbolic tensor.
+        """
+        made: dict[int, torch.Tensor] = {}
+        state_dict = dict(tensors)
+        for name, tensor in tensors.items():
+            if type(tensor) is StreamedTensor:
+                if tensor.key not in made:
+                    made[tensor.key] = self.symbolic(tensor)
+                state_dict[name] = made[tensor.key]
+        return state_dict
+
+    def symbolic(self, stand_in: StreamedTensor) -> torch.Tensor:
+        """Returns a symbolic tensor for a weight, or a view of one if it is not contiguous."""
+        name, _, shape, parts, phase = self._sources[stand_in.key]
+        source = Source(name, tuple(parts), phase)
+        stored = SymbolicTensor(shape, stand_in.dtype, source, self._builder)
+        if stand_in.is_contiguous():
+            return stored
+        order = memory_order(stand_in)
+        return stored.permute([order.index(dim) for dim in range(len(order))])
+
+    def mapped(self, stand_in: StreamedTensor) -> torch.Tensor:
+        """Returns a weight as a view of a file, whose pages the system can reclaim. Blocks.
+
+        The file is that of the checkpoint, or an unnamed one to which the weight is written.
+        Tensors of the same weight share memory. Writes to it do not reach the checkpoint.
+
+        Raises:
+            StorageError: Reading or writing failed.
+            CheckpointChangedError: The file changed since it was opened.
+        """
+        spec = stand_in.weights.specs[stand_in.key]
+        storage = self._mapped.get(stand_in.key)
+        if storage is None:
+            storage = self._map(self._sources[stand_in.key]).untyped_storage()
+            self._mapped[stand_in.key] = storage
+        whole = torch.empty(0, dtype=spec.dtype)
+        return whole.set_(storage, 0, spec.shape, spec.strides)
+
+    def _map(self, stored: TensorSpec) -> torch.Tensor:
+        """Returns the bytes of a stored tensor in a mapped file."""
+        parts = stored[3]
+        length = sum(part[2] for part in parts)
+        if length == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        try:
+            if len(parts) == 1 and self._is_plain(parts[0]):
+                file, offset, _ = parts[0]
+                path, _, _ = self._checkpoint.files()[file]
+                with open(path, "rb") as opened:
+                    self._checkpoint.require_unchanged(file)
+                    begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+                    mapping = mmap.mmap(
+                        opened.fileno(), offset - begin + length, access=mmap.ACCESS_COPY,
+                        offset=begin,
+                    )  # fmt: skip
+                return torch.frombuffer(
+                    mapping, dtype=torch.uint8, count=length, offset=offset - begin
+                )
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._directory) as unnamed:
+                # Reserves the space: without space, a write to the mapping would end the process.
+                os.posix_fallocate(unnamed.fileno(), 0, length)
+                mapping = mmap.mmap(unnamed.fileno(), length)
+        except OSError as error:
+            raise StorageError(f"cannot map `{stored[0]}`: {error}") from error
+        target = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._checkpoint.read_into(parts, as_capsule(target))
+        return target
+
+    def _is_plain(self, part: tuple[int, int, int]) -> bool:
+        return self._checkpoint.can_gather([part]) and not self._checkpoint.is_remote(part[0])
