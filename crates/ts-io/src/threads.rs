@@ -3,11 +3,12 @@
 //! enforces the timeout.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::Arc;
+// Not those of parking_lot, whose list of waiting threads all locks of a process share. In a forked
+// process, it contains threads that no longer exist, and notifications of new threads get lost.
+// These threads wait most of the time, so a fork would often find them there.
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-
-use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::Error;
 use crate::backend::{
@@ -156,7 +157,8 @@ fn spawn(name: String, work: impl FnOnce() + Send + 'static) -> Result<JoinHandl
 
 impl<R> Workers<R> {
     fn lock(&self) -> MutexGuard<'_, WorkersState> {
-        self.state.lock()
+        // No code that can panic leaves the state inconsistent.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -209,7 +211,7 @@ impl<R: BlockingRead> Workers<R> {
                 self.watch.notify_all();
                 return None;
             }
-            self.work.wait(&mut state);
+            state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -242,12 +244,14 @@ impl<R: BlockingRead> Workers<R> {
                 continue;
             }
             let next = state.active.values().map(|active| active.deadline).min();
-            match next {
-                None => this.watch.wait(&mut state),
+            state = match next {
+                None => this.watch.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Some(deadline) => {
-                    this.watch.wait_until(&mut state, deadline);
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    let waited = this.watch.wait_timeout(state, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
                 }
-            }
+            };
         }
     }
 }

@@ -386,6 +386,12 @@ def test_a_forked_child_runs_the_model_and_exits(used: bool, budget: int, tmp_pa
         model = streamed(reference, tmp_path, budget)
         if used:
             model(X)
+    require_right_in_child(model, expected)
+    require_right(model, reference)
+
+
+def require_right_in_child(model: nn.Module, expected: torch.Tensor) -> None:
+    """Forks, and requires that the child runs the model, and that it exits."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -401,10 +407,22 @@ def test_a_forked_child_runs_the_model_and_exits(used: bool, budget: int, tmp_pa
     os.close(writing)
     ready = select.select([reading], [], [], 30)[0]
     outcome = os.read(reading, 999).decode() if ready else "nothing"
+    os.close(reading)
     if not ready:
         os.kill(child, signal.SIGKILL)
     assert (outcome, os.waitpid(child, 0)[1]) == ("equal", 0)
-    require_right(model, reference)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_many_forked_children_run_models(tmp_path: Path) -> None:
+    """Idle threads of the parent must not be in a list that the threads of a child use."""
+    reference = layers()
+    with torch.no_grad():
+        expected = reference(X)
+    for _ in range(100):
+        model = streamed(reference, tmp_path, BUDGETS[0])
+        require_right(model, reference, passes=1)
+        require_right_in_child(model, expected)
 
 
 EXITS = {
