@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,18 @@ _SUFFIXES = (".safetensors", ".ts", ".json", ".bin", ".gguf", ".pt", ".pth", ".c
 
 #: The arguments of transformers' ``from_pretrained`` that say how to find files on the Hub.
 OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+#: How long a Hub that could not be reached is not tried again. Its library tries for 15 seconds.
+_RETRY_SECONDS = 60
+#: The time until which a Hub is not tried again, by its endpoint.
+_unreachable_until: dict[str, float] = {}
+
+
+def _endpoint() -> str:
+    import huggingface_hub.constants
+
+    return str(huggingface_hub.constants.ENDPOINT)
 
 
 @dataclass(frozen=True)
@@ -134,15 +147,20 @@ class HubModel:
             import huggingface_hub
             from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
+            options = dict(self.options)
+            if time.monotonic() < _unreachable_until.get(_endpoint(), 0):
+                options["local_files_only"] = True
             try:
                 path: str = huggingface_hub.hf_hub_download(
                     self.name,
                     name,
                     revision=self.revision,
                     subfolder=self.subfolder or None,
-                    **self.options,
+                    **options,
                 )
             except LocalEntryNotFoundError:  # also an EntryNotFoundError
+                if not options.get("local_files_only"):
+                    _unreachable_until[_endpoint()] = time.monotonic() + _RETRY_SECONDS
                 if optional or self._is_known_to_be_absent(name):
                     return None
                 raise
