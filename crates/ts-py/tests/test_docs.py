@@ -29,6 +29,7 @@ MODULES = [
     "tensorstream",
     "tensorstream.accelerate",
     "tensorstream.config",
+    "tensorstream.diffusers",
     "tensorstream.errors",
     "tensorstream.files._convert",
     "tensorstream.files._safe_open",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import threading
@@ -12,9 +13,11 @@ from typing import Any
 import diffusers
 import pytest
 import tensorstream as ts
+import tensorstream.diffusers as group_offload
 import torch
 import transformers
 from conftest import Llama
+from diffusers.hooks.group_offloading import GroupOffloadingType
 from sentence_transformers import SentenceTransformer
 
 WORDS = ["a", "cat", "dog", "on", "the", "moon"]
@@ -105,6 +108,81 @@ def test_pipelines_stream_under_one_budget(
     assert all(any(unit["loads"] > 1 for unit in each["units"]) for each in stats)
     assert streamed.to("cpu") is streamed
     assert streamed.device.type == "cpu" and streamed.dtype == (dtype or torch.float32)
+
+
+def test_group_offload_of_pipelines(pipeline: Path, tmp_path: Path) -> None:
+    expected = diffusers.StableDiffusionPipeline.from_pretrained(pipeline)
+    changed = diffusers.StableDiffusionPipeline.from_pretrained(pipeline)
+    how: dict[str, Any] = {
+        "onload_device": torch.device("cpu"),
+        "offload_device": torch.device("cpu"),
+        "offload_type": "leaf_level",
+        "use_stream": True,
+    }
+    group_offload.enable_group_offload(changed, **how)  # everything is on the CPU already
+    assert not hasattr(changed.unet, "hf_device_map")
+    how |= {"offload_to_disk_path": tmp_path, "budget": "1500KiB"}
+    group_offload.enable_group_offload(changed, **how, exclude_modules="vae")
+    assert not hasattr(changed.vae, "hf_device_map")
+    assert ts.stats(changed.unet)["limit_bytes"] < 1500 << 10
+    for _ in range(2):
+        assert torch.equal(image(changed), image(expected))
+    group_offload.enable_group_offload(changed, **how)  # the others stream already
+    parts = [changed.text_encoder, changed.unet]
+    assert all(any(unit["loads"] > 1 for unit in ts.stats(part)["units"]) for part in parts)
+    assert ts.stats(changed.vae)["passes"] == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["text_encoder", "unet", "vae"]
+
+
+def test_group_offload_of_models(pipeline: Path, tmp_path: Path) -> None:
+    expected = diffusers.UNet2DConditionModel.from_pretrained(pipeline, subfolder="unet")
+    inputs = torch.randn(1, 4, 8, 8), 1, torch.randn(1, 16, 64)
+    for number, function in enumerate(
+        (group_offload.apply_group_offloading, group_offload.enable_group_offload)
+    ):
+        changed = diffusers.UNet2DConditionModel.from_pretrained(pipeline, subfolder="unet")
+        directory = tmp_path / str(number)
+        function(
+            changed,
+            torch.device("cpu"),
+            offload_type=GroupOffloadingType.BLOCK_LEVEL,
+            num_blocks_per_group=1,
+            offload_to_disk_path=directory,
+            budget="900KiB",
+        )
+        with torch.inference_mode():
+            for _ in range(3):
+                assert torch.equal(changed(*inputs).sample, expected(*inputs).sample)
+        assert any(unit["loads"] > 1 for unit in ts.stats(changed)["units"])
+    assert group_offload.HookRegistry is diffusers.hooks.HookRegistry
+    assert group_offload.DDIMScheduler is diffusers.DDIMScheduler
+    for call, message in (
+        (lambda f: f(expected, "cuda"), "execute on cuda"),
+        (lambda f: f(expected, "cpu", "meta"), "execute on meta"),
+        (lambda f: f(expected, offload_type="rows"), "rows"),
+        (lambda f: f(expected, budget="1GiB"), "offload_to_disk_path"),
+    ):
+        for refusing in (group_offload.apply_group_offloading, group_offload.enable_group_offload):
+            with pytest.raises(ts.ConfigurationError, match=message):
+                call(refusing)
+    with pytest.raises(ts.ConfigurationError, match="a model or a pipeline"):
+        group_offload.enable_group_offload({})
+    assert type(expected.conv_in.weight) is torch.nn.Parameter
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (group_offload.apply_group_offloading, diffusers.hooks.apply_group_offloading),
+        (
+            group_offload.enable_group_offload,
+            diffusers.DiffusionPipeline.enable_group_offload,
+        ),
+    ],
+)
+def test_group_offload_has_the_arguments_of_diffusers(ours: Any, theirs: Any) -> None:
+    expected, found = (list(inspect.signature(each).parameters)[1:] for each in (theirs, ours))
+    assert found == [*expected, "budget"]
 
 
 def test_models_of_diffusers(pipeline: Path, tmp_path: Path) -> None:

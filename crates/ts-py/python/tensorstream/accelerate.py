@@ -19,7 +19,7 @@ from . import _native
 from .budget import Budget
 from .config import Config, expanded
 from .errors import CheckpointError, ConfigurationError, ModelError
-from .streaming._arguments import check_device_map, cpu_memory
+from .streaming._arguments import check_device_map, check_execution_device, cpu_memory
 from .streaming._builder import Builder
 from .streaming._division import FUSED
 from .streaming._offload import offload, restore
@@ -79,7 +79,7 @@ def disk_offload(
         >>> model(torch.ones(1, 64)).shape
         torch.Size([1, 64])
     """
-    _check_device(execution_device)
+    check_execution_device(execution_device)
     if os.path.isfile(os.path.join(offload_dir, _INDEX)) and _is_meta(model):
         raise ConfigurationError(
             f"{os.fspath(offload_dir)} has weights in the format of accelerate: pass a model with "
@@ -109,7 +109,7 @@ def cpu_offload(
         ConfigurationError: The execution device is not the CPU.
         ModelError: The model is on the meta device, and no weights are given.
     """
-    _check_device(execution_device)
+    check_execution_device(execution_device)
     if state_dict is not None:
         model.load_state_dict(state_dict, assign=True)
     if _is_meta(model):
@@ -192,7 +192,7 @@ def dispatch_model(
         The errors of ``tensorstream.offload``.
     """
     _check_map(model, device_map)
-    _check_device(main_device)
+    check_execution_device(main_device)
     if offload_index is not None:
         raise ConfigurationError(
             "dispatch_model cannot use `offload_index`: pass the checkpoint to "
@@ -294,15 +294,6 @@ def load_checkpoint_and_dispatch(
         undo()
         raise
     return restore(model) if device_map is None else model
-
-
-def _check_device(device: Device | None) -> None:
-    """Refuses a device that is not the CPU."""
-    if device is not None and str(device) not in ("cpu", "cpu:0"):
-        raise ConfigurationError(
-            f"cannot execute on {device}: streamed weights are in CPU memory, where the model runs;"
-            ' leave the device out, or pass "cpu"'
-        )
 
 
 def _check_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:

@@ -199,3 +199,16 @@ def cpu_memory(max_memory: Any) -> int | str | None:
         f"invalid max_memory: {max_memory!r}: weights stream from storage into CPU memory; expected"
         ' a size for it, such as {"cpu": "6GB"}, or a `budget`'
     )
+
+
+def check_execution_device(device: int | str | torch.device | None) -> None:
+    """Refuses a device that is not the CPU.
+
+    Raises:
+        ConfigurationError: The device is not the CPU.
+    """
+    if device is not None and str(device) not in ("cpu", "cpu:0"):
+        raise ConfigurationError(
+            f"cannot execute on {device}: streamed weights are in CPU memory, where the model runs;"
+            ' leave the device out, or pass "cpu"'
+        )
