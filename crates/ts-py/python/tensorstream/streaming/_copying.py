@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Copies streamed models: ``copy.deepcopy`` returns a second streamed model on the same files."""
+"""Copies streamed models: ``copy.deepcopy`` returns a second streamed model on the same files.
+
+A deep copy of a part of the model is an ordinary module in memory.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,11 @@ from ._forward import (
     remove_left_out,
     replace_method,
 )
+from ._guards import stand_ins_below
 from ._store import DimensionOrders, memory_order
 from ._stored import Stored
 from ._streamed_tensor import StreamedTensor
+from ._weights import Weights
 
 #: Offloads a copy: the model, the stored orders of dimensions, and the ``id`` of each parameter
 #: that stays in memory.
@@ -30,32 +35,16 @@ Attach = Callable[[nn.Module, DimensionOrders, frozenset[int]], None]
 
 
 class DeepCopy(ReplacedMethod):
-    """The method ``__deepcopy__`` of a streamed model."""
+    """The method ``__deepcopy__`` of a streamed model. The copy is a second streamed model."""
 
     def __init__(self, model: nn.Module, streaming: Streaming, stored: Stored, attach: Attach):
         super().__init__(model, "__deepcopy__")
-        self._streaming = streaming
+        self._weights = streaming.weights
         self._stored = stored
         self._attach = attach
 
     def __call__(self, memo: dict[int, Any]) -> Any:
-        model: Any = self.module()
-        placeholders = self._placeholders(model, memo)
-        twin = nn.Module.__new__(type(model))
-        memo[id(model)] = twin
-        for module in model.modules():
-            for method in module.__dict__.values():
-                if isinstance(method, ReplacedMethod):  # wrappers have copies of its attributes
-                    memo.update({id(v): v for k, v in vars(method).items() if k != "before"})
-            own = module.__dict__["_parameters"]
-            if isinstance(own, Parameters):
-                memo[id(own)] = {name: copy.deepcopy(dict.get(own, name), memo) for name in own}
-        left_out = ("_tensorstream", "hf_device_map")
-        attributes = {k: value for k, value in model.__dict__.items() if k not in left_out}
-        with copied_without_replaced_methods():
-            twin.__dict__.update(copy.deepcopy(attributes, memo))
-        for module in twin.modules():
-            remove_left_out(module)
+        twin, placeholders = _copied(self.module(), self._weights, self._placeholder, memo)
         orders = {
             name: memory_order(parameter)
             for name, parameter in twin.named_parameters()
@@ -67,34 +56,73 @@ class DeepCopy(ReplacedMethod):
         self._attach(twin, orders, kept)
         return twin
 
-    def _placeholders(self, model: nn.Module, memo: dict[int, Any]) -> dict[int, nn.Parameter]:
-        """Maps the stand-ins of a model to parameters of its copy, which have no memory.
-
-        Returns:
-            These parameters by ``id``.
-        """
-        made: dict[int, nn.Parameter] = {}
-        weights = self._streaming.weights
-        for module in model.modules():
-            own = module.__dict__["_parameters"]
-            for name, stand_in in own_stand_ins(module):
-                if stand_in.weights is not weights:
-                    continue
-                if stand_in.key not in made:
-                    made[stand_in.key] = nn.Parameter(
-                        self._placeholder(stand_in), weights.requires_grad(stand_in.key)
-                    )
-                memo[id(stand_in)] = made[stand_in.key]
-                if name in own.trainable:
-                    memo[id(own.trainable[name])] = made[stand_in.key]
-        return {id(parameter): parameter for parameter in made.values()}
-
     def _placeholder(self, stand_in: StreamedTensor) -> torch.Tensor:
+        """Returns a tensor without memory for a parameter of the copy."""
         if stand_in.is_contiguous():
             return self._stored.symbolic(stand_in)
         return torch.empty_strided(
             stand_in.shape, stand_in.stride(), dtype=stand_in.dtype, device="meta"
         )
+
+
+class DeepCopyOfPart(ReplacedMethod):
+    """The method ``__deepcopy__`` of a part of a streamed model. The copy is in memory.
+
+    PEFT, for example, trains copies of layers: ``modules_to_save``, and norms.
+    """
+
+    def __init__(self, module: nn.Module, weights: Weights) -> None:
+        super().__init__(module, "__deepcopy__")
+        self._weights = weights
+
+    def __call__(self, memo: dict[int, Any]) -> Any:
+        return _copied(self.module(), self._weights, StreamedTensor.copy, memo)[0]
+
+
+def _copied(
+    original: Any,
+    weights: Weights,
+    values_of: Callable[[StreamedTensor], torch.Tensor],
+    memo: dict[int, Any],
+) -> tuple[nn.Module, set[int]]:
+    """Copies a module that is, or is a part of, a streamed model. The copy does not stream.
+
+    Args:
+        original: The module.
+        weights: The weights of the streamed model.
+        values_of: Returns the values of a parameter of the copy.
+        memo: The argument of ``__deepcopy__``.
+
+    Returns:
+        The copy, and the ``id`` of each parameter of it that is streamed in the original.
+    """
+    parameters: dict[int, nn.Parameter] = {}
+    for module in original.modules():
+        for name, stand_in in own_stand_ins(module):
+            if stand_in.weights is not weights:
+                continue
+            if stand_in.key not in parameters:
+                requires_grad = weights.requires_grad(stand_in.key)
+                parameters[stand_in.key] = nn.Parameter(values_of(stand_in), requires_grad)
+            memo[id(stand_in)] = parameters[stand_in.key]
+            if (trainable := module.__dict__["_parameters"].trainable.get(name)) is not None:
+                memo[id(trainable)] = parameters[stand_in.key]
+    for module in original.modules():
+        for method in module.__dict__.values():
+            if isinstance(method, ReplacedMethod):  # wrappers have copies of its attributes
+                memo.update({id(v): v for k, v in vars(method).items() if k != "before"})
+        own = module.__dict__["_parameters"]
+        if isinstance(own, Parameters):
+            memo[id(own)] = {name: copy.deepcopy(dict.get(own, name), memo) for name in own}
+    twin = nn.Module.__new__(type(original))
+    memo[id(original)] = twin
+    left_out = ("_tensorstream", "hf_device_map")
+    attributes = {k: value for k, value in original.__dict__.items() if k not in left_out}
+    with copied_without_replaced_methods():
+        twin.__dict__.update(copy.deepcopy(attributes, memo))
+    for module in twin.modules():
+        remove_left_out(module)
+    return twin, {id(parameter) for parameter in parameters.values()}
 
 
 class GetState(ReplacedMethod):
@@ -114,11 +142,16 @@ class GetState(ReplacedMethod):
 def replace_copying(model: nn.Module, streaming: Streaming, stored: Stored, attach: Attach) -> None:
     """Makes ``copy.deepcopy`` return a second streamed model, and refuses other copies.
 
+    Deep copies of parts of the model are ordinary modules in memory.
+
     Args:
         model: The model.
         streaming: Its streaming state.
         stored: The stored tensors of its parameters.
         attach: Offloads the copy.
     """
+    for module in model.modules():
+        if any(stand_ins_below(module)):
+            replace_method(module, DeepCopyOfPart(module, streaming.weights))
     replace_method(model, DeepCopy(model, streaming, stored, attach))
     replace_method(model, GetState(model))

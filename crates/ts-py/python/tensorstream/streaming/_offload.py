@@ -281,11 +281,15 @@ def _replace_methods(model: nn.Module, units: UnitBuilder, weights: Weights) -> 
 def _device_map(model: nn.Module) -> dict[str, torch.device]:
     """Returns a map that says to other libraries that the model must stay on the CPU.
 
-    ``Accelerator.prepare`` and ``Trainer`` do not move models whose map has several entries, and
-    pipelines use the first device. The values are not "cpu" or "disk", for which transformers and
-    PEFT expect hooks of accelerate.
+    ``Accelerator.prepare`` and ``Trainer`` do not move models whose map has several entries,
+    pipelines use the first device, and PEFT looks for each layer, whose name ends with its number.
+    The values are not "cpu" or "disk", for which transformers and PEFT expect hooks of accelerate.
     """
     names = ["", *(name for name, _ in model.named_children())]
+    for name, _ in model.named_modules():
+        parts = name.split(".")
+        if parts[-1].isdigit() and sum(part.isdigit() for part in parts) == 1:
+            names.append(name)
     return dict.fromkeys(names, torch.device("cpu"))
 
 
