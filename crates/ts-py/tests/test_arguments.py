@@ -214,3 +214,23 @@ def test_a_missing_pooler_is_initialized(tmp_path: Path) -> None:
     with torch.inference_mode():
         for _ in range(2):
             assert torch.equal(model(IDS).last_hidden_state, expected(IDS).last_hidden_state)
+
+
+def test_a_missing_head_is_an_error_unless_it_was_asked_for(llama: Llama, tmp_path: Path) -> None:
+    path = llama()
+    tensors = ts.load_file(path)
+    del tensors["lm_head.weight"]
+    ts.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    with pytest.raises(ts.MissingTensorError, match="lm_head"):
+        ts.from_pretrained(tmp_path, budget="300KiB")
+    model = ts.from_pretrained(tmp_path, budget="300KiB", model_class=transformers.LlamaForCausalLM)
+    assert type(model.lm_head.weight) is torch.nn.Parameter
+
+
+def test_directories_with_adapters_are_refused(llama: Llama, tmp_path: Path) -> None:
+    for file in llama().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ts.ConfigurationError, match=r"peft\.PeftModel\.from_pretrained"):
+        ts.from_pretrained(tmp_path, budget="300KiB")

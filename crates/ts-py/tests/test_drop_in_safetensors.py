@@ -224,3 +224,14 @@ def test_errors_of_reading(tmp_path: Path) -> None:
     with pytest.raises(ts.ConfigurationError, match="framework"):
         st.safe_open(path, framework="tf")
     assert st.storage_size(torch.zeros(3)[:2]) == 12 and st.storage_ptr(torch.zeros(0)) == 0
+
+
+def test_memory_without_data_and_paths_that_cannot_be_replaced(tmp_path: Path) -> None:
+    spec = st.TensorSpec(dtype="float32", shape=[4], data_ptr=0, data_len=0)
+    with pytest.raises(ts.ConfigurationError, match="does not have 0 bytes"):
+        st.serialize({"a": spec})
+    (tmp_path / "model.bin").mkdir()
+    with pytest.raises(ts.StorageError, match=r"model\.bin"):
+        st.save_file({"a": torch.ones(2)}, tmp_path / "model.bin")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
+    assert st.storage_ptr(torch.eye(3).to_sparse()) == 0

@@ -279,3 +279,49 @@ def test_guessed_tokens_give_the_same_text(chat: Path) -> None:
         assert torch.equal(output, plain)
         passes = ts.stats(model)["passes"] - before
         assert passes <= 12 if "prompt_lookup_num_tokens" in guess else passes < 9
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "words"),
+    [
+        ("text", {}, "a list"),
+        (["a"], {"num_return_sequences": 2}, "num_return_sequences"),
+        (["a"], {"return_dict_in_generate": True}, "return_dict_in_generate"),
+        (["a", "b"], {"prompt_lookup_num_tokens": 2, "batch_size": 2}, "batch_size=1, got 2"),
+    ],
+)
+def test_options_for_many_prompts_are_checked(
+    chat: Path, prompts: Any, options: dict[str, Any], words: str
+) -> None:
+    model = ts.from_pretrained(chat, budget="200KiB")
+    with pytest.raises(ts.ConfigurationError, match=words):
+        ts.generate_many(model, tokenizer(), prompts, max_new_tokens=2, **options)
+    with pytest.raises(ts.ConfigurationError, match="prompt 1 has no tokens"):
+        next(_generate.batches(model, tokenizer(), [[1], []], None, {}))
+    assert ts.stats(model)["passes"] == 0
+
+
+def test_lookup_for_many_prompts(chat: Path) -> None:
+    model = ts.from_pretrained(chat, budget="200KiB")
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert ts.generate_many(
+        model, tokenizer(), PROMPTS, prompt_lookup_num_tokens=2, **options
+    ) == ts.generate_many(model, tokenizer(), PROMPTS, batch_size=1, **options)
+
+
+def test_invalid_options_of_the_command(chat: Path, run: Run, tmp_path: Path) -> None:
+    how = ["generate", str(chat), "--budget", "200KiB", "--max-new-tokens", "4"]
+    prompt = ["--prompt", PROMPTS[1]]
+    assert run(*how, *prompt, "--temperature", "0").returncode == 0
+    (tmp_path / "prompts").write_text("one\ntwo\n")
+    for refused in (
+        [*prompt, "--temperature", "-1"],
+        [*prompt, "--greedy", "--temperature", "0.5"],
+        ["--prompts", str(tmp_path / "prompts"), "--prompt-lookup", "3", "--batch-size", "2"],
+        [*prompt, "--dtype", "foo"],
+    ):
+        done = run(*how, *refused)
+        assert done.returncode == 2, refused
+        assert "Traceback" not in done.stderr
+    looked = run(*how, "--prompts", str(tmp_path / "prompts"), "--prompt-lookup", "3")
+    assert looked.returncode == 0, looked.stderr

@@ -164,3 +164,13 @@ def test_what_cannot_be_loaded_is_named(hub: Hub, tmp_path: Path) -> None:
     )
     for line, words in zip(lines, expected, strict=True):
         assert words in line, json.dumps(lines)
+
+
+def test_files_of_a_download_are_found_offline(hub: Hub, tmp_path: Path) -> None:
+    """Such a cache does not know that there is no `model.safetensors`."""
+    run(hub, tmp_path, "import huggingface_hub; huggingface_hub.snapshot_download('org/sharded')")
+    code = """
+check('org/sharded', local_files_only=True)
+refused(ts.ConfigurationError, lambda: ts.from_pretrained('org/sharded', force_download=True))
+"""
+    run(hub, tmp_path, code, HF_HUB_OFFLINE="1")

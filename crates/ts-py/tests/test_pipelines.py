@@ -19,6 +19,7 @@ import transformers
 from conftest import Llama
 from diffusers.hooks.group_offloading import GroupOffloadingType
 from sentence_transformers import SentenceTransformer
+from tensorstream.streaming._diversion import streamed_models
 
 WORDS = ["a", "cat", "dog", "on", "the", "moon"]
 
@@ -241,3 +242,53 @@ def test_other_loads_are_not_affected(pipeline: Path, llama: Llama) -> None:
     assert "_tensorstream" not in found[0].__dict__
     assert vars(transformers.PreTrainedModel)["from_pretrained"] is before
     assert "_tensorstream" not in transformers.LlamaForCausalLM.from_pretrained(llama()).__dict__
+
+
+def test_several_models_in_a_subfolder(pipeline: Path, minilm: Path, tmp_path: Path) -> None:
+    for name, source in (("pipe", pipeline), ("encoder", minilm)):
+        (tmp_path / name).symlink_to(source)
+    streamed = ts.from_pretrained(tmp_path, budget="1500KiB", subfolder="pipe")
+    expected = diffusers.StableDiffusionPipeline.from_pretrained(pipeline)
+    assert torch.equal(image(streamed), image(expected))
+    encoder = ts.from_pretrained(tmp_path, budget="16MiB", subfolder="encoder")
+    assert type(encoder) is SentenceTransformer
+    with pytest.raises(ts.ConfigurationError, match="force_download"):
+        ts.from_pretrained(minilm, budget="16MiB", force_download=True)
+    for path in (pipeline, minilm):
+        with pytest.raises(ts.ConfigurationError, match="model_config"):
+            ts.from_pretrained(path, model_config=transformers.LlamaConfig())
+
+
+def test_dtypes_of_diffusers_by_name(pipeline: Path, tmp_path: Path) -> None:
+    for name in ("bfloat16", "auto"):
+        model = ts.from_pretrained(
+            pipeline / "unet",
+            config=ts.Config(budget="900KiB", storage_path=tmp_path),
+            torch_dtype=name,
+        )
+        assert model.dtype == (torch.float32 if name == "auto" else torch.bfloat16)
+    with pytest.raises(ts.ConfigurationError, match="foo"):
+        ts.from_pretrained(pipeline / "unet", budget="900KiB", torch_dtype="foo")
+
+
+def test_arguments_by_name_work_while_a_pipeline_loads(llama: Llama) -> None:
+    loaded = []
+
+    def load(model_class: type[Any], name: Any, settings: ts.Config, kwargs: Any) -> Any:
+        loaded.append((name, kwargs))
+
+    path = llama()
+    with streamed_models(ts.Config(), {transformers.PreTrainedModel: load}):
+        transformers.LlamaForCausalLM.from_pretrained(
+            pretrained_model_name_or_path=path, dtype=torch.float32
+        )
+        assert loaded == [(path, {"dtype": torch.float32})]
+        others: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: others.append(
+                transformers.LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=path)
+            )
+        )
+        thread.start()
+        thread.join()
+    assert type(others[0]) is transformers.LlamaForCausalLM

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path as _Path
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from ._dtypes import SAFETENSORS_DTYPES
-from .errors import ConfigurationError, TensorStreamError
+from .errors import ConfigurationError, StorageError, TensorStreamError
 from .files import _safe_open, _state_dict
 from .streaming._streamed_tensor import StreamedTensor
 
@@ -267,8 +268,10 @@ class TensorSpec:
 
     def tensor(self) -> torch.Tensor:
         """Returns the tensor, which shares the memory."""
-        if self.data_len == 0:
+        if self.data_len == 0 and 0 in self.shape:
             return torch.empty(self.shape, dtype=self._dtype)
+        if self.data_len == 0:
+            raise ValueError("there is no data")
         memory = (ctypes.c_char * self.data_len).from_address(self.data_ptr)
         return torch.frombuffer(memory, dtype=self._dtype).view(self.shape)
 
@@ -313,7 +316,7 @@ def deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:
 
 def storage_ptr(tensor: torch.Tensor) -> int:
     """Returns the address of the memory that the tensor is a part of. 0 if it has none."""
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def storage_size(tensor: torch.Tensor) -> int:
@@ -335,9 +338,17 @@ def _write(
     if path.suffix == ".safetensors":
         _state_dict.save_file(tensors, path, metadata)
         return
-    beside = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
-    _state_dict.save_file(tensors, beside, metadata)
-    beside.replace(path)
+    unique = f"{os.getpid()}-{threading.get_ident()}"
+    beside = path.with_name(f".{path.name}.{unique}.safetensors")
+    try:
+        _state_dict.save_file(tensors, beside, metadata)
+        beside.replace(path)
+    except OSError as error:
+        if isinstance(error, TensorStreamError):
+            raise
+        raise StorageError(f"{path}: cannot write: {error.strerror}") from error
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _tensors(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:

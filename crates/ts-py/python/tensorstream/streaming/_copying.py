@@ -19,6 +19,7 @@ from ._forward import (
     ReplacedMethod,
     Streaming,
     copied_without_replaced_methods,
+    is_copied_without_replaced_methods,
     own_stand_ins,
     remove_left_out,
     replace_method,
@@ -76,6 +77,8 @@ class DeepCopyOfPart(ReplacedMethod):
         self._weights = weights
 
     def __call__(self, memo: dict[int, Any]) -> Any:
+        if is_copied_without_replaced_methods():  # with the module that contains it
+            return _copied_with_memo(self.module(), memo)
         return _copied(self.module(), self._weights, StreamedTensor.copy, memo)[0]
 
 
@@ -114,15 +117,21 @@ def _copied(
         own = module.__dict__["_parameters"]
         if isinstance(own, Parameters):
             memo[id(own)] = {name: copy.deepcopy(dict.get(own, name), memo) for name in own}
-    twin = nn.Module.__new__(type(original))
-    memo[id(original)] = twin
-    left_out = ("_tensorstream", "hf_device_map")
-    attributes = {k: value for k, value in original.__dict__.items() if k not in left_out}
     with copied_without_replaced_methods():
-        twin.__dict__.update(copy.deepcopy(attributes, memo))
+        twin = _copied_with_memo(original, memo)
     for module in twin.modules():
         remove_left_out(module)
     return twin, {id(parameter) for parameter in parameters.values()}
+
+
+def _copied_with_memo(original: Any, memo: dict[int, Any]) -> nn.Module:
+    """Copies a module as ``copy.deepcopy`` does for modules without ``__deepcopy__``."""
+    twin: nn.Module = nn.Module.__new__(type(original))
+    memo[id(original)] = twin
+    left_out = ("_tensorstream", "hf_device_map")
+    attributes = {k: value for k, value in original.__dict__.items() if k not in left_out}
+    twin.__dict__.update(copy.deepcopy(attributes, memo))
+    return twin
 
 
 class GetState(ReplacedMethod):

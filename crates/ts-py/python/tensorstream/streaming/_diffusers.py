@@ -33,7 +33,7 @@ def load_diffusers(model_class: Any, path: Path, arguments: Arguments) -> Any:
     """
     place = find(expanded(path), arguments.hub, arguments.variant)
     checkpoint = _native.Checkpoint(place.weights)
-    dtype = arguments.for_class.get("dtype") or arguments.for_class.get("torch_dtype")
+    dtype = _dtype(arguments.for_class.get("dtype") or arguments.for_class.get("torch_dtype"))
     model = _build(model_class, place, checkpoint, dtype, arguments)
     model.register_to_config(_name_or_path=place.name)
     model.eval()
@@ -96,6 +96,16 @@ def _build(
         )
     model.load_state_dict(loaded, assign=True)
     return model
+
+
+def _dtype(given: Any) -> torch.dtype | None:
+    """Returns a dtype that is given by itself or by name. ``None`` for that of the class."""
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if found is None and given in (None, "auto"):
+        return None
+    if not isinstance(found, torch.dtype):
+        raise ConfigurationError(f"invalid dtype {given!r}: expected one such as torch.bfloat16")
+    return found
 
 
 @contextlib.contextmanager

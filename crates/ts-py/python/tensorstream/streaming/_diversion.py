@@ -19,6 +19,9 @@ from ..config import Config
 #: Loads a model: its class, the path or name, the settings, and the other arguments.
 Load = Callable[[type[Any], Any, Config, dict[str, Any]], Any]
 
+#: The first parameter of ``from_pretrained``.
+_NAME = "pretrained_model_name_or_path"
+
 _settings: ContextVar[Config | None] = ContextVar("tensorstream_settings", default=None)
 _lock = threading.Lock()
 #: The number of contexts for each attribute that is replaced, and its value before.
@@ -45,12 +48,14 @@ def streamed_models(settings: Config, loaders: dict[type[Any], Load]) -> Iterato
 
 def _diverted(load: Load) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
-        def from_pretrained(cls: type[Any], name: Any, *args: Any, **kwargs: Any) -> Any:
+        def from_pretrained(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
             settings = _settings.get()
-            # Without a name, a model is built from a state dict.
-            if settings is None or name is None:
-                return original.__get__(None, cls)(name, *args, **kwargs)
-            return load(cls, name, settings, kwargs)
+            name = args[0] if args else kwargs.get(_NAME)
+            # Without a name, a model is built from a state dict. Further arguments are those of the
+            # constructor, for a model that is not in the files.
+            if settings is None or name is None or len(args) > 1:
+                return original.__get__(None, cls)(*args, **kwargs)
+            return load(cls, name, settings, {k: v for k, v in kwargs.items() if k != _NAME})
 
         from_pretrained.__doc__ = original.__func__.__doc__
         return classmethod(from_pretrained)

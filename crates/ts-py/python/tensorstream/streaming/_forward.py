@@ -230,6 +230,11 @@ def copied_without_replaced_methods() -> Iterator[None]:
         _copying.reset(token)
 
 
+def is_copied_without_replaced_methods() -> bool:
+    """Returns whether this thread is in a context of ``copied_without_replaced_methods``."""
+    return _copying.get()
+
+
 def remove_left_out(module: nn.Module) -> None:
     """Gives a copy of a module the methods of its class where the original has replaced ones."""
     for name, value in list(module.__dict__.items()):

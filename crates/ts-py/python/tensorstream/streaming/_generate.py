@@ -56,6 +56,8 @@ def generate_many(
         >>> model = ts.from_pretrained("organisation/model", budget="6GiB")  # doctest: +SKIP
         >>> ts.generate_many(model, tokenizer, ["One", "Two"], max_new_tokens=20)  # doctest: +SKIP
     """
+    if isinstance(prompts, str):
+        raise ConfigurationError("`prompts` is a str: pass a list of prompts")
     rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     texts = [""] * len(rows)
     for numbers, outputs in batches(model, tokenizer, rows, batch_size, options):
@@ -87,6 +89,21 @@ def batches(
         raise ModelError(f"{type(model).__name__} cannot generate text")
     if batch_size is not None and batch_size < 1:
         raise ConfigurationError(f"invalid batch_size: {batch_size}: expected a positive number")
+    if options.get("return_dict_in_generate") or (options.get("num_return_sequences") or 1) > 1:
+        raise ConfigurationError(
+            "one text is generated for each prompt: leave out `return_dict_in_generate` and "
+            "`num_return_sequences`"
+        )
+    if options.get("prompt_lookup_num_tokens") or options.get("assistant_model"):
+        # transformers generates one sequence at a time then.
+        if batch_size not in (None, 1):
+            raise ConfigurationError(
+                f"prompt lookup and assistant models need batch_size=1, got {batch_size}"
+            )
+        batch_size = 1
+    for number, row in enumerate(rows):
+        if not row:
+            raise ConfigurationError(f"prompt {number} has no tokens")
     if not rows:
         return
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -103,8 +120,12 @@ def batches(
         numbers = order[begin : begin + most]
         batch = [rows[number] for number in numbers]
         longest = max(map(len, batch))
-        ids = torch.tensor([[pad] * (longest - len(row)) + row for row in batch])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch])
+        ids = torch.tensor(
+            [[pad] * (longest - len(row)) + row for row in batch], device=model.device
+        )
+        mask = torch.tensor(
+            [[0] * (longest - len(row)) + [1] * len(row) for row in batch], device=model.device
+        )
         outputs = model.generate(input_ids=ids, attention_mask=mask, **options)
         # An encoder-decoder begins its output with a token of its own.
         skipped = 1 if model.config.is_encoder_decoder else longest
@@ -116,21 +137,36 @@ def fitting(model: Any, row: list[int], options: dict[str, Any]) -> int:
 
     Generates one token, to measure what the cache and the logits of a sequence take.
     """
+    own = {key: value for key, value in options.items() if key not in ("streamer", "max_length")}
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    output = model.generate(
+        input_ids=torch.tensor([row], device=model.device),
+        **{**own, **greedy, "max_new_tokens": 1, "return_dict_in_generate": True},
+    )
+    # The pass has filled the budget for weights.
     available = _native.available_memory()
     if available is None:
         return 1
-    own = {key: value for key, value in options.items() if key != "streamer"}
-    output = model.generate(
-        input_ids=torch.tensor([row]),
-        **{**own, "max_new_tokens": 1, "return_dict_in_generate": True},
-    )
     cache = getattr(output, "past_key_values", None)
     cached = sum(tensor.nbytes for tensor in _tensors(cache))
-    new = options.get("max_new_tokens") or model.generation_config.max_new_tokens or len(row)
+    new = _new_tokens(model, row, options)
     text = model.config.get_text_config(decoder=True)
     width = max(text.vocab_size, 8 * text.hidden_size)
     each = cached * (len(row) + new) // max(1, len(row)) + 8 * width + 16 * len(row) * width // 8
     return int(min(MOST, max(1, (available - HEADROOM) * _SHARE // max(1, each))))
+
+
+def _new_tokens(model: Any, row: list[int], options: dict[str, Any]) -> int:
+    """Returns how many tokens are generated at most, or the length of the prompt if unknown."""
+    given = options.get("generation_config")
+    for name, prompt in (("max_new_tokens", 0), ("max_length", len(row))):
+        most = options.get(name) or getattr(given, name, None)
+        if most:
+            return max(1, int(most) - prompt)
+    own = model.generation_config
+    if own.max_new_tokens or own.max_length:
+        return max(1, int(own.max_new_tokens or own.max_length - len(row)))
+    return len(row)
 
 
 def _tensors(cache: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import ConfigurationError, TensorStreamError
 from ._generate import batches
+from ._hub import HubModel
 from ._offload import stats
 
 
@@ -57,12 +58,21 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--image needs one --prompt")
     if options.max_new_tokens < 1:
         parser.error(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
+    if options.temperature is not None and options.temperature < 0:
+        parser.error(f"--temperature must not be negative, got {options.temperature}")
+    if options.temperature == 0:
+        options.greedy, options.temperature = True, None
+    if options.greedy and options.temperature is not None:
+        parser.error("give --greedy or --temperature, not both")
+    if options.prompt_lookup is not None and options.batch_size not in (None, 1):
+        parser.error("--prompt-lookup needs --batch-size 1")
     try:
         _run(options)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except (TensorStreamError, OSError) as error:
+    # transformers raises ValueError for settings that do not fit the model.
+    except (TensorStreamError, OSError, ImportError, ValueError) as error:
         print(f"tensorstream generate: {error}", file=sys.stderr)
         return 2
     return 0
@@ -70,24 +80,33 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     prompts = _prompts(options)
-    import torch
-    import transformers
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ConfigurationError(
+            "generating needs transformers: pip install 'tensorstream[transformers]'"
+        ) from error
 
     from ._transformers import from_pretrained
 
     transformers.utils.logging.set_verbosity_error()
-    own = {"revision": options.revision} if options.revision else {}
+    given = {"revision": options.revision} if options.revision else {}
+    on_hub = HubModel.named(options.model, given)
+    name = options.model if on_hub is None else on_hub.name
+    own = given if on_hub is None else on_hub.arguments()
     if options.trust_remote_code:
         own["trust_remote_code"] = True
     dtype = {"dtype": options.dtype} if options.dtype else {}
-    model = from_pretrained(options.model, budget=options.budget, **own, **dtype)
+    model = from_pretrained(name, budget=options.budget, **own, **dtype)
     if not hasattr(model, "can_generate") or not model.can_generate():
         raise ConfigurationError(f"{options.model}: {type(model).__name__} cannot generate text")
-    decoder, rows, inputs = _inputs(transformers, options, own, prompts)
+    decoder, rows, inputs = _inputs(transformers, options, name, own, prompts)
     if options.seed is not None:
         torch.manual_seed(options.seed)
     shown = None
-    if not options.json and len(prompts) == 1:
+    is_beam_search = (model.generation_config.num_beams or 1) > 1
+    if not options.json and len(prompts) == 1 and not is_beam_search:
         shown = transformers.TextStreamer(decoder, skip_prompt=True, skip_special_tokens=True)
     clock = _Clock(shown)
     texts = _texts(model, decoder, rows, inputs, options, clock)
@@ -103,7 +122,9 @@ def _texts(
     clock: _Clock,
 ) -> list[str]:
     """Generates a text for each prompt, or for the inputs with images."""
-    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "streamer": clock}
+    settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
+    if (model.generation_config.num_beams or 1) == 1:  # transformers streams no beams
+        settings["streamer"] = clock
     if options.greedy:
         settings |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if options.temperature is not None:
@@ -144,6 +165,8 @@ def _report(
     if len(prompts) > 1:
         for prompt, text in zip(prompts, texts, strict=True):
             print(f"> {prompt}\n{text}\n")
+    elif not clock.is_shown:
+        print(texts[0])
     print(
         f"{clock.tokens} tokens; the first after {clock.first_s:.1f} s, then {clock.rate():.2f} "
         f"tokens/s, limited by {measured['bottleneck']}; budget "
@@ -171,11 +194,15 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _inputs(
-    transformers: Any, options: argparse.Namespace, own: dict[str, Any], prompts: list[str]
+    transformers: Any,
+    options: argparse.Namespace,
+    name: str,
+    own: dict[str, Any],
+    prompts: list[str],
 ) -> tuple[Any, list[list[int]], dict[str, Any]]:
     """Returns what decodes tokens, and the tokens of each prompt, or inputs with images."""
     if options.image:
-        processor = transformers.AutoProcessor.from_pretrained(options.model, **own)
+        processor = transformers.AutoProcessor.from_pretrained(name, **own)
         images = [{"type": "image", "path": image} for image in options.image]
         chat = _messages(options.system, [*images, {"type": "text", "text": prompts[0]}])
         inputs = processor.apply_chat_template(
@@ -186,7 +213,7 @@ def _inputs(
             return_tensors="pt",
         )
         return processor.tokenizer, [], dict(inputs)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, **own)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name, **own)
     if options.raw or not getattr(tokenizer, "chat_template", None):
         if options.system:
             raise ConfigurationError(f"{options.model} has no chat template for --system")
@@ -217,6 +244,8 @@ class _Clock:
 
     def __init__(self, shown: Any | None) -> None:
         self._shown = shown
+        #: Whether texts are shown while they are generated.
+        self.is_shown = shown is not None
         self.tokens = 0
         self.first_s = 0.0
         self._later_s = 0.0

@@ -20,6 +20,7 @@ from ..errors import (
     CheckpointPermissionError,
     ConfigurationError,
     StorageError,
+    TensorStreamError,
 )
 
 SCHEME = "hf://"
@@ -114,7 +115,7 @@ class HubModel:
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments for functions of transformers that take the name of a model."""
         arguments = {**self.options, "revision": self.revision, "subfolder": self.subfolder}
-        return {key: value for key, value in arguments.items() if value}
+        return {key: value for key, value in arguments.items() if value not in (None, "")}
 
     def __str__(self) -> str:
         at = f"@{self.revision}" if self.revision else ""
@@ -148,7 +149,8 @@ class HubModel:
             from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
             options = dict(self.options)
-            if time.monotonic() < _unreachable_until.get(_endpoint(), 0):
+            is_forced = bool(options.get("force_download"))
+            if not is_forced and time.monotonic() < _unreachable_until.get(_endpoint(), 0):
                 options["local_files_only"] = True
             try:
                 path: str = huggingface_hub.hf_hub_download(
@@ -245,5 +247,12 @@ class HubModel:
                 f"there is no file or directory {self.name}, and it is not a name of the Hub: "
                 f"{error}"
             ) from error
-        except (errors.HfHubHTTPError, OSError) as error:
+        except TensorStreamError:
+            raise
+        # Its HTTP client and its storage raise errors of their own classes.
+        except Exception as error:
+            if isinstance(error, ValueError) and self.options.get("force_download"):
+                raise ConfigurationError(
+                    f"cannot download {self} again without a connection: leave out `force_download`"
+                ) from error
             raise StorageError(f"cannot download {file} of {self} from the Hub: {error}") from error

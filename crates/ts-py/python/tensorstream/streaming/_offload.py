@@ -130,7 +130,8 @@ def offload(
             "with all parameters"
         )
     freed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
-    weights = find(expanded(path)).weights
+    # A directory that does not exist yet is not the name of a model on the Hub.
+    weights = expanded(path) if checkpoint is None else find(expanded(path)).weights
     return attach(model, config, _native.Checkpoint(weights), freed_bytes=freed)
 
 

@@ -61,6 +61,13 @@ def load_with_its_library(
         The result, or ``None`` if there is something else at ``path``.
     """
     files = _Files(path, arguments)
+    if arguments.model_config is not None:
+        several = files.read("modules.json") or files.read("model_index.json")
+        if several or _is_of("diffusers", model_class):
+            raise ConfigurationError(
+                "a configuration of the model can be given for models of transformers only; leave "
+                "out `model_config`, or pass settings as `config`"
+            )
     rest = {name: value for name, value in kwargs.items() if name not in _PLACEMENT}
     if _is_of("sentence_transformers", model_class) or (
         model_class is None and files.read("modules.json")
@@ -75,11 +82,11 @@ def load_with_its_library(
         model_class = None if name is None else _diffusers_class(name, files)
     if model_class is None:
         return None
-    if hasattr(model_class, "_keep_in_fp32_modules"):
+    if hasattr(model_class, "_keep_in_fp32_modules") and hasattr(model_class, "load_config"):
         return load_diffusers(model_class, path, arguments)
     # An automatic class of diffusers chooses the class.
     with _streamed(arguments.settings, load_transformers):
-        return model_class.from_pretrained(files.name, **rest)
+        return model_class.from_pretrained(files.loaded_name(), **{**rest, **files.options()})
 
 
 def _is_of(library: str, model_class: type[Any] | None) -> bool:
@@ -95,6 +102,29 @@ class _Files:
         self.name = os.fspath(expanded(path))
         self.on_hub = HubModel.named(path, arguments.hub)
         self._subfolder = arguments.hub.get("subfolder") or ""
+
+    def loaded_name(self) -> str:
+        """Returns the name under which another library finds the model."""
+        return self.name if self.on_hub is None else self.on_hub.name
+
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments with which another library finds the model on the Hub."""
+        return {} if self.on_hub is None else self.on_hub.arguments()
+
+    def whole_name(self) -> str:
+        """Returns the name of what consists of several models, including the subfolder.
+
+        Raises:
+            ConfigurationError: It is in a subfolder on the Hub, which its library cannot load.
+        """
+        if self.on_hub is None:
+            return os.path.join(self.name, self._subfolder) if self._subfolder else self.name
+        if self.on_hub.subfolder:
+            raise ConfigurationError(
+                f"{self.on_hub} has several models, and its library loads only those at the top of "
+                "a repository: download it with `hf download`, and pass the path of the directory"
+            )
+        return self.on_hub.name
 
     def read(self, name: str) -> Any:
         """Returns the content of a JSON file. Empty if it does not exist."""
@@ -125,12 +155,14 @@ def _pipeline(
             f"{files.name} is a pipeline of diffusers: pip install 'tensorstream[diffusers]'"
         ) from error
     index = files.read("model_index.json")
-    components = [name for name, value in index.items() if isinstance(value, list) and value[0]]
+    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+        raise CheckpointError(f"{files.name}: model_index.json does not name a class")
+    components = [name for name, value in index.items() if isinstance(value, list) and any(value)]
     _log.info(
         "%s is a pipeline: %s with %s", files.name, index["_class_name"], ", ".join(components)
     )
-    name = files.name if files.on_hub is None else files.on_hub.name
-    options = {} if files.on_hub is None else files.on_hub.arguments()
+    name, options = files.whole_name(), files.options()
+    kwargs = {key: value for key, value in kwargs.items() if key != "subfolder"}
     loader: Any = model_class or diffusers.DiffusionPipeline
     with _streamed(_shared(arguments.settings), load_transformers):
         return loader.from_pretrained(name, **{**kwargs, **options})
@@ -153,20 +185,29 @@ def _sentence_transformer(
         ) from error
     _log.info("%s is a %s", files.name, kind)
     modules = files.read("modules.json")
-    loader = model_class or getattr(sentence_transformers, kind)
+    loader = model_class or getattr(sentence_transformers, str(kind), None)
+    if loader is None:
+        raise CheckpointError(f"{files.name}: sentence_transformers has no class {kind}")
+    _refuse(arguments.hub, "force_download", "SentenceTransformers")
     given = arguments.hub if files.on_hub is None else files.on_hub.arguments()
     options = {
         theirs: given[ours] for ours, theirs in _FOR_SENTENCE_TRANSFORMERS.items() if ours in given
     }
     rest = {name: value for name, value in kwargs.items() if name not in OPTIONS}
     dtypes = {name: rest.pop(name) for name in ("dtype", "torch_dtype") if name in rest}
-    rest["model_kwargs"] = {**rest.get("model_kwargs", {}), **dtypes}
+    rest["model_kwargs"] = {**(rest.get("model_kwargs") or {}), **dtypes}
     # A router chooses one of several models.
     several = any("Router" in str(module.get("type")) for module in modules)
     settings = _shared(arguments.settings) if several else arguments.settings
-    name = files.name if files.on_hub is None else files.on_hub.name
+    name = files.whole_name()
     with _streamed(settings, load_transformers):
         return loader(name, **{"device": "cpu", **rest, **options})
+
+
+def _refuse(given: dict[str, Any], name: str, what: str) -> None:
+    """Refuses an argument that the library of ``what`` cannot use."""
+    if given.get(name):
+        raise ConfigurationError(f"{what} cannot be loaded with `{name}`: leave it out")
 
 
 def _shared(settings: Config) -> Config:

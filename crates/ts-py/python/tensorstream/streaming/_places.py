@@ -88,14 +88,17 @@ def _names(variant: str | None) -> list[str]:
 
 
 def _on_hub(model: HubModel, variant: str | None) -> Place:
-    for name in _names(variant):
-        path = model.file(name)
+    names = _names(variant)
+    for name in names:
+        # Without a connection, nothing says that a file which is not in the cache does not exist.
+        path = model.file(name, optional=True)
         if path is None:
             continue
         model = model.pinned(path)
         if name.endswith(".json"):
             model.files(_shards(path))
         return Place(model.name, path, model.arguments())
+    model.file(names[0])  # raises if the Hub could not be asked
     raise _without_weights(model, variant)
 
 

@@ -83,7 +83,8 @@ def from_pretrained(
             the Hub or, without a connection, in its cache.
         CheckpointPermissionError: The process may not read the checkpoint, or write to the
             directory for converted tensors, or access to a model of the Hub is not granted.
-        MissingTensorError: The checkpoint lacks a parameter.
+        MissingTensorError: The checkpoint lacks a parameter. A new head of a ``model_class`` that
+            is given stays in memory instead, initialized and trainable as by transformers.
         CheckpointError: The checkpoint does not fit the model, or is damaged.
         ModelError: The model cannot be streamed.
         StorageError: Reading, writing or downloading failed.
@@ -113,6 +114,7 @@ def _load_class(
 def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> Any:
     """Loads a model of transformers."""
     place = find(expanded(path), arguments.hub, arguments.variant)
+    _refuse_adapter(place)
     checkpoint = _native.Checkpoint(place.weights)
     if "dtype" not in arguments.for_class and "torch_dtype" not in arguments.for_class:
         _check_memory()
@@ -137,6 +139,17 @@ def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> An
     model.name_or_path = model.config._name_or_path = place.name
     attach(model, arguments.settings, checkpoint, kept=new)
     return (model, info) if arguments.loading_info else model
+
+
+def _refuse_adapter(place: Place) -> None:
+    """Refuses a directory with an adapter of PEFT, which transformers would apply."""
+    directory = place.weights if os.path.isdir(place.weights) else os.path.dirname(place.weights)
+    if os.path.isfile(os.path.join(directory, "adapter_config.json")):
+        raise ConfigurationError(
+            f"{place.name} has an adapter of PEFT (adapter_config.json): load the base model with "
+            "from_pretrained, and then the adapter with peft.PeftModel.from_pretrained(model, "
+            f'"{place.name}")'
+        )
 
 
 def plan_checkpoint(
@@ -211,7 +224,8 @@ def _build(
         ignore_mismatched_sizes=True,
         **for_class,
     )
-    _check(checkpoint, info, model)
+    # The class that the files name has the weights that the files have.
+    _check(checkpoint, info, model, new_heads=model_class is not None)
     return model, info
 
 
@@ -230,7 +244,10 @@ def _model_config(
             "trust_remote_code": arguments.trust_remote_code,
             "code_revision": arguments.code_revision,
         }
-    place_arguments = place.arguments if given is None else {}
+    place_arguments = place.arguments
+    if given is not None:  # it may be on the Hub, too, but at another place
+        names = ("cache_dir", "local_files_only", "token")
+        place_arguments = {name: arguments.hub[name] for name in names if name in arguments.hub}
     model_config, rest = config_class.from_pretrained(
         place.name if given is None else given,
         return_unused_kwargs=True,
@@ -310,11 +327,13 @@ def _class_of_checkpoint(reference: str, place: Place, arguments: Arguments) -> 
     )
 
 
-def _check(checkpoint: _native.Checkpoint, info: dict[str, Any], model: Any) -> None:
+def _check(
+    checkpoint: _native.Checkpoint, info: dict[str, Any], model: Any, new_heads: bool
+) -> None:
     """Raises for weights that transformers would warn about and initialize randomly.
 
-    The weights of a new head are not errors: transformers has initialized them, and they stay in
-    memory.
+    With ``new_heads``, the weights of a new head are not errors: transformers has initialized them,
+    and they stay in memory. Those of a pooler never are, because few checkpoints have one.
     """
     files = ", ".join(str(path) for path, _, _ in checkpoint.files())
     if info["mismatched_keys"]:
@@ -323,7 +342,7 @@ def _check(checkpoint: _native.Checkpoint, info: dict[str, Any], model: Any) -> 
             f"{files}: tensor `{name}` has shape {list(there)}, but the model has {list(wanted)}"
         )
     missing = sorted(
-        name for name in info["missing_keys"] if not _is_of_new_head(name, model, info)
+        name for name in info["missing_keys"] if not _is_of_new_head(name, model, info, new_heads)
     )
     if missing:
         raise MissingTensorError(
@@ -335,13 +354,13 @@ def _check(checkpoint: _native.Checkpoint, info: dict[str, Any], model: Any) -> 
         raise CheckpointError(f"cannot load {files}: {'; '.join(info['error_msgs'])}")
 
 
-def _is_of_new_head(name: str, model: Any, info: dict[str, Any]) -> bool:
+def _is_of_new_head(name: str, model: Any, info: dict[str, Any], new_heads: bool) -> bool:
     """Returns whether a parameter belongs to a head, or a pooler, that the checkpoint lacks."""
     base = model.base_model_prefix
     inner = name.removeprefix(f"{base}.")
     head = inner.partition(".")[0]
     is_outside = inner == name and isinstance(getattr(model, base, None), torch.nn.Module)
-    if not is_outside and head != "pooler":
+    if not (is_outside and new_heads) and head != "pooler":
         return False
     whole = name[: len(name) - len(inner)] + head
     missing = set(info["missing_keys"])
