@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import _native
 from ..budget import Budget
-from ..config import Config, cache_directory, expanded
+from ..config import Config, expanded
 from ..errors import (
     ConfigurationError,
     ModelError,
@@ -224,7 +224,7 @@ def attach(
     if isinstance(config.budget, Budget):
         config.budget.add(streamer, max(extremes[1], budget))
     weights = Weights(streamer, units.weights, units.divided, budget)
-    stored = Stored(checkpoint, units.sources, budget, cache_directory())
+    stored = Stored(checkpoint, units.sources, budget)
     weights.mapped = stored.mapped
     buffers = units.read_buffers()
     made = {key: stand_ins(weights, key) for key in units.sources}

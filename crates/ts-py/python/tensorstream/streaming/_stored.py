@@ -8,12 +8,12 @@ import os
 import tempfile
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import _native
+from ..config import cache_directory
 from ..errors import StorageError
 from ..files._capsules import as_capsule
 from ._builder import Builder
@@ -30,7 +30,6 @@ class Stored:
         checkpoint: The checkpoint.
         sources: The stored tensor of each parameter, by key.
         budget_bytes: The budget. A smaller budget leads to smaller pieces.
-        directory: The directory for temporary files.
     """
 
     def __init__(
@@ -38,12 +37,10 @@ class Stored:
         checkpoint: _native.Checkpoint,
         sources: dict[int, TensorSpec],
         budget_bytes: int,
-        directory: Path,
     ) -> None:
         self._checkpoint = checkpoint
         self._builder = Builder(checkpoint, budget_bytes)
         self._sources = sources
-        self._directory = directory
         #: The storages of mapped weights that still exist, by key.
         self._mapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -117,12 +114,13 @@ class Stored:
                 return torch.frombuffer(
                     mapping, dtype=torch.uint8, count=length, offset=offset - begin
                 )
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._directory) as unnamed:
+            directory = cache_directory()
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory) as unnamed:
                 # Reserves the space: without space, a write to the mapping would end the process.
                 os.posix_fallocate(unnamed.fileno(), 0, length)
                 mapping = mmap.mmap(unnamed.fileno(), length)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
             raise StorageError(f"cannot map `{stored[0]}`: {error}") from error
         target = torch.frombuffer(mapping, dtype=torch.uint8)
         self._checkpoint.read_into(parts, as_capsule(target))
