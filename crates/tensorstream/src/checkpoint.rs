@@ -96,8 +96,28 @@ impl Checkpoint {
         name: &str,
         bytes: impl AsRef<[u8]> + Send + Sync + 'static,
     ) -> Result<Self, Error> {
+        Self::from_bytes_with(name, bytes, std::convert::identity)
+    }
+
+    /// Like [`from_bytes`](Self::from_bytes), but accepts every file that the safetensors library
+    /// accepts (see [`CatalogReader::lenient`]).
+    ///
+    /// # Errors
+    /// Returns the errors of [`from_bytes`](Self::from_bytes).
+    pub fn from_bytes_lenient(
+        name: &str,
+        bytes: impl AsRef<[u8]> + Send + Sync + 'static,
+    ) -> Result<Self, Error> {
+        Self::from_bytes_with(name, bytes, CatalogReader::lenient)
+    }
+
+    fn from_bytes_with(
+        name: &str,
+        bytes: impl AsRef<[u8]> + Send + Sync + 'static,
+        configure: impl Fn(CatalogReader) -> CatalogReader,
+    ) -> Result<Self, Error> {
         let opened = BTreeMap::from([(name.to_string(), Source::in_memory(name, bytes))]);
-        read_catalog(CatalogReader::single(name), opened)
+        read_catalog(configure(CatalogReader::single(name)), opened)
     }
 
     fn open_with(

@@ -3,9 +3,9 @@
 //! enforces the timeout.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-// Not those of parking_lot, whose list of waiting threads all locks of a process share. In a forked
-// process, it contains threads that no longer exist, and notifications of new threads get lost.
-// These threads wait most of the time, so a fork would often find them there.
+// parking_lot keeps one list of waiting threads for all locks of a process. In a forked process, it
+// has entries of threads that no longer exist, and notifications of new threads get lost. The
+// threads of this backend wait most of the time, so they use locks without such a list.
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};

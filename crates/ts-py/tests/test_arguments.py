@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,18 @@ def test_a_missing_head_is_an_error_unless_it_was_asked_for(llama: Llama, tmp_pa
         ts.from_pretrained(tmp_path, budget="300KiB")
     model = ts.from_pretrained(tmp_path, budget="300KiB", model_class=transformers.LlamaForCausalLM)
     assert type(model.lm_head.weight) is torch.nn.Parameter
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"model_type": "unheard-of"}', None])
+def test_damaged_configurations_are_named(
+    content: str | None, llama: Llama, tmp_path: Path
+) -> None:
+    for file in llama().glob("*.safetensors"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ts.CheckpointError, match=re.escape(str(tmp_path))):
+        ts.from_pretrained(tmp_path, budget="300KiB")
 
 
 def test_directories_with_adapters_are_refused(llama: Llama, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -317,3 +318,46 @@ def test_adapters_of_peft_train(kind: str, tmp_path: Path) -> None:
     assert max(unit["loads"] for unit in ts.stats(base)["units"]) > 1
     assert len(trained[0]) > 0
     assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "none": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_models_are_copied_and_saved_in_every_mode(
+    dtype: torch.dtype, mode: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    source = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE)).to(dtype)
+    source.save_pretrained(tmp_path / "source")
+    reference = hf.LlamaForCausalLM.from_pretrained(tmp_path / "source", dtype=dtype)
+    size = sum(parameter.nbytes for parameter in reference.parameters())
+    streamed = ts.from_pretrained(tmp_path / "source", budget=size // 2)
+    file = io.BytesIO()
+    with MODES[mode]():
+        twin, part = copy.deepcopy(streamed), copy.deepcopy(streamed.lm_head)
+        streamed.save_pretrained(tmp_path / "saved")
+        torch.save(streamed.state_dict(), file)
+    assert torch.equal(part.weight, reference.lm_head.weight)
+    saved, loaded = ts.load_file(tmp_path / "saved"), torch.load(io.BytesIO(file.getvalue()))
+    for name, value in reference.state_dict().items():
+        assert torch.equal(loaded[name], value)
+        assert torch.equal(saved[name], value)
+    for context in MODES.values():
+        with context():
+            expected = reference(X).logits
+            assert all(torch.equal(twin(X).logits, expected) for _ in range(3))
+    inputs = [reference.model.embed_tokens(X).detach().requires_grad_() for _ in range(2)]
+    for model, hidden in zip((reference, twin), inputs, strict=True):
+        model(inputs_embeds=hidden).logits.float().sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    assert max(unit["loads"] for unit in ts.stats(twin)["units"]) > 1
+    restored = ts.restore(twin)
+    restored(X, labels=X).loss.backward()
+    assert all(parameter.grad is not None for parameter in restored.parameters())

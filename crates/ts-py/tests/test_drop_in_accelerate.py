@@ -107,6 +107,7 @@ def test_other_names_are_those_of_accelerate() -> None:
         {"device_map": "auto", "budget": "300KiB", "no_split_module_classes": ["Sequential"]},
         {"device_map": {"": "disk"}, "offload_folder": "unused"},
         {"device_map": {"embed": "cpu", "layers": "disk", "norm": "cpu", "head": "cpu"}},
+        {"device_map": {"": "cpu"}, "max_memory": {"cpu": "300KiB"}},
         {
             "device_map": OrderedDict({"embed": "disk", "layers": torch.device("cpu"), "": "cpu"}),
             "budget": "300KiB",
@@ -250,3 +251,24 @@ def test_libraries_leave_streamed_models_where_they_are(tmp_path: Path) -> None:
     assert torch.equal(restored.generate(X + 3, **options), expected)
     remove_hook_from_module(restored, recurse=True)
     assert torch.equal(restored.generate(X + 3, **options), expected)
+
+
+def test_a_map_counts_weights_as_they_are_cast(
+    reference: Model, checkpoint: Path, tmp_path: Path
+) -> None:
+    budgets = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        model = ours.load_checkpoint_and_dispatch(
+            empty(), checkpoint, {"": "disk"}, dtype=dtype, offload_folder=tmp_path / "cast"
+        )
+        check(model, copy_of(reference).to(dtype))
+        budgets[dtype] = ts.stats(model)["budget_bytes"]
+    assert budgets[torch.float64] == 2 * budgets[torch.float32] == 4 * budgets[torch.bfloat16]
+
+
+def test_refused_calls_assign_no_weights(reference: Model) -> None:
+    model = Model().to("meta")
+    for refused in ({"device_map": {"": "disk"}}, {"device_map": {"": "cpu"}, "main_device": 0}):
+        with pytest.raises(ts.ConfigurationError):
+            ours.dispatch_model(model, state_dict=reference.state_dict(), **refused)
+        assert all(parameter.is_meta for parameter in model.parameters())

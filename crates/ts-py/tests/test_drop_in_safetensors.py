@@ -235,3 +235,14 @@ def test_memory_without_data_and_paths_that_cannot_be_replaced(tmp_path: Path) -
         st.save_file({"a": torch.ones(2)}, tmp_path / "model.bin")
     assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
     assert st.storage_ptr(torch.eye(3).to_sparse()) == 0
+
+
+def test_headers_that_safetensors_accepts_are_read_from_memory() -> None:
+    header = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2],"more":1}}'
+    data = len(header).to_bytes(8, "little") + header + b"xy"
+    assert same(st.load(data), theirs.load(data))
+    assert st.deserialize(data) == theirs_deserialized(data)
+
+
+def theirs_deserialized(data: bytes) -> Any:
+    return [(name, dict(value)) for name, value in safetensors.deserialize(data)]

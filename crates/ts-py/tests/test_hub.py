@@ -167,7 +167,7 @@ def test_what_cannot_be_loaded_is_named(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_files_of_a_download_are_found_offline(hub: Hub, tmp_path: Path) -> None:
-    """Such a cache does not know that there is no `model.safetensors`."""
+    """The cache of a download has no note that `model.safetensors` does not exist."""
     run(hub, tmp_path, "import huggingface_hub; huggingface_hub.snapshot_download('org/sharded')")
     code = """
 check('org/sharded', local_files_only=True)

@@ -128,6 +128,12 @@ def test_group_offload_of_pipelines(pipeline: Path, tmp_path: Path) -> None:
     assert ts.stats(changed.unet)["limit_bytes"] < 1500 << 10
     for _ in range(2):
         assert torch.equal(image(changed), image(expected))
+    failing = diffusers.StableDiffusionPipeline.from_pretrained(pipeline)
+    with pytest.raises(ts.BudgetError):
+        group_offload.enable_group_offload(failing, **how | {"budget": "400KiB"})
+    for part in (failing.vae, failing.text_encoder, failing.unet):
+        assert type(next(part.parameters())) is torch.nn.Parameter
+    assert torch.equal(image(failing), image(expected))
     group_offload.enable_group_offload(changed, **how)  # the others stream already
     parts = [changed.text_encoder, changed.unet]
     assert all(any(unit["loads"] > 1 for unit in ts.stats(part)["units"]) for part in parts)
@@ -292,3 +298,12 @@ def test_arguments_by_name_work_while_a_pipeline_loads(llama: Llama) -> None:
         thread.start()
         thread.join()
     assert type(others[0]) is transformers.LlamaForCausalLM
+
+
+def test_loading_info_of_diffusers(pipeline: Path) -> None:
+    path = pipeline / "unet"
+    _, info = ts.from_pretrained(path, budget="900KiB", output_loading_info=True)
+    _, expected = diffusers.UNet2DConditionModel.from_pretrained(path, output_loading_info=True)
+    assert {key: list(value) for key, value in info.items()} == {
+        key: list(value) for key, value in expected.items()
+    }

@@ -19,7 +19,7 @@ from . import _native
 from .budget import Budget
 from .config import Config, expanded
 from .errors import CheckpointError, ConfigurationError, ModelError
-from .streaming._arguments import check_device_map, check_execution_device, cpu_memory
+from .streaming._arguments import check_device_map, check_execution_device, cpu_memory, dtype_of
 from .streaming._builder import Builder
 from .streaming._division import FUSED
 from .streaming._offload import offload, restore
@@ -173,7 +173,8 @@ def dispatch_model(
         main_device: The CPU.
         state_dict: The weights, if the model is on the meta device.
         offload_dir: The directory that the weights are written to if the map names the disk. If the
-            model is on the meta device, and there is no ``state_dict``, it is the checkpoint.
+            model is on the meta device, and no ``state_dict`` is given, the directory must have
+            the checkpoint.
         offload_index: Refused. Pass the checkpoint to ``load_checkpoint_and_dispatch``.
         offload_buffers: Has no effect. Buffers stay in memory.
         skip_keys: Has no effect. Inputs are not moved.
@@ -198,16 +199,16 @@ def dispatch_model(
             "dispatch_model cannot use `offload_index`: pass the checkpoint to "
             "load_checkpoint_and_dispatch"
         )
-    if state_dict is not None:
-        model.load_state_dict(state_dict, assign=True)
     if "disk" not in map(str, device_map.values()):
-        return cpu_offload(model)
+        return cpu_offload(model, state_dict=state_dict)
     if offload_dir is None:
         raise ConfigurationError(
             "the device map names the disk: pass `offload_dir`, a directory for the weights"
         )
+    if state_dict is not None:
+        model.load_state_dict(state_dict, assign=True)
     if budget is None:
-        budget = _needed_bytes(model, device_map)
+        budget = _needed_bytes(model, device_map, None)
     return disk_offload(model, offload_dir, budget=budget)
 
 
@@ -238,7 +239,7 @@ def load_checkpoint_and_dispatch(
             ``tensorstream.offload``.
         device_map: "auto" or another strategy of accelerate; or "cpu" or "disk" for the name of
             each module.
-        max_memory: ``{"cpu": "6GB"}`` is the budget.
+        max_memory: ``{"cpu": "6GB"}`` is the budget, also for a device map that names modules.
         no_split_module_classes: Has no effect. Results do not depend on how layers are divided.
         offload_folder: The directory for weights that are cast. The default is in the user's cache
             directory. Others stream from the checkpoint.
@@ -269,25 +270,25 @@ def load_checkpoint_and_dispatch(
             "load_checkpoint_and_dispatch cannot use `broadcast_from_rank0`: each process reads "
             "the checkpoint; leave it out"
         )
+    wanted = dtype_of(dtype)
+    most = cpu_memory(max_memory)
+    if most is not None and budget is not None:
+        raise ConfigurationError("the budget is given twice, also as `max_memory`; give only one")
+    budget = budget if most is None else most
     if isinstance(device_map, Mapping):
         _check_map(model, device_map)
         if budget is None and "disk" in map(str, device_map.values()):
-            budget = _needed_bytes(model, device_map)
+            budget = _needed_bytes(model, device_map, wanted)
     else:
         check_device_map(device_map)
-    most = cpu_memory(max_memory)
-    if most is not None and isinstance(device_map, str):
-        if budget is not None:
-            raise ConfigurationError("the budget is given twice, also as `max_memory`")
-        budget = most
-    tie_weights: Any = getattr(model, "tie_weights", None)
-    if tie_weights is not None and _is_meta(model):
-        tie_weights()  # init_empty_weights unties them
     weights = find(expanded(checkpoint)).weights
     opened = _native.Checkpoint(weights)
     if strict:
         _refuse_unexpected(model, opened)
-    undo = _adapt(model, opened, _dtype(dtype))
+    tie_weights: Any = getattr(model, "tie_weights", None)
+    if tie_weights is not None and _is_meta(model):
+        tie_weights()  # init_empty_weights unties them
+    undo = _adapt(model, opened, wanted)
     try:
         offload(model, Config(storage_path=offload_folder, budget=budget), checkpoint=weights)
     except BaseException:
@@ -313,39 +314,35 @@ def _entry(name: str, device_map: Iterable[str]) -> str | None:
     return max(found, key=len, default=None)
 
 
-def _needed_bytes(model: nn.Module, device_map: Mapping[str, Device]) -> int:
-    """Returns the memory that a device map needs: see ``dispatch_model``."""
+def _needed_bytes(
+    model: nn.Module, device_map: Mapping[str, Device], dtype: torch.dtype | None
+) -> int:
+    """Returns the memory that a device map needs. See ``dispatch_model``.
+
+    Args:
+        model: The model.
+        device_map: The map.
+        dtype: The dtype that floating-point weights are cast to, or ``None``.
+    """
+
+    def size(parameter: nn.Parameter) -> int:
+        wanted = dtype if dtype and parameter.is_floating_point() else parameter.dtype
+        return parameter.numel() * wanted.itemsize
 
     def on_disk(name: str) -> bool:
         entry = _entry(name, device_map)
         return entry is not None and str(device_map[entry]) == "disk"
 
-    kept = sum(p.nbytes for name, p in model.named_parameters() if not on_disk(name))
+    kept = sum(size(p) for name, p in model.named_parameters() if not on_disk(name))
     largest = 0
     for prefix, module in model.named_modules():
         parameters = module.named_parameters(prefix, recurse=isinstance(module, FUSED))
-        largest = max(largest, sum(p.nbytes for name, p in parameters if on_disk(name)))
+        largest = max(largest, sum(size(p) for name, p in parameters if on_disk(name)))
     return kept + 2 * largest
 
 
 def _is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Returns the floating-point dtype with a name.
-
-    Raises:
-        ConfigurationError: There is no such dtype.
-    """
-    if dtype is None:
-        return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigurationError(
-            f"invalid dtype {dtype!r}: expected one for weights, such as torch.bfloat16"
-        )
-    return found
 
 
 def _refuse_unexpected(model: nn.Module, checkpoint: _native.Checkpoint) -> None:

@@ -19,7 +19,8 @@ from .budget import Budget
 from .config import Config
 from .errors import ConfigurationError
 from .streaming._arguments import check_execution_device
-from .streaming._offload import offload
+from .streaming._forward import is_offloaded
+from .streaming._offload import offload, restore
 
 __all__ = ["apply_group_offloading", "enable_group_offload"]
 
@@ -87,7 +88,7 @@ def apply_group_offloading(
         raise ConfigurationError(
             f"invalid offload_type {offload_type!r}: expected one of {', '.join(_OFFLOAD_TYPES)}"
         )
-    if "_tensorstream" in module.__dict__:
+    if is_offloaded(module):
         return
     if offload_to_disk_path is not None:
         offload(module, Config(storage_path=offload_to_disk_path, budget=budget))
@@ -112,7 +113,9 @@ def enable_group_offload(
     *,
     budget: int | str | Budget | None = None,
 ) -> None:
-    """Streams the weights of a model, or of the models of a pipeline. See the function above.
+    """Streams the weights of a model, or of the models of a pipeline. Blocks.
+
+    See ``apply_group_offloading``. If it fails for one of the models of a pipeline, none streams.
 
     Args:
         model: The model or pipeline. The models of a pipeline share the budget, and each has a
@@ -149,10 +152,18 @@ def enable_group_offload(
     excluded = {exclude_modules} if isinstance(exclude_modules, str) else set(exclude_modules or ())
     if offload_to_disk_path is not None and not isinstance(budget, Budget):
         budget = Budget(Config(budget=budget).working_bytes())
+    done: list[nn.Module] = []
     for name, component in components.items():
-        if isinstance(component, nn.Module) and name not in excluded:
-            path = offload_to_disk_path and os.path.join(offload_to_disk_path, name)
+        if not isinstance(component, nn.Module) or name in excluded or is_offloaded(component):
+            continue
+        path = offload_to_disk_path and os.path.join(offload_to_disk_path, name)
+        try:
             apply_group_offloading(component, **how, offload_to_disk_path=path, budget=budget)
+        except BaseException:
+            for each in filter(is_offloaded, done):
+                restore(each)
+            raise
+        done.append(component)
 
 
 def __getattr__(name: str) -> Any:

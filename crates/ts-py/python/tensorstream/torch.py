@@ -3,8 +3,9 @@
 
 The functions have the signatures, the rules and the kinds of errors of safetensors. In particular,
 tensors that share memory, sparse tensors and tensors that are not contiguous are not saved, unlike
-with ``tensorstream.save_file``. Files are the same, byte for byte. What can be read also includes
-``.ts`` files, shard indexes, directories and URLs.
+with ``tensorstream.save_file``. Files have the same bytes, except that empty metadata is left out
+and that metadata has a fixed order. What can be read also includes ``.ts`` files, shard indexes,
+directories and URLs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from . import _native
 from ._dtypes import SAFETENSORS_DTYPES
 from .errors import ConfigurationError, StorageError, TensorStreamError
 from .files import _safe_open, _state_dict
@@ -131,7 +133,7 @@ def load_file(
 
 def load(data: bytes) -> dict[str, torch.Tensor]:
     """Reads all tensors from the bytes of a file. See ``tensorstream.load``."""
-    return _state_dict.load(data)
+    return _state_dict.read_all(_native.Checkpoint.from_bytes(bytes(data), lenient=True))
 
 
 def save_file(
@@ -271,7 +273,7 @@ class TensorSpec:
         if self.data_len == 0 and 0 in self.shape:
             return torch.empty(self.shape, dtype=self._dtype)
         if self.data_len == 0:
-            raise ValueError("there is no data")
+            raise ValueError("the shape has elements")
         memory = (ctypes.c_char * self.data_len).from_address(self.data_ptr)
         return torch.frombuffer(memory, dtype=self._dtype).view(self.shape)
 

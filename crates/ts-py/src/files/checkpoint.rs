@@ -50,8 +50,12 @@ impl Checkpoint {
     /// Opens a .ts or .safetensors file that is in memory. The checkpoint keeps a reference to the
     /// bytes.
     #[staticmethod]
-    fn from_bytes(py: Python<'_>, data: PyBackedBytes) -> PyResult<Self> {
-        let inner = py.detach(|| tensorstream::Checkpoint::from_bytes("bytes", data));
+    #[pyo3(signature = (data, lenient=false))]
+    fn from_bytes(py: Python<'_>, data: PyBackedBytes, lenient: bool) -> PyResult<Self> {
+        let inner = py.detach(|| match lenient {
+            false => tensorstream::Checkpoint::from_bytes("bytes", data),
+            true => tensorstream::Checkpoint::from_bytes_lenient("bytes", data),
+        });
         Ok(Self { inner: inner.map_err(|e| to_python(py, &e))? })
     }
 

@@ -196,7 +196,11 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         >>> ts.load(ts.save({"a": torch.arange(3)}))
         {'a': tensor([0, 1, 2])}
     """
-    checkpoint = _native.Checkpoint.from_bytes(bytes(data))
+    return read_all(_native.Checkpoint.from_bytes(bytes(data)))
+
+
+def read_all(checkpoint: _native.Checkpoint) -> dict[str, torch.Tensor]:
+    """Reads all tensors of a checkpoint, one after the other."""
     return {name: read_tensor(checkpoint, name) for name in checkpoint.names()}
 
 

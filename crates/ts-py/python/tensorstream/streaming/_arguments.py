@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Translates the arguments of transformers' ``from_pretrained``, or refuses them."""
+"""Translates the arguments with which other libraries load models, or refuses them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ _WITHOUT_EFFECT = (
     "mirror",
     "offload_buffers",
     "offload_state_dict",
-    "proxies",
     "tqdm_class",
     "weights_only",
 )
@@ -72,6 +71,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None,),
         "weights stream as they are stored; leave it out, or give the path of a smaller model",
     ),
+    "proxies": ((None,), "set the environment variables HTTP_PROXY and HTTPS_PROXY"),
     "state_dict": ((None,), "weights stream from the checkpoint; use `offload` for others"),
     "tp_plan": ((None,), _ONE_PROCESS),
     "tp_size": ((None,), _ONE_PROCESS),
@@ -199,6 +199,24 @@ def cpu_memory(max_memory: Any) -> int | str | None:
         f"invalid max_memory: {max_memory!r}: weights stream from storage into CPU memory; expected"
         ' a size for it, such as {"cpu": "6GB"}, or a `budget`'
     )
+
+
+def dtype_of(given: Any) -> torch.dtype | None:
+    """Returns a dtype for weights that is given by itself, or by name, such as "bfloat16".
+
+    ``None`` and "auto" give ``None``.
+
+    Raises:
+        ConfigurationError: It is not a floating-point dtype.
+    """
+    if given is None or given == "auto":
+        return None
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigurationError(
+            f"invalid dtype {given!r}: expected one for weights, such as torch.bfloat16"
+        )
+    return found
 
 
 def check_execution_device(device: int | str | torch.device | None) -> None:

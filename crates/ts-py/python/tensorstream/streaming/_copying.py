@@ -14,19 +14,17 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from ._forward import (
-    Parameters,
+from ._forward import Parameters, Streaming, own_stand_ins
+from ._guards import stand_ins_below
+from ._replaced_method import (
     ReplacedMethod,
-    Streaming,
     copied_without_replaced_methods,
     is_copied_without_replaced_methods,
-    own_stand_ins,
     remove_left_out,
     replace_method,
 )
-from ._guards import stand_ins_below
 from ._store import DimensionOrders, memory_order
-from ._stored import Stored
+from ._stored_weights import StoredWeights
 from ._streamed_tensor import StreamedTensor
 from ._weights import Weights
 
@@ -38,26 +36,28 @@ Attach = Callable[[nn.Module, DimensionOrders, frozenset[int]], None]
 class DeepCopy(ReplacedMethod):
     """The method ``__deepcopy__`` of a streamed model. The copy is a second streamed model."""
 
-    def __init__(self, model: nn.Module, streaming: Streaming, stored: Stored, attach: Attach):
+    def __init__(
+        self, model: nn.Module, streaming: Streaming, stored: StoredWeights, attach: Attach
+    ):
         super().__init__(model, "__deepcopy__")
         self._weights = streaming.weights
         self._stored = stored
         self._attach = attach
 
     def __call__(self, memo: dict[int, Any]) -> Any:
-        twin, placeholders = _copied(self.module(), self._weights, self._placeholder, memo)
+        twin, streamed = _copied(self.module(), self._weights, self._without_memory, memo)
         orders = {
             name: memory_order(parameter)
             for name, parameter in twin.named_parameters()
-            if id(parameter) in placeholders and not parameter.is_contiguous()
+            if id(parameter) in streamed and not parameter.is_contiguous()
         }
         kept = frozenset(
-            id(parameter) for parameter in twin.parameters() if id(parameter) not in placeholders
+            id(parameter) for parameter in twin.parameters() if id(parameter) not in streamed
         )
         self._attach(twin, orders, kept)
         return twin
 
-    def _placeholder(self, stand_in: StreamedTensor) -> torch.Tensor:
+    def _without_memory(self, stand_in: StreamedTensor) -> torch.Tensor:
         """Returns a tensor without memory for a parameter of the copy."""
         if stand_in.is_contiguous():
             return self._stored.symbolic(stand_in)
@@ -148,7 +148,9 @@ class GetState(ReplacedMethod):
         )
 
 
-def replace_copying(model: nn.Module, streaming: Streaming, stored: Stored, attach: Attach) -> None:
+def replace_copying(
+    model: nn.Module, streaming: Streaming, stored: StoredWeights, attach: Attach
+) -> None:
     """Makes ``copy.deepcopy`` return a second streamed model, and refuses other copies.
 
     Deep copies of parts of the model are ordinary modules in memory.

@@ -11,7 +11,7 @@ import torch
 from .. import _native
 from ..config import expanded
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
-from ._arguments import Arguments
+from ._arguments import Arguments, dtype_of
 from ._builder import Builder
 from ._offload import Path, attach
 from ._places import Place, find
@@ -33,12 +33,16 @@ def load_diffusers(model_class: Any, path: Path, arguments: Arguments) -> Any:
     """
     place = find(expanded(path), arguments.hub, arguments.variant)
     checkpoint = _native.Checkpoint(place.weights)
-    dtype = _dtype(arguments.for_class.get("dtype") or arguments.for_class.get("torch_dtype"))
+    dtype = dtype_of(arguments.for_class.get("dtype") or arguments.for_class.get("torch_dtype"))
     model = _build(model_class, place, checkpoint, dtype, arguments)
     model.register_to_config(_name_or_path=place.name)
     model.eval()
     attach(model, arguments.settings, checkpoint)
-    return (model, {}) if arguments.loading_info else model
+    if not arguments.loading_info:
+        return model
+    unexpected = sorted(set(checkpoint.names()) - set(model.state_dict()))
+    info = {"missing_keys": [], "unexpected_keys": unexpected}
+    return model, {**info, "mismatched_keys": [], "error_msgs": []}
 
 
 def _build(
@@ -96,16 +100,6 @@ def _build(
         )
     model.load_state_dict(loaded, assign=True)
     return model
-
-
-def _dtype(given: Any) -> torch.dtype | None:
-    """Returns a dtype that is given by itself or by name. ``None`` for that of the class."""
-    found = getattr(torch, given, None) if isinstance(given, str) else given
-    if found is None and given in (None, "auto"):
-        return None
-    if not isinstance(found, torch.dtype):
-        raise ConfigurationError(f"invalid dtype {given!r}: expected one such as torch.bfloat16")
-    return found
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 
 Pipelines of diffusers, SentenceTransformers and the like load their models with ``from_pretrained``
 of transformers' and diffusers' base classes. Within ``streamed_models``, these load streamed models
-in the same thread. Within ``replaced``, a function of a library is another one.
+in the same thread. ``replaced`` replaces a function of a library for the duration of a context.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def generate_many(
 
     Raises:
         ModelError: The model cannot generate.
-        ConfigurationError: The batch size is not positive, or the tokenizer has no token to pad
-            with.
+        ConfigurationError: The batch size is not positive, the tokenizer has no token to pad with,
+            a prompt has no tokens, or an option would give several texts for a prompt.
 
     Examples:
         >>> import tensorstream as ts

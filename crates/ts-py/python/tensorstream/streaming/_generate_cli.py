@@ -105,8 +105,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.seed is not None:
         torch.manual_seed(options.seed)
     shown = None
-    is_beam_search = (model.generation_config.num_beams or 1) > 1
-    if not options.json and len(prompts) == 1 and not is_beam_search:
+    if not options.json and len(prompts) == 1 and _streams_tokens(model):
         shown = transformers.TextStreamer(decoder, skip_prompt=True, skip_special_tokens=True)
     clock = _Clock(shown)
     texts = _texts(model, decoder, rows, inputs, options, clock)
@@ -123,7 +122,7 @@ def _texts(
 ) -> list[str]:
     """Generates a text for each prompt, or for the inputs with images."""
     settings: dict[str, Any] = {"max_new_tokens": options.max_new_tokens}
-    if (model.generation_config.num_beams or 1) == 1:  # transformers streams no beams
+    if _streams_tokens(model):
         settings["streamer"] = clock
     if options.greedy:
         settings |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -133,12 +132,19 @@ def _texts(
         settings["prompt_lookup_num_tokens"] = options.prompt_lookup
     if inputs:
         output = model.generate(**inputs, **settings)[0, inputs["input_ids"].shape[1] :]
+        clock.count_at_end(output)
         return [str(decoder.decode(output, skip_special_tokens=True))]
     texts = [""] * len(rows)
     for numbers, outputs in batches(model, decoder, rows, options.batch_size, settings):
         for number, output in zip(numbers, outputs, strict=True):
+            clock.count_at_end(output)
             texts[number] = decoder.decode(output, skip_special_tokens=True)
     return texts
+
+
+def _streams_tokens(model: Any) -> bool:
+    """Returns whether tokens come one by one. transformers does not pass on those of beams."""
+    return (model.generation_config.num_beams or 1) == 1
 
 
 def _report(
@@ -251,11 +257,13 @@ class _Clock:
         self._later_s = 0.0
         self._later = 0
         self._last: float | None = None
+        self._was_streamed = False
         self._began = time.monotonic()
 
     def put(self, tokens: Any) -> None:
         """Receives the prompt at the beginning of each batch, and then tokens."""
         now = time.monotonic()
+        self._was_streamed = True
         if self._last is not None:
             self.tokens += tokens.numel()
             if self.first_s == 0.0:
@@ -266,6 +274,12 @@ class _Clock:
         self._last = now
         if self._shown is not None:
             self._shown.put(tokens)
+
+    def count_at_end(self, tokens: Any) -> None:
+        """Counts the tokens of a text whose tokens did not come one by one."""
+        if not self._was_streamed:
+            self.tokens += tokens.numel()
+            self.first_s = self.first_s or time.monotonic() - self._began
 
     def end(self) -> None:
         """Receives the end of a batch."""

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from ._forward import ReplacedMethod, own_stand_ins, replace_method
+from ._forward import own_stand_ins
+from ._replaced_method import ReplacedMethod, replace_method
 from ._streamed_tensor import StreamedTensor, is_same
 
 

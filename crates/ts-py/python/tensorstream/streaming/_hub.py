@@ -39,7 +39,6 @@ _SUFFIXES = (".safetensors", ".ts", ".json", ".bin", ".gguf", ".pt", ".pth", ".c
 #: The arguments of transformers' ``from_pretrained`` that say how to find files on the Hub.
 OPTIONS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
-
 #: How long a Hub that could not be reached is not tried again. Its library tries for 15 seconds.
 _RETRY_SECONDS = 60
 #: The time until which a Hub is not tried again, by its endpoint.

@@ -27,10 +27,9 @@ from ._forward import (
     PartPass,
     Pass,
     Streaming,
+    is_offloaded,
     parts,
     recurrent,
-    replace_method,
-    restore_methods,
     streaming_of,
 )
 from ._guards import guard
@@ -38,12 +37,13 @@ from ._interrupts import deferred
 from ._live import add_live
 from ._places import find
 from ._profile import Profile
+from ._replaced_method import replace_method, restore_methods
 from ._routing import announced
 from ._rules import register_transformers
 from ._saving import save_in_pieces
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
-from ._stored import Stored
+from ._stored_weights import StoredWeights
 from ._streamed_tensor import StreamedWeight, stand_ins
 from ._symbolic_tensor import Source
 from ._units import TensorSpec, UnitBuilder, units_for_budget
@@ -119,7 +119,7 @@ def offload(
         )
     for name, module in model.named_modules():
         _refuse_torchscript(name, module)
-    if "_tensorstream" in model.__dict__:
+    if is_offloaded(model):
         raise ModelError(f"the {type(model).__name__} is already offloaded; restore(model) first")
     if checkpoint is None and not any(p.is_meta for p in model.parameters()):
         freed = sum(parameter.nbytes for parameter in model.parameters())
@@ -223,9 +223,8 @@ def attach(
     )
     if isinstance(config.budget, Budget):
         config.budget.add(streamer, max(extremes[1], budget))
-    weights = Weights(streamer, units.weights, units.divided, budget)
-    stored = Stored(checkpoint, units.sources, budget)
-    weights.mapped = stored.mapped
+    stored = StoredWeights(checkpoint, units.sources, budget)
+    weights = Weights(streamer, units.weights, units.divided, budget, stored.mapped)
     buffers = units.read_buffers()
     made = {key: stand_ins(weights, key) for key in units.sources}
     streaming = Streaming(
@@ -288,8 +287,8 @@ def _device_map(model: nn.Module) -> dict[str, torch.device]:
     """
     names = ["", *(name for name, _ in model.named_children())]
     for name, _ in model.named_modules():
-        parts = name.split(".")
-        if parts[-1].isdigit() and sum(part.isdigit() for part in parts) == 1:
+        numbers = [part for part in name.split(".") if part.isdigit()]
+        if len(numbers) == 1 and name.endswith(f".{numbers[0]}"):
             names.append(name)
     return dict.fromkeys(names, torch.device("cpu"))
 

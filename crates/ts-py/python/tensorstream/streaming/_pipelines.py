@@ -78,7 +78,7 @@ def load_with_its_library(
     if files.read("model_index.json"):
         return _pipeline(files, model_class, arguments, rest, load_transformers)
     if model_class is None:
-        name = files.read("config.json").get("_class_name")
+        name = files.read_object("config.json").get("_class_name")
         model_class = None if name is None else _diffusers_class(name, files)
     if model_class is None:
         return None
@@ -126,6 +126,13 @@ class _Files:
             )
         return self.on_hub.name
 
+    def read_object(self, name: str) -> dict[str, Any]:
+        """Returns the content of a JSON file that must be an object. Empty if it does not exist."""
+        content = self.read(name)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{self.name}: {name} is not a JSON object")
+        return content
+
     def read(self, name: str) -> Any:
         """Returns the content of a JSON file. Empty if it does not exist."""
         if self.on_hub is not None:
@@ -154,8 +161,8 @@ def _pipeline(
         raise ConfigurationError(
             f"{files.name} is a pipeline of diffusers: pip install 'tensorstream[diffusers]'"
         ) from error
-    index = files.read("model_index.json")
-    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+    index = files.read_object("model_index.json")
+    if not isinstance(index.get("_class_name"), str):
         raise CheckpointError(f"{files.name}: model_index.json does not name a class")
     components = [name for name, value in index.items() if isinstance(value, list) and any(value)]
     _log.info(
@@ -175,7 +182,9 @@ def _sentence_transformer(
     kwargs: dict[str, Any],
     load_transformers: Load,
 ) -> Any:
-    kind = files.read("config_sentence_transformers.json").get("model_type", "SentenceTransformer")
+    kind = files.read_object("config_sentence_transformers.json").get(
+        "model_type", "SentenceTransformer"
+    )
     try:
         import sentence_transformers
     except ImportError as error:

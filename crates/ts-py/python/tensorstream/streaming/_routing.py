@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ._division import route_argument, selected
-from ._forward import Forward, ReplacedMethod
+from ._forward import Forward
+from ._replaced_method import ReplacedMethod
 from ._weights import Divided, Weights
 
 #: With more tokens than this, a layer needs most of its experts, and guesses save nothing.

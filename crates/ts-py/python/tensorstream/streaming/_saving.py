@@ -21,9 +21,9 @@ from .. import _native
 from ..errors import ModelError
 from ..files._capsules import NewTensor, dtype_name, write_all
 from ._diversion import replaced
-from ._forward import ReplacedMethod, replace_method
 from ._guards import stand_ins_below
-from ._stored import Stored
+from ._replaced_method import ReplacedMethod, replace_method
+from ._stored_weights import StoredWeights
 from ._symbolic_tensor import SymbolicTensor
 
 #: The functions of safetensors that classes of models call to write a file.
@@ -33,7 +33,7 @@ _WRITERS = (("transformers.modeling_utils", "safe_save_file"), ("safetensors.tor
 _saved: ContextVar[nn.Module | None] = ContextVar("tensorstream_saved", default=None)
 
 
-def save_in_pieces(model: nn.Module, stored: Stored) -> None:
+def save_in_pieces(model: nn.Module, stored: StoredWeights) -> None:
     """Replaces ``save_pretrained`` of each module that has it and contains streamed weights."""
     for module in model.modules():
         if hasattr(type(module), "save_pretrained") and any(stand_ins_below(module)):
@@ -44,7 +44,7 @@ def save_in_pieces(model: nn.Module, stored: Stored) -> None:
 class StateDict(ReplacedMethod):
     """Replaces ``state_dict``, so that ``save_pretrained`` gets symbolic tensors."""
 
-    def __init__(self, module: nn.Module, stored: Stored) -> None:
+    def __init__(self, module: nn.Module, stored: StoredWeights) -> None:
         super().__init__(module, "state_dict")
         self._stored = stored
 
@@ -59,7 +59,7 @@ class SavePretrained(ReplacedMethod):
     Refuses directories from where weights stream, because replacing their files ends streaming.
     """
 
-    def __init__(self, module: nn.Module, stored: Stored) -> None:
+    def __init__(self, module: nn.Module, stored: StoredWeights) -> None:
         super().__init__(module, "save_pretrained")
         self._stored = stored
 

@@ -248,12 +248,16 @@ def _model_config(
     if given is not None:  # it may be on the Hub, too, but at another place
         names = ("cache_dir", "local_files_only", "token")
         place_arguments = {name: arguments.hub[name] for name in names if name in arguments.hub}
-    model_config, rest = config_class.from_pretrained(
-        place.name if given is None else given,
-        return_unused_kwargs=True,
-        **place_arguments,
-        **options,
-    )
+    name = place.name if given is None else given
+    try:
+        model_config, rest = config_class.from_pretrained(
+            name, return_unused_kwargs=True, **place_arguments, **options
+        )
+    # transformers raises errors of these classes for files that are missing or damaged.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{name}: transformers cannot read the configuration of the model: {error}"
+        ) from error
     return model_config, {**arguments.for_class, **rest}
 
 

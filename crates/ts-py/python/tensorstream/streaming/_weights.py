@@ -91,14 +91,15 @@ class Weights:
         specs: list[Weight],
         divided: list[Divided],
         budget_bytes: int,
+        mapped: Callable[[Any], torch.Tensor],
     ) -> None:
         self.streamer = streamer
         self.specs: list[Weight | Divided] = [*specs, *divided]
         self._native_count = len(specs)
         self.budget_bytes = budget_bytes
         self._frozen: set[int] = set()
-        #: Returns the weight of a stand-in as a view of a file. See ``Stored.mapped``.
-        self.mapped: Callable[[Any], torch.Tensor]
+        #: Returns the weight of a stand-in as a view of a file. See ``StoredWeights.mapped``.
+        self.mapped = mapped
 
     def requires_grad(self, key: int) -> bool:
         """Returns whether the original parameter requires gradients and was not frozen since."""

@@ -23,7 +23,7 @@ from ._symbolic_tensor import Source, SymbolicTensor
 from ._units import TensorSpec
 
 
-class Stored:
+class StoredWeights:
     """The stored tensors of the parameters of a streamed model.
 
     Args:
