@@ -66,18 +66,26 @@ def test_a_model_that_computes_longer_than_it_reads_is_limited_by_computing(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 x = layer(x)
-                time.sleep(0.02)
+                time.sleep(0.05)
             return x
 
     config = ts.Config(storage_path=tmp_path, budget="3MiB")
     model = ts.offload(Slow(), config)
+
+    def explained() -> tuple[set[str], float]:
+        stats, explanation = ts.stats(model), ts.explain(model)
+        assert explanation.compute_s > 0.4
+        found = {stats["bottleneck"], stats["plan"]["bottleneck"], explanation.bottleneck}
+        return found, explanation.predicted_s / explanation.wall_s
+
+    expected = {"compute"}, pytest.approx(1, rel=0.25)
     run(model, 6)
-    stats = ts.stats(model)
-    assert stats["bottleneck"] == stats["plan"]["bottleneck"] == "compute"
-    explanation = ts.explain(model)
-    assert explanation.bottleneck == "compute"
-    assert explanation.compute_s > 0.16
-    assert explanation.predicted_s == pytest.approx(explanation.wall_s, rel=0.25)
+    # While other programs keep the disk busy, it may be the bottleneck.
+    for _ in range(50):
+        if explained() == expected:
+            break
+        run(model, 1)
+    assert explained() == expected
 
 
 def test_an_explanation_needs_a_pass(tmp_path: Path) -> None:
