@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import tensorstream as ts
 import torch
@@ -284,40 +283,6 @@ def test_a_copy_of_a_part_is_in_memory(llama: Llama) -> None:
     with torch.inference_mode():
         assert torch.equal(streamed(X).logits, reference(X).logits)
     assert ts.stats(streamed)["reserved_high_water_bytes"] <= 300 << 10
-
-
-@pytest.mark.parametrize("kind", ["lora", "modules_to_save", "norms", "prefix"])
-def test_adapters_of_peft_train(kind: str, tmp_path: Path) -> None:
-    """After three steps, the adapters of a streamed model are those of the model in memory."""
-    config = hf.LlamaConfig(**SHAPE | {"hidden_size": 128})
-    torch.manual_seed(0)
-    hf.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    adapters = {
-        "lora": lambda: peft.LoraConfig(task_type="CAUSAL_LM"),
-        "modules_to_save": lambda: peft.LoraConfig(
-            task_type="CAUSAL_LM", modules_to_save=["lm_head"]
-        ),
-        "norms": lambda: peft.LNTuningConfig(task_type="CAUSAL_LM"),
-        "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-    }
-    trained = []
-    for streams in (False, True):
-        base: Any = hf.LlamaForCausalLM.from_pretrained(tmp_path)
-        if streams:
-            size = sum(parameter.nbytes for parameter in base.parameters())
-            base = ts.from_pretrained(tmp_path, budget=size // 2)
-        torch.manual_seed(1)
-        model = peft.get_peft_model(base, adapters[kind]())
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(input_ids=X, labels=X).loss.backward()
-            optimizer.step()
-        trained.append(parameters)
-    assert max(unit["loads"] for unit in ts.stats(base)["units"]) > 1
-    assert len(trained[0]) > 0
-    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
 
 
 MODES: dict[str, Callable[[], Any]] = {

@@ -12,6 +12,7 @@ import tensorstream as ts
 import torch
 import transformers
 from conftest import leased
+from exactness import assert_same
 from families import FAMILIES, Family, Inputs
 
 Saved = Callable[[str], Path]
@@ -41,26 +42,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 def model_class(family: Family) -> Any:
     return getattr(transformers, family.model_class)
-
-
-def tensors(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors of the output of a model, without caches."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    if hasattr(output, "values"):
-        return [tensor for value in output.values() for tensor in tensors(value)]
-    if isinstance(output, list | tuple):
-        return [tensor for value in output for tensor in tensors(value)]
-    return []
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    a, e = tensors(actual), tensors(expected)
-    assert len(a) == len(e) > 0
-    for x, y in zip(a, e, strict=True):
-        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), (
-            f"differs by {(x - y).abs().max()}"
-        )
 
 
 def cast(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_model
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 
 class OwnAndBelow(nn.Module):
@@ -234,10 +235,44 @@ def test_copies_and_changes_of_weights_are_errors(tmp_path: Path) -> None:
         torch._foreach_mul_(list(model.parameters()), 0.5)
     with pytest.raises(ts.ModelError, match=r"cannot replace `layer\.weight`"):
         model.layer.weight = nn.Parameter(torch.zeros(16, 16))
-    with pytest.raises(ts.ModelError, match=r"cannot remove `layer\.weight`"):
-        del model.layer.weight
     model.layer.weight = model.layer.weight
     assert torch.equal(model(x), reference(x))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight
+
+
+def test_weights_can_be_removed_and_parametrized(tmp_path: Path) -> None:
+    reference = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    x = torch.randn(2, 64)
+    model = ts.offload(copy.deepcopy(reference), ts.Config(storage_path=tmp_path, budget="40KiB"))
+    with torch.inference_mode():
+        assert torch.equal(model(x), reference(x))
+        for each in (model, reference):
+            each[1].weight = each[1].weight
+            weight = each[2].weight
+            del each[2].weight
+            with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+                each(x)
+            each[2].register_parameter("weight", weight)
+            # Without `unsafe`, PyTorch calls the parametrization to try it.
+            parametrize.register_parametrization(each[3], "weight", Doubled(), unsafe=True)
+        for _ in range(3):
+            assert torch.equal(model(x), reference(x))
+        assert max(unit["loads"] for unit in ts.stats(model)["units"]) > 1
+        assert [name for name, _ in model.named_parameters()] == [
+            name for name, _ in reference.named_parameters()
+        ]
+        twin = ts.restore(model)
+        assert torch.equal(twin(x), reference(x))
+    original = model[3].parametrizations["weight"].original
+    assert torch.equal(original, reference[3].parametrizations["weight"].original)
+    assert type(original) is nn.Parameter
 
 
 def test_a_model_with_an_offloaded_part_is_refused(tmp_path: Path) -> None:

@@ -104,12 +104,6 @@ class Parameters(dict[str, Any]):
         elif not (is_same(own, value) or (type(value) is StreamedWeight and value is self[name])):
             raise ModelError(f"cannot replace `{own.name}`: {RESTORE_FIRST}")
 
-    def __delitem__(self, name: str) -> None:
-        own = self.stand_in(name)
-        if own is not None:
-            raise ModelError(f"cannot remove `{own.name}`: {RESTORE_FIRST}")
-        dict.__delitem__(self, name)
-
     def pop(self, name: str, *default: Any) -> Any:
         if name in self:
             value = self[name]
@@ -328,13 +322,34 @@ def is_offloaded(model: nn.Module) -> bool:
     return "_tensorstream" in model.__dict__
 
 
+def offloaded_in(model: nn.Module) -> nn.Module:
+    """Returns the model itself if it is offloaded, else the only offloaded model that it contains.
+
+    For example, a ``PeftModel`` contains its base model.
+
+    Raises:
+        ModelError: There is no offloaded model, or there are several.
+    """
+    found = {}
+    if isinstance(model, nn.Module):
+        modules = [("", model)] if is_offloaded(model) else model.named_modules()
+        found = {name: each for name, each in modules if is_offloaded(each)}
+    if len(found) > 1:
+        raise ModelError(
+            f"this {type(model).__name__} contains several offloaded models "
+            f"({', '.join(f'`{name}`' for name in found)}); pass one of them"
+        )
+    if not found:
+        raise ModelError(f"this {type(model).__name__} is not offloaded; call offload(model) first")
+    return next(iter(found.values()))
+
+
 def streaming_of(model: nn.Module) -> Streaming:
-    """Returns the streaming state of an offloaded model.
+    """Returns the streaming state of an offloaded model, which another model may contain.
 
     Raises:
         ModelError: The model is not offloaded.
     """
-    streaming = model.__dict__.get("_tensorstream") if isinstance(model, nn.Module) else None
-    if not isinstance(streaming, Streaming):
-        raise ModelError(f"this {type(model).__name__} is not offloaded; call offload(model) first")
+    streaming = offloaded_in(model).__dict__["_tensorstream"]
+    assert isinstance(streaming, Streaming)
     return streaming

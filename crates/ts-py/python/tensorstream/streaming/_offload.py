@@ -19,6 +19,7 @@ from ..errors import (
     ConfigurationError,
     ModelError,
 )
+from ._adapters import adapter_parameters
 from ._copying import Attach, replace_copying
 from ._division import Rows
 from ._forward import (
@@ -28,6 +29,7 @@ from ._forward import (
     Pass,
     Streaming,
     is_offloaded,
+    offloaded_in,
     parts,
     recurrent,
     streaming_of,
@@ -44,7 +46,7 @@ from ._saving import save_in_pieces
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
 from ._stored_weights import StoredWeights
-from ._streamed_tensor import StreamedWeight, stand_ins
+from ._streamed_tensor import StreamedTensor, StreamedWeight, stand_ins
 from ._symbolic_tensor import Source
 from ._units import TensorSpec, UnitBuilder, units_for_budget
 from ._weights import Divided, Weight, Weights
@@ -65,7 +67,8 @@ def offload(
     With a ``checkpoint``, the parameters get the values of the checkpoint. Without a checkpoint,
     the weights of a model on the CPU are written to a ``.ts`` file in ``config.storage_path``, and
     their memory is freed. The file is named after its content. For a model on the meta device,
-    ``config.storage_path`` is the checkpoint. Buffers stay in memory.
+    ``config.storage_path`` is the checkpoint. Buffers stay in memory, and so do adapters of PEFT,
+    which can be trained.
 
     Results are bit-identical to those of the model in memory. Parameters are frozen while they
     stream; ``restore`` makes them trainable again if they were before. Offloading reads only the
@@ -121,18 +124,20 @@ def offload(
         _refuse_torchscript(name, module)
     if is_offloaded(model):
         raise ModelError(f"the {type(model).__name__} is already offloaded; restore(model) first")
-    if checkpoint is None and not any(p.is_meta for p in model.parameters()):
-        freed = sum(parameter.nbytes for parameter in model.parameters())
-        return attach(model, config, *store_live(model, config), freed_bytes=freed)
-    if checkpoint is None and not all(p.is_meta for p in model.parameters()):
+    kept = adapter_parameters(model)
+    streamed = [parameter for parameter in model.parameters() if id(parameter) not in kept]
+    freed = sum(parameter.nbytes for parameter in streamed if not parameter.is_meta)
+    if checkpoint is None and not any(p.is_meta for p in streamed):
+        stored = store_live(model, config, kept)
+        return attach(model, config, *stored, freed_bytes=freed, kept=kept)
+    if checkpoint is None and not all(p.is_meta for p in streamed):
         raise ModelError(
             "some parameters are on the meta device and others have weights: give a `checkpoint` "
             "with all parameters"
         )
-    freed = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     # A directory that does not exist yet is not the name of a model on the Hub.
     weights = expanded(path) if checkpoint is None else find(expanded(path)).weights
-    return attach(model, config, _native.Checkpoint(weights), freed_bytes=freed)
+    return attach(model, config, _native.Checkpoint(weights), freed_bytes=freed, kept=kept)
 
 
 def checked(config: Config | None) -> Config:
@@ -332,7 +337,8 @@ def plan_model(
 def stats(model: nn.Module) -> Stats:
     """Returns the statistics of an offloaded model. Does not wait for I/O.
 
-    Sizes are bytes, and times are seconds.
+    Sizes are bytes, and times are seconds. ``model`` may also contain the offloaded model, as a
+    ``PeftModel`` does.
 
     Raises:
         ModelError: The model is not offloaded.
@@ -371,7 +377,7 @@ def restore(model: M) -> M:
     """Undoes ``offload``: reads all weights into ordinary parameters. Blocks.
 
     Needs memory for all weights in addition to the budget. If it fails, the model is still
-    offloaded.
+    offloaded. ``model`` may also contain the offloaded model, as a ``PeftModel`` does.
 
     Raises:
         ModelError: The model is not offloaded, or a forward is running.
@@ -386,7 +392,8 @@ def restore(model: M) -> M:
         >>> type(model.weight)
         <class 'torch.nn.parameter.Parameter'>
     """
-    streaming = streaming_of(model)
+    root = offloaded_in(model)
+    streaming = streaming_of(root)
     if streaming.weights.streamer.in_use():
         raise ModelError(
             "cannot restore the model while a forward runs: call restore(model) after the forward"
@@ -398,23 +405,21 @@ def restore(model: M) -> M:
     }
     streaming.profile.end()
     with deferred():
-        del model.__dict__["_tensorstream"]
-        model.__dict__.pop("hf_device_map", None)
-        for module in model.modules():
+        del root.__dict__["_tensorstream"]
+        root.__dict__.pop("hf_device_map", None)
+        for module in root.modules():
             restore_methods(module)
             own = module.__dict__["_parameters"]
+            restored = {
+                name: parameters[each.key]
+                for name, each in dict.items(own)
+                if type(each) is StreamedTensor and each.weights is streaming.weights
+            }
             if isinstance(own, Parameters) and own.weights is streaming.weights:
-                keys = {
-                    name: stand_in.key
-                    for name in own
-                    if (stand_in := own.stand_in(name)) is not None
-                }
-                restored = {
-                    name: parameters[keys[name]] if name in keys else dict.get(own, name)
-                    for name in own
-                }
-                module.__dict__["_parameters"] = restored
+                module.__dict__["_parameters"] = dict(dict.items(own)) | restored
                 recurrent(module)
+            else:  # for example, of a parametrization
+                dict.update(own, restored)
     return model
 
 

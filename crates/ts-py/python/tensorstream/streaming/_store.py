@@ -46,8 +46,12 @@ BLOCK = 4096
 DimensionOrders = dict[str, tuple[int, ...]]
 
 
-def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, DimensionOrders]:
+def store_live(
+    model: nn.Module, config: Config, kept: frozenset[int]
+) -> tuple[_native.Checkpoint, DimensionOrders]:
     """Writes the weights of a model to ``config.storage_path`` and opens the file.
+
+    Leaves out the parameters whose ``id`` is in ``kept``.
 
     Reuses the file if it exists. The file name is a fingerprint of names, dtypes, shapes and bytes,
     so several models and processes can share a directory.
@@ -58,13 +62,13 @@ def store_live(model: nn.Module, config: Config) -> tuple[_native.Checkpoint, Di
     Returns:
         The checkpoint, and the order of the dimensions of each parameter that is not contiguous.
     """
-    parameters = dict(_distinct(model))
+    parameters = dict(_distinct(model, kept))
     orders = {name: memory_order(p) for name, p in parameters.items() if not p.is_contiguous()}
     stored = {
         name: p.detach().permute(orders[name]) if name in orders else p
         for name, p in parameters.items()
     }
-    _check_budget(model, config)
+    _check_budget(model, config, kept)
     directory = _directory(Path(config.storage_path or ""))
     fingerprint = _native.Fingerprint()
     specs: list[NewTensor] = []
@@ -116,7 +120,7 @@ def store_derived(
         The checkpoint, with the computed tensors added.
 
     Raises:
-        BudgetError: A tensor needs more memory than ``budget_bytes``.
+        BudgetError: The file does not exist, and a tensor needs more memory than ``budget_bytes``.
         ModelError: A tensor is not contiguous.
     """
     builder = Builder(checkpoint, budget_bytes)
@@ -126,18 +130,20 @@ def store_derived(
             raise ModelError(
                 f"cannot stream parameter `{name}`: it is not contiguous after loading"
             )
-        needed = builder.needed_bytes(tensor)
-        if needed > budget_bytes:
-            raise BudgetError(
-                f"a budget of {budget_bytes} bytes is too small: converting `{name}` needs "
-                f"{needed} bytes; the smallest budget that works is {needed} bytes or more"
-            )
         specs.append((name, dtype_name(name, tensor), list(tensor.shape), tensor.source.phase))
     directory = _directory(config.conversion_directory())
     path = directory / f"converted-{_key(wanted, checkpoint)}{_suffix(config)}"
     how = config.codec(), config.level()
     writer = _native.FileWriter.unless_written(path, specs, {"format": "pt"}, None, *how)
     if writer is not None:
+        needed, largest = max((builder.needed_bytes(own), name) for name, own in wanted.items())
+        if needed > budget_bytes:
+            # The traceback of the error would keep the writer, for which other writers wait.
+            del writer
+            raise BudgetError(
+                f"a budget of {budget_bytes} bytes is too small: converting `{largest}` needs "
+                f"{needed} bytes; the smallest budget that works is {needed} bytes or more"
+            )
         total = sum(tensor.nbytes for tensor in wanted.values())
         print(
             f"tensorstream: converting {len(wanted)} tensors ({total / 2**20:.1f} MiB) to {path}; "
@@ -160,8 +166,10 @@ def _pieces(wanted: dict[str, SymbolicTensor], builder: Builder) -> Iterator[tor
         yield from builder.pieces(tensor)
 
 
-def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _distinct(model: nn.Module, kept: frozenset[int]) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
+        if id(parameter) in kept:
+            continue
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
             raise ModelError(
                 f"cannot stream parameter `{name}`: expected an nn.Parameter on the CPU, got "
@@ -175,13 +183,13 @@ def _distinct(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name, parameter
 
 
-def _check_budget(model: nn.Module, config: Config) -> None:
+def _check_budget(model: nn.Module, config: Config, kept: frozenset[int]) -> None:
     """Refuses a budget that is too small, before the weights are written."""
     sizes: dict[str, list[int]] = {}
     in_rows = row_divided(model, Rows.ALL, exact=config.exact)
     in_batches = batch_divided(model, Rows.ALL, exact=config.exact)
     # `named_parameters` yields a shared parameter only once, for the first module that has it.
-    for name, parameter in model.named_parameters():
+    for name, parameter in _distinct(model, kept):
         prefix = name.rpartition(".")[0]
         if is_divided(model.get_submodule(prefix), parameter) or id(parameter) in in_batches:
             sizes[name] = [slice_bytes(parameter)]

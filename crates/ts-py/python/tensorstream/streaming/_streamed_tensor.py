@@ -21,6 +21,10 @@ from ..errors import BudgetError, ModelError
 from ._weights import Weights
 
 RESTORE_FIRST = "a streamed weight cannot be changed; restore(model) first"
+_MERGE_IN_MEMORY = (
+    f"{RESTORE_FIRST}, or, to merge an adapter or to derive one from the weights (PiSSA, OLoRA), "
+    "do this with a model in memory, save it, and stream the saved model"
+)
 
 _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
@@ -66,7 +70,7 @@ class StreamedTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not is_same(self, value):
-            raise ModelError(f"cannot set the data of `{self.name}`: {RESTORE_FIRST}")
+            raise ModelError(f"cannot set the data of `{self.name}`: {_MERGE_IN_MEMORY}")
 
     def detach(self) -> torch.Tensor:
         """Returns a stand-in of the same weight without autograd history."""
@@ -167,8 +171,9 @@ class StreamedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # Parametrizations set a parameter to itself.
         if (
-            func is torch.ops.aten.copy_.default
+            func in (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
             and type(args[0]) is StreamedTensor
             and is_same(args[0], args[1])
         ):
@@ -242,7 +247,7 @@ class StreamedWeight(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value is not self:
-            raise ModelError(f"cannot set the data of a streamed weight: {RESTORE_FIRST}")
+            raise ModelError(f"cannot set the data of a streamed weight: {_MERGE_IN_MEMORY}")
 
     def detach(self) -> torch.Tensor:
         """Returns a tensor on the same memory without autograd history."""
@@ -678,7 +683,9 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     for tensor in _written(func, args, kwargs):
         if type(tensor) is StreamedTensor:
-            raise ModelError(f"cannot run {func}, which writes to `{tensor.name}`: {RESTORE_FIRST}")
+            raise ModelError(
+                f"cannot run {func}, which writes to `{tensor.name}`: {_MERGE_IN_MEMORY}"
+            )
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

@@ -30,6 +30,7 @@ from ._builder import Builder
 from ._offload import Path, attach, plan_model
 from ._pipelines import load_with_its_library
 from ._places import Place, find
+from ._symbolic_tensor import SymbolicTensor
 from ._weights import Divided
 
 _log = logging.getLogger("tensorstream")
@@ -98,8 +99,10 @@ def from_pretrained(
         >>> output = model.generate(ids)  # doctest: +SKIP
     """
     arguments = Arguments.of(budget, config, kwargs)
-    loaded = load_with_its_library(path, model_class, arguments, kwargs, _load_class)
-    return _load(path, model_class, arguments) if loaded is None else loaded
+    # Parameters that are made under inference mode could not be used outside of it.
+    with torch.inference_mode(False):
+        loaded = load_with_its_library(path, model_class, arguments, kwargs, _load_class)
+        return _load(path, model_class, arguments) if loaded is None else loaded
 
 
 def _load_class(
@@ -125,9 +128,11 @@ def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> An
             "from_pretrained needs transformers 5: pip install 'tensorstream[transformers]'"
         ) from error
     model, info = _build(transformers, place, checkpoint, model_class, arguments)
-    missing = set(info["missing_keys"])
+    # The class has initialised these, such as new heads, and tables of sines that no file has.
     new = frozenset(
-        id(parameter) for name, parameter in model.named_parameters() if name in missing
+        id(parameter)
+        for parameter in model.parameters()
+        if not (isinstance(parameter, SymbolicTensor) or parameter.is_meta)
     )
     if model.can_generate() and "generation_config" not in arguments.for_class:
         try:

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Finds the parameters of PEFT's adapters, without importing PEFT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def adapter_parameters(model: nn.Module) -> frozenset[int]:
+    """Returns the ``id`` of each parameter of an adapter.
+
+    They stay in memory, so that they can be trained. In a model with adapters, all parameters that
+    require gradients are among them. In other models, nothing is.
+    """
+    found = {id(each) for module in model.modules() for each in _of_layer(module)}
+    if found or hasattr(model, "peft_config"):
+        found |= {id(each) for each in model.parameters() if each.requires_grad}
+    return frozenset(found)
+
+
+def _of_layer(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters of the adapters of a layer of PEFT."""
+    for name in getattr(module, "adapter_layer_names", ()):
+        part = getattr(module, name, None)
+        if isinstance(part, nn.Module):
+            yield from part.parameters()

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Trains adapters of PEFT over streamed models, and compares them with models in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import tensorstream as ts
+import torch
+import transformers as hf
+from adapters import SHAPE, X, cases, check_adapter
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", cases())
+def test_adapters_train(name: str, tmp_path: Path) -> None:
+    check_adapter(name, tmp_path / "model")
+
+
+def saved(path: Path, dtype: torch.dtype = torch.float32, layers: int = 4) -> int:
+    """Writes a Llama. Returns the size of its weights in bytes."""
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(**SHAPE | {"num_hidden_layers": layers})
+    model = hf.LlamaForCausalLM(config).to(dtype)
+    model.save_pretrained(path)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def with_lora(base: Any, **arguments: Any) -> Any:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **arguments)
+    return peft.get_peft_model(base, config)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("checkpointing", "dtype", "steps"),
+    [
+        ("default", torch.float32, 20),
+        # PyTorch multiplies these dtypes slowly.
+        ("default", torch.bfloat16, 4),
+        ("reentrant", torch.float16, 4),
+        ("none", torch.bfloat16, 4),
+    ],
+)
+def test_training_with_a_fifth_of_the_weights(
+    checkpointing: str, dtype: torch.dtype, steps: int, tmp_path: Path
+) -> None:
+    size = saved(tmp_path, dtype, layers=16)
+    outcomes = []
+    for streams in (False, True):
+        base: Any = (
+            ts.from_pretrained(tmp_path, budget=size // 5)
+            if streams
+            else hf.LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        )
+        model = with_lora(base)
+        if checkpointing != "none":
+            options = {"use_reentrant": True} if checkpointing == "reentrant" else None
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            model.enable_input_require_grads()
+        model.train()
+        own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(own, lr=1e-3)
+        results = []
+        for step in range(steps):
+            loss = model(input_ids=X, labels=X).loss
+            loss.backward()
+            if step == 0:
+                results += [parameter.grad.clone() for parameter in own]
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(loss.detach())
+        outcomes.append([*results, *own])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    stats = ts.stats(model)
+    assert stats["reserved_high_water_bytes"] <= size // 5
+    assert max(unit["loads"] for unit in stats["units"]) >= steps
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_with_adapters_is_offloaded(whole: bool, tmp_path: Path) -> None:
+    """The base streams, and the adapters stay in memory."""
+    size = saved(tmp_path / "model")
+    model = with_lora(
+        hf.LlamaForCausalLM.from_pretrained(tmp_path / "model"), modules_to_save=["norm"]
+    )
+    model(input_ids=X, labels=X).loss.backward()
+    expected = gradients(model)
+    adapters = {name: model.get_parameter(name) for name in expected}
+    model.zero_grad()
+    config = ts.Config(storage_path=tmp_path / "weights", budget=size // 3)
+    ts.offload(model if whole else model.get_base_model(), config)
+    assert all(model.get_parameter(name) is own for name, own in adapters.items())
+    for _ in range(2):
+        model.zero_grad()
+        model(input_ids=X, labels=X).loss.backward()
+        found = gradients(model)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert max(unit["loads"] for unit in ts.stats(model)["units"]) > 2
+    assert not [name for name in ts.load_file(tmp_path / "weights") if "lora" in name]
+
+
+def test_merging_is_refused_until_the_model_is_restored(tmp_path: Path) -> None:
+    size = saved(tmp_path)
+    model = with_lora(ts.from_pretrained(tmp_path, budget=size // 3))
+    reference = with_lora(hf.LlamaForCausalLM.from_pretrained(tmp_path))
+    with torch.inference_mode():
+        expected = model(input_ids=X).logits
+        for merge in (model.merge_adapter, model.merge_and_unload):
+            with pytest.raises(ts.ModelError, match=r"restore\(model\) first, or, to merge"):
+                merge()
+            assert torch.equal(model(input_ids=X).logits, expected), "nothing has changed"
+    with pytest.raises(ts.ModelError, match="or to derive one from the weights"):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights="pissa")
+        peft.get_peft_model(ts.from_pretrained(tmp_path, budget=size // 3), config)
+    assert ts.restore(model) is model
+    merged, wanted = model.merge_and_unload(), reference.merge_and_unload()
+    for mine, its in zip(merged.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_functions_find_the_model_inside_of_a_wrapper(tmp_path: Path) -> None:
+    size = saved(tmp_path)
+    model = with_lora(ts.from_pretrained(tmp_path, budget=size // 3))
+    model(input_ids=X)
+    assert ts.stats(model)["passes"] == 1
+    assert ts.explain(model).passes == 1
+    both = nn.ModuleList([ts.from_pretrained(tmp_path, budget=size // 3) for _ in range(2)])
+    with pytest.raises(ts.ModelError, match="several offloaded models"):
+        ts.stats(both)
+    with pytest.raises(ts.ModelError, match="not offloaded"):
+        ts.stats(nn.Sequential(nn.Linear(1, 1)))
