@@ -4,14 +4,15 @@
 usage: every_model.py [NAME...]
 
 `cargo xtask models` runs all model types of transformers, all classes of diffusers, and all methods
-of PEFT, and writes the list of results to benches/results/models.md. With names, runs only these,
-and writes no list.
+of PEFT, and writes the list of results to benches/results/models.md. With names, runs only these
+again, and updates the list.
 
 A case is one of these:
 
 - exact: the results, parameters and restored weights are those of the model in memory, and units
   were read several times
 - resident: the same, but the smallest budget holds all units
+- refused: it cannot be streamed, and an error says why
 - excluded: no small configuration with inputs was found, with the reason
 - failed: anything else
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -29,17 +31,21 @@ import textwrap
 import threading
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from models import ROOT
+from models import ROOT, SCRATCH
 
 sys.path.insert(0, str(ROOT / "crates" / "ts-py" / "tests"))
 
 #: How many cases a worker runs, and how long each may take, in seconds.
 CASES = 25
-TIMEOUT_S = 120
+TIMEOUT_S = 300
+#: The outcomes so far, from which the page is made.
+OUTCOMES = SCRATCH / "models.json"
 PAGE = ROOT / "benches" / "results" / "models.md"
 TITLES = {
     "transformers": "Model types of transformers",
@@ -63,6 +69,7 @@ def cases() -> list[Case]:
 
 def run(case: Case) -> dict[str, str]:
     """Runs a case in this process. Returns its result, and a reason unless it is exact."""
+    import tensorstream as ts
     from small_models import Excluded
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -71,6 +78,8 @@ def run(case: Case) -> dict[str, str]:
             return {"result": _run(case, Path(scratch) / "model"), "why": ""}
         except Excluded as reason:
             return {"result": "excluded", "why": str(reason)}
+        except ts.ModelError as reason:
+            return {"result": "refused", "why": str(reason)}
         except Exception as error:
             where = traceback.format_exc().strip().splitlines()[-3:]
             why = f"{type(error).__name__}: {error} ({' '.join(line.strip() for line in where)})"
@@ -78,8 +87,9 @@ def run(case: Case) -> dict[str, str]:
 
 
 def _run(case: Case, path: Path) -> str:
+    import torch
     from adapters import EXCLUDED, check_adapter
-    from exactness import check_exact
+    from exactness import check_exact, tensors
     from small_diffusers import small_diffusers
     from small_models import Excluded, small_model
 
@@ -94,6 +104,9 @@ def _run(case: Case, path: Path) -> str:
         small.model.save_pretrained(path)
     except Exception as error:
         raise Excluded(f"it cannot be saved: {error}") from error
+    with torch.no_grad():
+        if not tensors(small.model(**small.inputs)):
+            raise Excluded("its forward returns no tensors")
     streamed = check_exact(path, type(small.model), lambda model: model(**small.inputs))
     return "exact" if streamed else "resident"
 
@@ -112,10 +125,21 @@ def worker(wanted: list[Case]) -> None:
 
 
 def outcomes(wanted: list[Case]) -> Iterator[tuple[Case, dict[str, str]]]:
-    """Runs cases in workers. Yields each case with its outcome."""
+    """Runs cases in as many workers as there are processors. Yields each with its outcome."""
+    batches = [wanted[first : first + CASES] for first in range(0, len(wanted), CASES)]
+    done: queue.Queue[tuple[Case, dict[str, str]]] = queue.Queue()
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        running = [workers.submit(_run_batch, batch, done) for batch in batches]
+        for _ in wanted:
+            yield done.get()
+        for each in running:
+            each.result()
+
+
+def _run_batch(wanted: list[Case], done: queue.Queue[tuple[Case, dict[str, str]]]) -> None:
+    """Runs cases in a worker, and the rest in another worker if it ends early."""
     while wanted:
-        batch, done = wanted[:CASES], 0
-        command = [sys.executable, __file__, "--worker", json.dumps(batch)]
+        command = [sys.executable, __file__, "--worker", json.dumps(wanted)]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         ) as process:
@@ -123,16 +147,15 @@ def outcomes(wanted: list[Case]) -> Iterator[tuple[Case, dict[str, str]]]:
             timer.start()
             for line in process.stdout or ():
                 timer.cancel()
-                yield batch[done], json.loads(line)
-                done += 1
+                done.put((wanted[0], json.loads(line)))
+                wanted = wanted[1:]
                 timer = threading.Timer(TIMEOUT_S, process.kill)
                 timer.start()
             timer.cancel()
-        why = f"its process ended with status {process.returncode}, after {TIMEOUT_S} s if killed"
-        if done < len(batch):
-            yield batch[done], {"result": "failed", "why": why}
-            done += 1
-        wanted = wanted[done:]
+        if wanted:
+            why = f"its process ended with status {process.returncode}; {TIMEOUT_S} s are allowed"
+            done.put((wanted[0], {"result": "failed", "why": why}))
+            wanted = wanted[1:]
 
 
 def page(found: dict[Case, dict[str, str]], versions: str) -> str:
@@ -159,15 +182,14 @@ def page(found: dict[Case, dict[str, str]], versions: str) -> str:
                     "failed": f"{len(names)} failed:",
                 }[result]
                 lines += [heading, "", *textwrap.wrap(", ".join(names), 100), ""]
-        excluded = {name: each for name, each in own.items() if each["result"] == "excluded"}
-        if excluded:
-            lines += [
-                f"{len(excluded)} are excluded: no small configuration with inputs is known.",
-                "",
-                "| Name | Last attempt |",
-                "|---|---|",
-            ]
-            lines += [f"| `{name}` | {reason(each['why'])} |" for name, each in excluded.items()]
+        for result, heading in (
+            ("refused", "are refused"),
+            ("excluded", "are excluded: no small configuration with inputs is known"),
+        ):
+            why = {name: each["why"] for name, each in own.items() if each["result"] == result}
+            if why:
+                lines += ["", f"{len(why)} {heading}:", "", "| Name | Reason |", "|---|---|"]
+                lines += [f"| `{name}` | {reason(text)} |" for name, text in why.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -179,25 +201,21 @@ def reason(why: str) -> str:
 
 def main(names: list[str]) -> int:
     wanted = [case for case in cases() if not names or case[1] in names]
-    found: dict[Case, dict[str, str]] = {}
-    for case, outcome in outcomes(wanted):
+    known = json.loads(OUTCOMES.read_text()) if names and OUTCOMES.exists() else []
+    found: dict[Case, dict[str, str]] = {(library, name): each for library, name, each in known}
+    for number, (case, outcome) in enumerate(outcomes(wanted), 1):
         found[case] = outcome
-        print(
-            f"{len(found)}/{len(wanted)} {case[0]} {case[1]}: {outcome['result']}",
-            flush=True,
-        )
-        if outcome["result"] == "failed":
+        print(f"{number}/{len(wanted)} {case[0]} {case[1]}: {outcome['result']}", flush=True)
+        if outcome["result"] in ("failed", "refused"):
             print(f"    {outcome['why']}", flush=True)
-    counts: dict[str, dict[str, int]] = {}
-    for (library, _), outcome in found.items():
-        own = counts.setdefault(library, {})
-        own[outcome["result"]] = own.get(outcome["result"], 0) + 1
-    for library, own in counts.items():
+    SCRATCH.mkdir(parents=True, exist_ok=True)
+    OUTCOMES.write_text(json.dumps([(*case, each) for case, each in sorted(found.items())]))
+    PAGE.write_text(page(dict(sorted(found.items())), versions()))
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    for library in TITLES:
+        own = Counter(each["result"] for (of, _), each in found.items() if of == library)
         print(f"{library}: " + ", ".join(f"{n} {result}" for result, n in sorted(own.items())))
-    if not names:
-        PAGE.write_text(page(found, versions()))
-        print(f"wrote {PAGE.relative_to(ROOT)}")
-    return int(any(outcome["result"] == "failed" for outcome in found.values()))
+    return int(any(found[case]["result"] == "failed" for case in wanted))
 
 
 def versions() -> str:

@@ -27,6 +27,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
             run_script(&python::prepared()?, name, &[])
         }
         "io" => run_script(&python::prepared()?, "backends", &[]),
+        "openai" => run_script(&python::prepared()?, "openai_clients", &[]),
         "remote" => {
             let venv = python::prepared()?;
             run::run(venv.python().args(["-m", "pip", "install", "--quiet", "ray"]))?;
@@ -49,7 +50,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
              wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, moe, offload, \
-             overhead, peak, remote, sessions or storage"
+             openai, overhead, peak, remote, sessions or storage"
         )),
     }
 }

@@ -32,6 +32,7 @@ cargo xtask bench offload [ROUNDS [LIMIT_MB]]
                                      a 1.1B model under memory limits, compared with accelerate,
                                      diffusers and mmap; needs 15 GB of disk
 cargo xtask bench moe                a mixture of experts against accelerate
+cargo xtask bench openai             eight clients of `tensorstream serve-openai` for a minute
 cargo xtask bench pressure           how fast memory is given back when another process needs it
                                      (needs root)
 cargo xtask bench overhead           the cost of streaming when everything is resident

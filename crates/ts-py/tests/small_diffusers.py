@@ -15,6 +15,7 @@ from typing import Any
 
 import diffusers
 import torch
+from known_diffusers import KNOWN
 from small_models import MOST_PARAMETERS, Excluded, SmallModel, said, wave
 
 #: The largest values of some arguments. The first pattern that is found counts.
@@ -61,6 +62,10 @@ def small_diffusers(name: str) -> SmallModel:
         Excluded: With the reason of each attempt.
     """
     model_class = getattr(diffusers, name)
+    if name in KNOWN:
+        arguments, inputs = KNOWN[name]()
+        torch.manual_seed(0)
+        return SmallModel(model_class(**arguments).eval(), inputs)
     reasons = []
     for divide_heads in (True, False):
         try:

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,8 @@ SIZES = (
 VOCABULARY = 512
 #: The largest model to run, in parameters.
 MOST_PARAMETERS = 60_000_000
+#: How long to look for a configuration and inputs, in seconds.
+SEARCH_S = 20
 
 #: The largest values of some fields. The first pattern that is found counts.
 LIMITS = (
@@ -190,11 +193,17 @@ def small_model(model_type: str) -> SmallModel:
     Raises:
         Excluded: With the reason of each attempt.
     """
-    name = class_name(model_type)
+    try:
+        name = class_name(model_type)
+    except ImportError as error:  # its configuration needs another library
+        raise Excluded(said(error)) from error
     if name is None:
         raise Excluded("transformers has no class for it alone")
     reasons: list[str] = []
+    end = time.monotonic() + SEARCH_S
     for size in SIZES:
+        if time.monotonic() > end:
+            break
         try:
             model = build(model_type, name, size)
         except Exception as error:

@@ -17,6 +17,8 @@ SAYS = {
     "advanced_configuration.py": "do not match their checksum",
     "huggingface_directory.py": "embeddings bit-identical to the model in memory: True",
     "comparison.py": "same tokens: True",
+    "lora_sft.py": "same losses as in memory: True",
+    "lora_trainer.py": "same losses as in memory: True",
     "remote_training.py": "same losses as on this computer: True",
     "send_tensors.py": "all delivered: True",
 }

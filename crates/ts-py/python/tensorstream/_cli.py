@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The console script ``tensorstream``: the program that ``cargo install`` builds, and two more.
+"""The console script ``tensorstream``: the program that ``cargo install`` builds, and three more.
 
-``serve`` and ``generate`` are written in Python because they need PyTorch.
+``serve``, ``generate`` and ``serve-openai`` are written in Python because they need PyTorch.
 """
 
 import os
@@ -48,6 +48,10 @@ def main() -> int:
         from .streaming._generate_cli import main as generate
 
         return generate(sys.argv[2:])
+    if sys.argv[1:2] == ["serve-openai"]:
+        from .streaming._openai import main as serve_openai
+
+        return serve_openai(sys.argv[2:])
     signals = _Signals()
     try:
         status = run(["tensorstream", *sys.argv[1:]])
