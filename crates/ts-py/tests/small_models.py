@@ -270,6 +270,7 @@ def candidates(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     config: Any = model.config
     signature = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
+    main = list(main) if isinstance(main, list | tuple) else [main]
     required = [n for n, p in signature.items() if p.default is p.empty and p.kind not in (2, 4)]
     size = _find(config, "image_size", "img_size") or 64
     height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -324,7 +325,7 @@ def candidates(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     ]
     seen = set()
     for extra in more:
-        for inputs in all_of([main, *required, *extra]):
+        for inputs in all_of([*main, *required, *extra]):
             key = tuple((n, tuple(t.shape)) for n, t in inputs.items())
             if key not in seen:
                 seen.add(key)

@@ -12,7 +12,7 @@ import tensorstream as ts
 import torch
 import transformers as hf
 from adapters import SHAPE, X, cases, check_adapter
-from torch import nn
+from torch import distributed, multiprocessing, nn
 
 
 @pytest.fixture(autouse=True)
@@ -148,3 +148,44 @@ def test_functions_find_the_model_inside_of_a_wrapper(tmp_path: Path) -> None:
         ts.stats(both)
     with pytest.raises(ts.ModelError, match="not offloaded"):
         ts.stats(nn.Sequential(nn.Linear(1, 1)))
+
+
+def train_on_two(rank: int, path: Path, streams: bool) -> None:
+    """Trains one of two replicas."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{path}/{streams}", rank=rank, world_size=2
+    )
+    torch.set_num_threads(1)
+    base: Any = (
+        ts.from_pretrained(path / "model", budget="800KiB")
+        if streams
+        else hf.LlamaForCausalLM.from_pretrained(path / "model")
+    )
+    model = with_lora(base)
+    replica = nn.parallel.DistributedDataParallel(model)
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(own, lr=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = replica(input_ids=X + rank, labels=X + rank).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    if streams:
+        assert max(unit["loads"] for unit in ts.stats(model)["units"]) > 2
+    torch.save([*losses, *own], path / f"{streams}{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_replicas_in_two_processes(tmp_path: Path) -> None:
+    """`DistributedDataParallel` averages gradients, and leaves the streamed weights alone."""
+    saved(tmp_path / "model")
+    for streams in (False, True):
+        multiprocessing.spawn(train_on_two, args=(tmp_path, streams), nprocs=2)
+    for rank in range(2):
+        expected, actual = (
+            torch.load(tmp_path / f"{streams}{rank}.pt") for streams in (False, True)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

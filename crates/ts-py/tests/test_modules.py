@@ -13,6 +13,7 @@ import tensorstream as ts
 import torch
 from safetensors.torch import load_file, save_model
 from torch import nn
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
@@ -233,10 +234,48 @@ def test_copies_and_changes_of_weights_are_errors(tmp_path: Path) -> None:
         copy.copy(model)
     with pytest.raises(ts.ModelError, match="which writes to"), torch.no_grad():
         torch._foreach_mul_(list(model.parameters()), 0.5)
-    with pytest.raises(ts.ModelError, match=r"cannot replace `layer\.weight`"):
-        model.layer.weight = nn.Parameter(torch.zeros(16, 16))
     model.layer.weight = model.layer.weight
     assert torch.equal(model(x), reference(x))
+
+
+def test_weights_can_be_replaced(tmp_path: Path) -> None:
+    reference = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    model = ts.offload(copy.deepcopy(reference), ts.Config(storage_path=tmp_path, budget="40KiB"))
+    x = torch.randn(2, 64)
+    own = {name: torch.randn(p.shape) for name, p in reference.named_parameters() if "0." in name}
+    every = {name: 2 * p.detach() for name, p in reference.named_parameters()}
+    for parameters in (own, every):
+        # These replace the parameters, and put the stand-ins back.
+        assert torch.equal(
+            functional_call(model, parameters, x), functional_call(reference, parameters, x)
+        )
+        assert torch.equal(model(x), reference(x)) and not model(x).requires_grad
+    stacked = {"1.bias": torch.randn(3, 64)}
+    outputs = [vmap(lambda p: functional_call(m, p, x))(stacked) for m in (model, reference)]  # noqa: B023
+    assert torch.equal(*outputs)
+    for each in (model, reference):
+        each[0].weight = nn.Parameter(torch.ones(64, 64))
+        each(x).sum().backward()
+    assert torch.equal(model[0].weight.grad, reference[0].weight.grad)
+    model[5].weight = model[4].weight
+    reference[5].weight = reference[4].weight
+    with torch.inference_mode():
+        assert torch.equal(model(x), reference(x))
+        assert torch.equal(ts.restore(model)(x), reference(x))
+    assert model[5].weight is model[4].weight
+
+
+def test_tracing_and_scripting_are_refused_in_words(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    ts.offload(model, ts.Config(storage_path=tmp_path, budget="40KiB"))
+    x = torch.randn(2, 64)
+    with pytest.raises(ts.ModelError, match=r"restore\(model\) first"):
+        torch.jit.trace(model, x)
+    with pytest.raises(AttributeError, match=r"restore\(model\) first"):
+        torch.jit.script(model)
+    with pytest.raises(AttributeError, match=r"restore\(model\) first"):
+        torch.export.export(model, (x,))
+    assert model(x).shape == (2, 64)
 
 
 class Doubled(nn.Module):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from ._distributed import IGNORED
 from ._forward import Parameters, Streaming, own_stand_ins
 from ._guards import stand_ins_below
 from ._replaced_method import (
@@ -101,15 +102,15 @@ def _copied(
     """
     parameters: dict[int, nn.Parameter] = {}
     for module in original.modules():
-        for name, stand_in in own_stand_ins(module):
+        for _, stand_in in own_stand_ins(module):
             if stand_in.weights is not weights:
                 continue
             if stand_in.key not in parameters:
                 requires_grad = weights.requires_grad(stand_in.key)
                 parameters[stand_in.key] = nn.Parameter(values_of(stand_in), requires_grad)
             memo[id(stand_in)] = parameters[stand_in.key]
-            if (trainable := module.__dict__["_parameters"].trainable.get(name)) is not None:
-                memo[id(trainable)] = parameters[stand_in.key]
+            if stand_in.trainable is not None:
+                memo[id(stand_in.trainable)] = parameters[stand_in.key]
     for module in original.modules():
         for method in module.__dict__.values():
             if isinstance(method, ReplacedMethod):  # wrappers have copies of its attributes
@@ -128,7 +129,7 @@ def _copied_with_memo(original: Any, memo: dict[int, Any]) -> nn.Module:
     """Copies a module as ``copy.deepcopy`` does for modules without ``__deepcopy__``."""
     twin: nn.Module = nn.Module.__new__(type(original))
     memo[id(original)] = twin
-    left_out = ("_tensorstream", "hf_device_map")
+    left_out = ("_tensorstream", "hf_device_map", IGNORED)
     attributes = {k: value for k, value in original.__dict__.items() if k not in left_out}
     twin.__dict__.update(copy.deepcopy(attributes, memo))
     return twin

@@ -28,9 +28,7 @@ from ._profile import Profile
 from ._progress import first_pass
 from ._replaced_method import ReplacedMethod
 from ._streamed_tensor import (
-    RESTORE_FIRST,
     StreamedTensor,
-    StreamedWeight,
     is_same,
     replace_weights,
 )
@@ -52,19 +50,11 @@ class Parameters(dict[str, Any]):
     require gradients.
     """
 
-    __slots__ = ("__weakref__", "trainable", "weights")
+    __slots__ = ("__weakref__", "weights")
 
     def __init__(self, own: dict[str, Any], weights: Weights) -> None:
         super().__init__(own)
         self.weights = weights
-        #: The stand-ins that require gradients, by name.
-        self.trainable: dict[str, StreamedTensor] = {}
-
-    def bind(self, name: str, frozen: StreamedTensor, trainable: StreamedTensor | None) -> None:
-        """Replaces a parameter with the stand-ins of its weight."""
-        dict.__setitem__(self, name, frozen)
-        if trainable is not None:
-            self.trainable[name] = trainable
 
     def stand_in(self, name: str) -> StreamedTensor | None:
         """Returns the stand-in of a parameter, or ``None`` if it is not streamed."""
@@ -80,7 +70,7 @@ class Parameters(dict[str, Any]):
         if weight is not None:
             return weight
         if not grad and self.weights.requires_grad(frozen.key):
-            return self.trainable.get(name, frozen)
+            return frozen if frozen.trainable is None else frozen.trainable
         return frozen
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -99,10 +89,12 @@ class Parameters(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         own = self.stand_in(name)
-        if own is None:
-            dict.__setitem__(self, name, value)
-        elif not (is_same(own, value) or (type(value) is StreamedWeight and value is self[name])):
-            raise ModelError(f"cannot replace `{own.name}`: {RESTORE_FIRST}")
+        if own is not None and (is_same(own, value) or value is self[name]):
+            return
+        if type(value) is StreamedTensor and value.frozen is not None:
+            frozen = value.frozen()
+            value = value if frozen is None else frozen
+        dict.__setitem__(self, name, value)
 
     def pop(self, name: str, *default: Any) -> Any:
         if name in self:
@@ -228,6 +220,7 @@ class Pass(ReplacedMethod):
         self._is_first = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_tracing()
         return self._run(self._weights.streamer.begin_pass(), args, kwargs)
 
     def _run(self, in_pass: _native.Pass, args: Any, kwargs: Any) -> Any:
@@ -251,6 +244,12 @@ class Pass(ReplacedMethod):
             streamer.replan()
 
 
+def _refuse_tracing() -> None:
+    """Refuses ``torch.jit.trace``, which would keep all weights in its graph."""
+    if torch._C._get_tracing_state() is not None:
+        raise ModelError("cannot trace a model that streams; restore(model) first")
+
+
 class PartPass(Pass):
     """The forward of a part of the model, such as an encoder.
 
@@ -259,6 +258,7 @@ class PartPass(Pass):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_tracing()
         in_pass = self._weights.streamer.try_begin_pass()
         if in_pass is None:
             return self.original()(*args, **kwargs)

@@ -21,6 +21,7 @@ from ..errors import (
 )
 from ._adapters import adapter_parameters
 from ._copying import Attach, replace_copying
+from ._distributed import IGNORED, StreamedNames
 from ._division import Rows
 from ._forward import (
     Forward,
@@ -46,7 +47,7 @@ from ._saving import save_in_pieces
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
 from ._stored_weights import StoredWeights
-from ._streamed_tensor import StreamedTensor, StreamedWeight, stand_ins
+from ._streamed_tensor import StreamedTensor, StreamedWeight, parameter_of
 from ._symbolic_tensor import Source
 from ._units import TensorSpec, UnitBuilder, units_for_budget
 from ._weights import Divided, Weight, Weights
@@ -231,7 +232,7 @@ def attach(
     stored = StoredWeights(checkpoint, units.sources, budget)
     weights = Weights(streamer, units.weights, units.divided, budget, stored.mapped)
     buffers = units.read_buffers()
-    made = {key: stand_ins(weights, key) for key in units.sources}
+    made = {key: parameter_of(weights, key) for key in units.sources}
     streaming = Streaming(
         checkpoint, units.sources, weights, config.passed_over(), profile, units.expert_units()
     )
@@ -239,7 +240,7 @@ def attach(
     for module, keys in units.modules:
         parameters = Parameters(module._parameters, weights)
         for name, key in keys.items():
-            parameters.bind(name, *made[key])
+            dict.__setitem__(parameters, name, made[key])
         replaced.append((module, parameters))
     register_transformers()
     with deferred():
@@ -253,6 +254,7 @@ def attach(
         replace_copying(model, streaming, stored, _attach_copy(config, checkpoint))
         model.__dict__["_tensorstream"] = streaming
         model.__dict__["hf_device_map"] = _device_map(model)
+        model.__dict__[IGNORED] = StreamedNames(model)
         add_live(model)
         profile.save_at_end(model, streamer)
         if limits is not None:
@@ -407,6 +409,7 @@ def restore(model: M) -> M:
     with deferred():
         del root.__dict__["_tensorstream"]
         root.__dict__.pop("hf_device_map", None)
+        root.__dict__.pop(IGNORED, None)
         for module in root.modules():
             restore_methods(module)
             own = module.__dict__["_parameters"]

@@ -10,6 +10,7 @@ stand-ins, so a program that keeps these views keeps no memory. Both classes dis
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,6 +50,10 @@ class StreamedTensor(torch.Tensor):
     weights: Weights
     #: The key of the weight.
     key: int
+    #: Of a parameter that requires no gradients, the one for the same weight that does, if any.
+    trainable: StreamedTensor | None = None
+    #: Of a parameter that requires gradients, the one for the same weight that does not.
+    frozen: weakref.ref[StreamedTensor] | None = None
 
     def __new__(cls, *_: Any, **__: Any) -> StreamedTensor:
         # Libraries call the class of a parameter to create its replacement.
@@ -212,11 +217,10 @@ def stand_in(
     return made
 
 
-def stand_ins(weights: Weights, key: int) -> tuple[StreamedTensor, StreamedTensor | None]:
-    """Creates the stand-ins of a weight.
+def parameter_of(weights: Weights, key: int) -> StreamedTensor:
+    """Creates the stand-in that is the parameter of a module, which requires no gradients.
 
-    The first one does not require gradients, and the second one does. If the original parameter
-    does not require gradients, the second one is ``None``.
+    If the original parameter requires gradients, its attribute ``trainable`` is one that does, too.
     """
     spec = weights.specs[key]
 
@@ -227,7 +231,11 @@ def stand_ins(weights: Weights, key: int) -> tuple[StreamedTensor, StreamedTenso
         made._is_param = True
         return made
 
-    return make(False), make(True) if spec.requires_grad else None
+    frozen = make(False)
+    if spec.requires_grad:
+        frozen.trainable = make(True)
+        frozen.trainable.frozen = weakref.ref(frozen)
+    return frozen
 
 
 class StreamedWeight(nn.Parameter):
