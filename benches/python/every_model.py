@@ -120,8 +120,11 @@ def worker(wanted: list[Case]) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    for case in wanted:
-        print(json.dumps(run(case)), flush=True)
+    # Models can print. Only results go to the parent.
+    with os.fdopen(os.dup(1), "w") as results:
+        os.dup2(2, 1)
+        for case in wanted:
+            print(json.dumps(run(case)), file=results, flush=True)
 
 
 def outcomes(wanted: list[Case]) -> Iterator[tuple[Case, dict[str, str]]]:

@@ -22,10 +22,9 @@ pub(crate) fn smoke() -> Result<()> {
 pub(crate) fn run(name: &str) -> Result<()> {
     match name {
         "parts" | "memory" | "routing" | "streams" | "wire" => run_criterion(name),
-        "broadcast" | "caps" | "codecs" | "exact" | "load" | "overhead" | "peak" | "llama"
-        | "moe" | "offload" | "pressure" | "serve" | "sessions" | "storage" => {
-            run_script(&python::prepared()?, name, &[])
-        }
+        "broadcast" | "caps" | "codecs" | "exact" | "load" | "lora" | "overhead" | "peak"
+        | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions" | "storage"
+        | "throughput" => run_script(&python::prepared()?, name, &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "openai" => run_script(&python::prepared()?, "openai_clients", &[]),
         "remote" => {
@@ -49,8 +48,8 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
-             wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, moe, offload, \
-             openai, overhead, peak, remote, sessions or storage"
+             wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, lora, moe, \
+             offload, openai, overhead, peak, remote, sessions, storage or throughput"
         )),
     }
 }

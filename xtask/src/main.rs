@@ -31,6 +31,7 @@ cargo xtask bench caps               a 1.1B model under memory limits and budget
 cargo xtask bench offload [ROUNDS [LIMIT_MB]]
                                      a 1.1B model under memory limits, compared with accelerate,
                                      diffusers and mmap; needs 15 GB of disk
+cargo xtask bench lora               adapters over a 1.1B model under 1500 MB (needs root)
 cargo xtask bench moe                a mixture of experts against accelerate
 cargo xtask bench openai             eight clients of `tensorstream serve-openai` for a minute
 cargo xtask bench pressure           how fast memory is given back when another process needs it
@@ -39,6 +40,7 @@ cargo xtask bench overhead           the cost of streaming when everything is re
 cargo xtask bench peak               peak memory, streamed and in memory
 cargo xtask bench io                 each I/O backend, compared with fio, memcpy and curl
 cargo xtask bench storage            streamed bandwidth, compared with fio in alternating runs
+cargo xtask bench throughput         tokens per second under 1500 MB, for several batch sizes
 cargo xtask bench load               loading checkpoints, compared with fio and other loaders
 cargo xtask bench codecs             lossless compression, compared with ZipNN
 cargo xtask bench memory             memory pools, compared with other allocators

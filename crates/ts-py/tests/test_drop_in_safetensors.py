@@ -246,3 +246,10 @@ def test_headers_that_safetensors_accepts_are_read_from_memory() -> None:
 
 def theirs_deserialized(data: bytes) -> Any:
     return [(name, dict(value)) for name, value in safetensors.deserialize(data)]
+
+
+def test_files_and_slices_are_shown(tmp_path: Path) -> None:
+    st.save_file({"a": torch.zeros(2, 3), "b": torch.zeros(1)}, tmp_path / "a.safetensors")
+    with ts.safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        assert repr(file) == f"safe_open({str(tmp_path / 'a.safetensors')!r}, 2 tensors)"
+        assert repr(file.get_slice("a")) == "TensorSlice('a', shape=[2, 3], dtype=F32)"

@@ -171,12 +171,9 @@ FORBIDDEN: dict[str, Callable[[Any], Any]] = {
     "assignment": lambda m: setattr(m[2], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
     "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
     "requires_grad_": lambda m: m.requires_grad_(True),
-    "functional_call": lambda m: torch.func.functional_call(
-        m, {"0.weight": torch.zeros(WIDTH, WIDTH)}, (X,)
-    ),
-    "parametrization": lambda m: nn.utils.parametrize.register_parametrization(
-        m[0], "weight", nn.Identity()
-    ),
+    "tie": lambda m: setattr(m[2], "weight", m[1].weight),
+    "delete": lambda m: delattr(m[2], "weight"),
+    "weight norm": lambda m: nn.utils.weight_norm(m[0]),
     "state_dict by safetensors": lambda m: __import__("safetensors.torch").torch.save_file(
         m.state_dict(), "x"
     ),

@@ -66,6 +66,12 @@ class safe_open:
             device if framework in ("pt", "torch") else None
         )
 
+    def __repr__(self) -> str:
+        paths = [str(path) for path, _, _ in self._checkpoint.files()]
+        more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
+        count = len(self._checkpoint.names())
+        return f"safe_open({paths[0]!r}{more}, {count} tensors)"
+
     def __enter__(self) -> safe_open:
         return self
 
@@ -155,6 +161,9 @@ class TensorSlice:
     ) -> None:
         self._checkpoint, self._files, self._name, self._device = checkpoint, files, name, device
         self._dtype, self._shape = torch_type(checkpoint, name)
+
+    def __repr__(self) -> str:
+        return f"TensorSlice({self._name!r}, shape={self._shape}, dtype={self.get_dtype()})"
 
     def get_shape(self) -> list[int]:
         """Returns the size of each dimension."""

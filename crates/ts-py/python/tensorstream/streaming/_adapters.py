@@ -17,6 +17,9 @@ def adapter_parameters(model: nn.Module) -> frozenset[int]:
     found = {id(each) for module in model.modules() for each in _of_layer(module)}
     if found or hasattr(model, "peft_config"):
         found |= {id(each) for each in model.parameters() if each.requires_grad}
+        prompts = getattr(model, "prompt_encoder", None)
+        if isinstance(prompts, nn.Module):
+            found |= {id(each) for each in prompts.parameters()}
     return frozenset(found)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from ._distributed import IGNORED
+from ._distributed import IGNORED, StreamedNames
 from ._forward import Parameters, Streaming, own_stand_ins
 from ._guards import stand_ins_below
 from ._replaced_method import (
@@ -129,8 +129,10 @@ def _copied_with_memo(original: Any, memo: dict[int, Any]) -> nn.Module:
     """Copies a module as ``copy.deepcopy`` does for modules without ``__deepcopy__``."""
     twin: nn.Module = nn.Module.__new__(type(original))
     memo[id(original)] = twin
-    left_out = ("_tensorstream", "hf_device_map", IGNORED)
+    left_out = ("_tensorstream", "hf_device_map")
     attributes = {k: value for k, value in original.__dict__.items() if k not in left_out}
+    if isinstance(names := attributes.get(IGNORED), StreamedNames):
+        attributes[IGNORED] = names.before
     twin.__dict__.update(copy.deepcopy(attributes, memo))
     return twin
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Keeps ``DistributedDataParallel`` from sending streamed weights to other processes.
 
-Each process streams them from its own files.
+Each process streams them from its own files. ``DistributedDataParallel`` asks the module that it
+wraps. So this works for the streamed model itself, and for a ``PeftModel``, which passes the
+question on. Another module that contains a streamed model needs an attribute of its own.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -20,15 +22,30 @@ _PREFIXES = ("", "base_model.model.", "base_model.")
 
 
 class StreamedNames:
-    """The names of the streamed parameters of a model."""
+    """The names of the streamed parameters of a model, and those that were ignored before."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, before: Iterable[str]) -> None:
         self._model = weakref.ref(model)
+        self.before = before
 
     def __iter__(self) -> Iterator[str]:
+        yield from self.before
         model = self._model()
         if model is None:
             return
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if isinstance(parameter, StreamedTensor):
                 yield from (prefix + name for prefix in _PREFIXES)
+
+
+def ignore_streamed(model: nn.Module) -> None:
+    """Makes ``DistributedDataParallel`` ignore the streamed parameters of a model."""
+    model.__dict__[IGNORED] = StreamedNames(model, model.__dict__.get(IGNORED, ()))
+
+
+def restore_names(model: nn.Module) -> None:
+    """Undoes ``ignore_streamed``."""
+    names = model.__dict__.pop(IGNORED, None)
+    before = names.before if isinstance(names, StreamedNames) else names
+    if before:
+        model.__dict__[IGNORED] = before

@@ -14,6 +14,7 @@ changes state that must stay consistent.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,11 +29,17 @@ from ._profile import Profile
 from ._progress import first_pass
 from ._replaced_method import ReplacedMethod
 from ._streamed_tensor import (
+    RESTORE_FIRST,
     StreamedTensor,
+    StreamedWeight,
     is_same,
     replace_weights,
 )
 from ._weights import Weights
+
+#: PyTorch's files whose functions replace parameters for one call (``torch.func``), or keep them in
+#: another module (parametrizations).
+_MOVERS = ("torch.nn.utils._named_member_accessor", "torch.nn.utils.parametrize")
 
 _raw = dict.__getitem__
 _is_grad_enabled = torch.is_grad_enabled
@@ -50,11 +57,21 @@ class Parameters(dict[str, Any]):
     require gradients.
     """
 
-    __slots__ = ("__weakref__", "weights")
+    __slots__ = ("__weakref__", "is_recurrent", "originals", "weights")
 
-    def __init__(self, own: dict[str, Any], weights: Weights) -> None:
-        super().__init__(own)
+    def __init__(
+        self,
+        own: dict[str, Any],
+        weights: Weights,
+        streamed: dict[str, StreamedTensor],
+        is_recurrent: bool,
+    ) -> None:
+        super().__init__(own | streamed)
         self.weights = weights
+        #: The stand-ins at first, by name.
+        self.originals = streamed
+        #: Whether the module keeps a list of its parameters.
+        self.is_recurrent = is_recurrent
 
     def stand_in(self, name: str) -> StreamedTensor | None:
         """Returns the stand-in of a parameter, or ``None`` if it is not streamed."""
@@ -63,7 +80,7 @@ class Parameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         frozen = _raw(self, name)
-        if type(frozen) is not StreamedTensor:
+        if type(frozen) is not StreamedTensor or frozen.weights is not self.weights:
             return frozen
         grad = _is_grad_enabled()
         weight = self.weights.streamer.current(frozen.key, grad)
@@ -89,12 +106,37 @@ class Parameters(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         own = self.stand_in(name)
-        if own is not None and (is_same(own, value) or value is self[name]):
-            return
-        if type(value) is StreamedTensor and value.frozen is not None:
-            frozen = value.frozen()
-            value = value if frozen is None else frozen
+        if own is not None:
+            if is_same(own, value) or value is self[name]:
+                return
+            if self.is_recurrent or not _called_by_mover():
+                raise ModelError(f"cannot replace `{own.name}`: {RESTORE_FIRST}")
+        if isinstance(value, StreamedTensor | StreamedWeight):
+            value = self._parameter(name, value)
         dict.__setitem__(self, name, value)
+
+    def _parameter(self, name: str, value: Any) -> StreamedTensor:
+        """Returns the stand-in to store for a streamed weight that becomes a parameter."""
+        if isinstance(value, StreamedWeight):
+            original = self.originals.get(name)
+            if original is not None and any(
+                value is self.weights.streamer.current(original.key, grad) for grad in (True, False)
+            ):
+                return original
+        elif value.is_parameter and value.weights is self.weights:
+            frozen: StreamedTensor | None = value if value.frozen is None else value.frozen()
+            if frozen is not None:
+                return frozen
+        raise ModelError(
+            f"cannot set `{name}` to a view of a streamed weight, to a weight that a forward has "
+            "leased, or to a weight of another streamed model; use a copy, such as weight.clone()"
+        )
+
+    def __delitem__(self, name: str) -> None:
+        own = self.stand_in(name)
+        if own is not None and not _called_by_mover():
+            raise ModelError(f"cannot remove `{own.name}`: {RESTORE_FIRST}")
+        dict.__delitem__(self, name)
 
     def pop(self, name: str, *default: Any) -> Any:
         if name in self:
@@ -124,14 +166,24 @@ class Parameters(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
+def _called_by_mover() -> bool:
+    """Returns whether a function of PyTorch that moves parameters called a method of the caller."""
+    frame: Any = sys._getframe(2)
+    for _ in range(3):  # methods of nn.Module may be in between
+        if frame is not None and frame.f_globals.get("__name__") in _MOVERS:
+            return True
+        frame = frame and frame.f_back
+    return False
+
+
 def own_stand_ins(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
-    """Yields the names and stand-ins of the streamed parameters that a module owns itself."""
-    parameters = module.__dict__.get("_parameters")
-    if isinstance(parameters, Parameters):
-        for name in parameters:
-            stand_in = parameters.stand_in(name)
-            if stand_in is not None:
-                yield name, stand_in
+    """Yields the names and stand-ins of the streamed parameters that a module owns itself.
+
+    Parametrizations, and modules that share a parameter, have them in ordinary dictionaries.
+    """
+    for name, each in dict.items(module.__dict__.get("_parameters") or {}):
+        if type(each) is StreamedTensor:
+            yield name, each
 
 
 class Forward(ReplacedMethod):

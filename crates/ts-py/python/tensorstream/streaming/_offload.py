@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ._adapters import adapter_parameters
 from ._copying import Attach, replace_copying
-from ._distributed import IGNORED, StreamedNames
+from ._distributed import ignore_streamed, restore_names
 from ._division import Rows
 from ._forward import (
     Forward,
@@ -31,6 +31,7 @@ from ._forward import (
     Streaming,
     is_offloaded,
     offloaded_in,
+    own_stand_ins,
     parts,
     recurrent,
     streaming_of,
@@ -47,7 +48,7 @@ from ._saving import save_in_pieces
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
 from ._stored_weights import StoredWeights
-from ._streamed_tensor import StreamedTensor, StreamedWeight, parameter_of
+from ._streamed_tensor import StreamedWeight, parameter_of
 from ._symbolic_tensor import Source
 from ._units import TensorSpec, UnitBuilder, units_for_budget
 from ._weights import Divided, Weight, Weights
@@ -125,6 +126,9 @@ def offload(
         _refuse_torchscript(name, module)
     if is_offloaded(model):
         raise ModelError(f"the {type(model).__name__} is already offloaded; restore(model) first")
+    for name, module in model.named_modules():
+        if is_offloaded(module):
+            raise ModelError(f"`{name}` is already streamed; restore it first")
     kept = adapter_parameters(model)
     streamed = [parameter for parameter in model.parameters() if id(parameter) not in kept]
     freed = sum(parameter.nbytes for parameter in streamed if not parameter.is_meta)
@@ -238,10 +242,9 @@ def attach(
     )
     replaced = []
     for module, keys in units.modules:
-        parameters = Parameters(module._parameters, weights)
-        for name, key in keys.items():
-            dict.__setitem__(parameters, name, made[key])
-        replaced.append((module, parameters))
+        streamed = {name: made[key] for name, key in keys.items()}
+        lists = hasattr(module, "_flat_weights_names")
+        replaced.append((module, Parameters(module._parameters, weights, streamed, lists)))
     register_transformers()
     with deferred():
         for module, name, value in buffers:
@@ -254,7 +257,7 @@ def attach(
         replace_copying(model, streaming, stored, _attach_copy(config, checkpoint))
         model.__dict__["_tensorstream"] = streaming
         model.__dict__["hf_device_map"] = _device_map(model)
-        model.__dict__[IGNORED] = StreamedNames(model)
+        ignore_streamed(model)
         add_live(model)
         profile.save_at_end(model, streamer)
         if limits is not None:
@@ -405,25 +408,38 @@ def restore(model: M) -> M:
         key: nn.Parameter(tensor.detach(), requires_grad=streaming.weights.requires_grad(key))
         for key, tensor in tensors.items()
     }
+    # A wrapper can share parameters of the offloaded model that it contains.
+    restored = [
+        (module, _restored(module, parameters, streaming.weights)) for module in model.modules()
+    ]
     streaming.profile.end()
     with deferred():
         del root.__dict__["_tensorstream"]
         root.__dict__.pop("hf_device_map", None)
-        root.__dict__.pop(IGNORED, None)
+        restore_names(root)
         for module in root.modules():
             restore_methods(module)
-            own = module.__dict__["_parameters"]
-            restored = {
-                name: parameters[each.key]
-                for name, each in dict.items(own)
-                if type(each) is StreamedTensor and each.weights is streaming.weights
-            }
-            if isinstance(own, Parameters) and own.weights is streaming.weights:
-                module.__dict__["_parameters"] = dict(dict.items(own)) | restored
+        for module, own in restored:
+            before = module.__dict__["_parameters"]
+            if isinstance(before, Parameters) and before.weights is streaming.weights:
+                module.__dict__["_parameters"] = dict(dict.items(before)) | own
                 recurrent(module)
-            else:  # for example, of a parametrization
-                dict.update(own, restored)
+            else:
+                dict.update(before, own)
     return model
+
+
+def _restored(
+    module: nn.Module, parameters: dict[int, nn.Parameter], weights: Weights
+) -> dict[str, nn.Parameter]:
+    """Returns the parameters that replace the stand-ins of a module. Views become copies."""
+    return {
+        name: parameters[each.key]
+        if each.is_parameter
+        else nn.Parameter(each.copy(), requires_grad=False)
+        for name, each in own_stand_ins(module)
+        if each.weights is weights
+    }
 
 
 def _read_all(

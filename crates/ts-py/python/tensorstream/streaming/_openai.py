@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import signal
 import sys
 from typing import Any
 
@@ -129,12 +130,18 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: The arguments. None means those of the process.
 
     Returns:
-        The exit status: 0; 2 after an error, which is printed.
+        The exit status: 0 after a signal; 2 after an error, which is printed.
 
     Raises:
         SystemExit: The arguments are invalid.
     """
     options = _parser().parse_args(arguments)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    # uvicorn ends cleanly after a signal, and then raises it again.
+    signal.signal(signal.SIGTERM, stop)
     try:
         config = Config(budget=options.budget)
         _serve(
@@ -145,8 +152,15 @@ def main(arguments: list[str] | None = None) -> int:
             dtype=options.dtype or "auto",
             trust_remote_code=options.trust_remote_code,
         )
-    # transformers raises ValueError for a dtype that does not exist.
-    except (TensorStreamError, OSError, ValueError) as error:
-        print(f"tensorstream serve-openai: {error}", file=sys.stderr)
-        return 2
-    return 0
+    except KeyboardInterrupt:
+        return 0
+    except SystemExit:  # uvicorn has logged why
+        error: Any = f"cannot listen on {options.host}:{options.port}"
+    # transformers raises ValueError for a dtype that does not exist, and ImportError for a
+    # processor that needs another library.
+    except (TensorStreamError, OSError, ImportError, ValueError) as raised:
+        error = raised
+    else:
+        return 0
+    print(f"tensorstream serve-openai: {error}", file=sys.stderr)
+    return 2

@@ -50,6 +50,8 @@ class StreamedTensor(torch.Tensor):
     weights: Weights
     #: The key of the weight.
     key: int
+    #: Whether it is the parameter of a module, and not a view or a copy of it.
+    is_parameter = False
     #: Of a parameter that requires no gradients, the one for the same weight that does, if any.
     trainable: StreamedTensor | None = None
     #: Of a parameter that requires gradients, the one for the same weight that does not.
@@ -228,7 +230,7 @@ def parameter_of(weights: Weights, key: int) -> StreamedTensor:
         made = stand_in(
             weights, key, spec.dtype, spec.shape, spec.strides, requires_grad=requires_grad
         )
-        made._is_param = True
+        made._is_param = made.is_parameter = True
         return made
 
     frozen = make(False)
