@@ -202,9 +202,9 @@ def page(found: dict[Case, dict[str, str]], versions: str) -> str:
 
 
 def reason(why: str) -> str:
-    """Returns the last of several reasons, for a table."""
-    last = " ".join(why.rpartition("; ")[2].split())
-    return last.replace("|", "\\|").replace("<", "&lt;")[:160]
+    """Returns the first of several reasons, for a table."""
+    first = " ".join(why.partition("; ")[0].split()) or "no inputs are known for its forward"
+    return first.replace("|", "\\|").replace("<", "&lt;")[:160]
 
 
 def main(names: list[str]) -> int:
