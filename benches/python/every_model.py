@@ -171,9 +171,9 @@ def page(found: dict[Case, dict[str, str]], versions: str) -> str:
     lines = [
         "# Models that are tested",
         "",
-        "`cargo xtask models` writes this page. For each name, it streams a small random model with",
-        "a budget of three times its largest unit. Results, parameter lists and restored weights",
-        "are those of the model in memory, bit by bit. Adapters train for three steps.",
+        "`cargo xtask models` writes this page. For each name, it streams a small random model",
+        "with a budget of three times its largest unit. Results, parameter lists and restored",
+        "weights are those of the model in memory, bit by bit. Adapters train for three steps.",
         "",
         f"Versions: {versions}.",
     ]
