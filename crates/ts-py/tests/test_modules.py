@@ -255,8 +255,11 @@ def test_functional_calls_replace_weights(tmp_path: Path) -> None:
         )
         assert torch.equal(model(x), reference(x)) and not model(x).requires_grad
     stacked = {"1.bias": torch.randn(3, 64)}
-    outputs = [vmap(lambda p: functional_call(m, p, x))(stacked) for m in (model, reference)]  # noqa: B023
-    assert torch.equal(*outputs)
+
+    def outputs_of(module: nn.Module) -> torch.Tensor:
+        return vmap(lambda bias: functional_call(module, bias, (x,)))(stacked)
+
+    assert torch.equal(outputs_of(model), outputs_of(reference))
 
 
 def test_weights_of_others_cannot_become_parameters(tmp_path: Path) -> None:
