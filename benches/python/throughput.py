@@ -63,11 +63,7 @@ def contender(name: str, path: str, batch: str, scratch: str) -> None:
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     end = time.perf_counter()
     made = (output.shape[1] - ids.shape[1] - 1) * output.shape[0]
-    print(
-        json.dumps(
-            {"rate": made / (end - times[0]), "tokens": output[:, 16:].tolist()}
-        )
-    )
+    print(json.dumps({"rate": made / (end - times[0]), "tokens": output[:, 16:].tolist()}))
 
 
 def main(rounds: int) -> None:
