@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Streams small models of every architecture, and compares them with the models in memory.
+"""Streams small models of many architectures, and compares them with the models in memory.
 
 usage: every_model.py [NAME...]
 

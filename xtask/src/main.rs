@@ -57,8 +57,8 @@ cargo xtask opdb modules             the same for PyTorch's modules
 cargo xtask opdb every               the same with seven dtypes and more inputs with gradients
 cargo xtask opdb served              the same in a sandbox of `tensorstream serve`
 cargo xtask attack                   send 200,000 hostile requests to `tensorstream serve`
-cargo xtask models                   stream small models of every architecture of transformers and
-                                     diffusers, and every method of PEFT; takes about 45 minutes
+cargo xtask models [NAME...]         stream small models of transformers and diffusers, and train
+                                     adapters of PEFT; takes about half an hour
 cargo xtask programs                 run 200 random programs under memory limits, and compare their
                                      results with those in memory (needs root)
 cargo xtask soak                     run a streamed model for 30 minutes, while reads fail, calls

@@ -15,6 +15,7 @@ import diffusers
 import pytest
 import tensorstream as ts
 import torch
+from known_diffusers import KNOWN
 from test_random_models import smallest_of
 from torch.utils._pytree import tree_leaves
 
@@ -22,38 +23,8 @@ Made = tuple[Any, dict[str, Any]]
 
 
 def ltx2() -> Made:
-    model = diffusers.LTX2VideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        patch_size=1,
-        patch_size_t=1,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        cross_attention_dim=16,
-        audio_in_channels=4,
-        audio_out_channels=4,
-        audio_num_attention_heads=2,
-        audio_attention_head_dim=4,
-        audio_cross_attention_dim=8,
-        num_layers=2,
-        caption_channels=16,
-        rope_double_precision=False,
-    )
-    inputs = {
-        "hidden_states": torch.randn(2, 32, 4),
-        "audio_hidden_states": torch.randn(2, 9, 4),
-        "encoder_hidden_states": torch.randn(2, 16, 16),
-        "audio_encoder_hidden_states": torch.randn(2, 16, 16),
-        "timestep": torch.tensor([500.0, 500.0]),
-        "encoder_attention_mask": torch.ones(2, 16).bool(),
-        "audio_encoder_attention_mask": torch.ones(2, 16).bool(),
-        "num_frames": 2,
-        "height": 4,
-        "width": 4,
-        "fps": 25.0,
-        "audio_num_frames": 9,
-    }
-    return model, inputs
+    arguments, inputs = KNOWN["LTX2VideoTransformer3DModel"]()
+    return diffusers.LTX2VideoTransformer3DModel(**arguments), inputs
 
 
 def flux() -> Made:

@@ -11,8 +11,8 @@ from torch import nn
 def adapter_parameters(model: nn.Module) -> frozenset[int]:
     """Returns the ``id`` of each parameter of an adapter.
 
-    They stay in memory, so that they can be trained. In a model with adapters, all parameters that
-    require gradients are among them. In other models, nothing is.
+    They stay in memory, so that they can be trained. If a model has adapters, all parameters that
+    require gradients count as theirs. If it has none, the result is empty.
     """
     found = {id(each) for module in model.modules() for each in _of_layer(module)}
     if found or hasattr(model, "peft_config"):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Keeps ``DistributedDataParallel`` from sending streamed weights to other processes.
 
-Each process streams them from its own files. ``DistributedDataParallel`` asks the module that it
-wraps. So this works for the streamed model itself, and for a ``PeftModel``, which passes the
-question on. Another module that contains a streamed model needs an attribute of its own.
+Each process streams them from its own files. ``DistributedDataParallel`` reads an attribute of the
+module that it wraps. This module can be the streamed model, or a ``PeftModel`` around it. Another
+module around a streamed model needs this attribute too.
 """
 
 from __future__ import annotations

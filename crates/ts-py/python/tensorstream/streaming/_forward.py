@@ -167,7 +167,7 @@ class Parameters(dict[str, Any]):
 
 
 def _called_by_mover() -> bool:
-    """Returns whether a function of PyTorch that moves parameters called a method of the caller."""
+    """Returns whether the caller was called by a function of PyTorch that moves parameters."""
     frame: Any = sys._getframe(2)
     for _ in range(3):  # methods of nn.Module may be in between
         if frame is not None and frame.f_globals.get("__name__") in _MOVERS:
@@ -380,7 +380,7 @@ def offloaded_in(model: nn.Module) -> nn.Module:
     For example, a ``PeftModel`` contains its base model.
 
     Raises:
-        ModelError: There is no offloaded model, or there are several.
+        ModelError: The model contains no offloaded model, or several.
     """
     found = {}
     if isinstance(model, nn.Module):

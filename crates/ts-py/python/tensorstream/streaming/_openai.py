@@ -20,7 +20,7 @@ from ._diversion import replaced
 from ._transformers import from_pretrained
 
 #: The versions of transformers whose server was tested.
-VERSIONS = "transformers>=5.23,<5.26"
+VERSIONS = "transformers>=5.24,<5.25"
 #: The parameters of transformers' functions that this file calls or replaces.
 _PARAMETERS = {
     "Serve": {"force_model", "host", "port", "device", "dtype", "trust_remote_code"},
@@ -47,26 +47,23 @@ def server(model: str, config: Config, **arguments: Any) -> Any:
 def _serve(model: str, config: Config, **arguments: Any) -> Any:
     serve_class, module = _require()
 
+    def load(
+        self: Any, model_id_and_revision: str, *_: Any, gguf_file: str | None = None, **__: Any
+    ) -> Any:
+        if gguf_file is not None:
+            raise ConfigurationError(f"{gguf_file}: GGUF files cannot be streamed")
+        name, revision = module.split_revision(model_id_and_revision)
+        options = {
+            "revision": revision,
+            "dtype": None if self.dtype == "auto" else self.dtype,
+            "attn_implementation": self.attn_implementation,
+            "trust_remote_code": self.trust_remote_code or None,
+        }
+        given = {key: value for key, value in options.items() if value is not None}
+        return from_pretrained(name, config=config, **given)
+
     def make(original: Any) -> Any:
-        class StreamedModels(original):  # type: ignore[misc]
-            """Loads streamed models."""
-
-            def _load_model(
-                self, model_id_and_revision: str, *_: Any, gguf_file: str | None = None, **__: Any
-            ) -> Any:
-                if gguf_file is not None:
-                    raise ConfigurationError(f"{gguf_file}: GGUF files cannot be streamed")
-                name, revision = module.split_revision(model_id_and_revision)
-                options = {
-                    "revision": revision,
-                    "dtype": None if self.dtype == "auto" else self.dtype,
-                    "attn_implementation": self.attn_implementation,
-                    "trust_remote_code": self.trust_remote_code or None,
-                }
-                given = {key: value for key, value in options.items() if value is not None}
-                return from_pretrained(name, config=config, **given)
-
-        return StreamedModels
+        return type("StreamedModels", (original,), {"_load_model": load})
 
     with replaced(module, "ModelManager", make):
         return serve_class(model, device="cpu", **arguments)
@@ -88,10 +85,11 @@ def _require() -> tuple[Any, Any]:
         ) from error
     if not is_serve_available():
         raise ConfigurationError("serving needs more packages: pip install 'transformers[serving]'")
+    manager = getattr(model_manager, "ModelManager", None)
     found = {
         "Serve": getattr(Serve, "__init__", None),
-        "ModelManager": getattr(model_manager, "ModelManager", None),
-        "ModelManager._load_model": getattr(model_manager.ModelManager, "_load_model", None),
+        "ModelManager": manager,
+        "ModelManager._load_model": getattr(manager, "_load_model", None),
         "split_revision": getattr(model_manager, "split_revision", None),
     }
     for name, wanted in _PARAMETERS.items():
@@ -141,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise KeyboardInterrupt
 
     # uvicorn ends cleanly after a signal, and then raises it again.
-    signal.signal(signal.SIGTERM, stop)
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         config = Config(budget=options.budget)
         _serve(
@@ -162,5 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
         error = raised
     else:
         return 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(f"tensorstream serve-openai: {error}", file=sys.stderr)
     return 2
