@@ -12,6 +12,7 @@ mod lease;
 mod pass;
 mod planning;
 mod recurrent;
+mod residents;
 mod sharing;
 mod stats;
 mod streamer;

@@ -238,7 +238,9 @@ def test_libraries_leave_streamed_models_where_they_are(tmp_path: Path) -> None:
     options = {"max_new_tokens": 6, "do_sample": False}
     expected = reference.generate(X + 3, **options)
 
-    streamed = ts.from_pretrained(tmp_path, budget="300KiB")
+    plain = ts.from_pretrained(tmp_path, budget="300KiB")
+    assert hasattr(plain, "hf_device_map") == torch.accelerator.is_available()
+    streamed = ts.from_pretrained(tmp_path, budget="300KiB", device_map="auto")
     accelerator = theirs.Accelerator(cpu=True)
     assert accelerator.verify_device_map(streamed)
     prepared = accelerator.prepare(streamed)

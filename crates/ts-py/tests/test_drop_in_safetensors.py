@@ -226,6 +226,41 @@ def test_errors_of_reading(tmp_path: Path) -> None:
     assert st.storage_size(torch.zeros(3)[:2]) == 12 and st.storage_ptr(torch.zeros(0)) == 0
 
 
+def test_errors_are_those_that_users_of_safetensors_catch(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    theirs.save_file({"a": torch.ones(2)}, path)
+    with st.safe_open(path) as file:
+        part = file.get_slice("a")
+    for call in (file.keys, file.offset_keys, file.metadata, lambda: file.get_tensor("a")):
+        with pytest.raises(safetensors.SafetensorError, match="closed"):
+            call()
+    assert part[:].tolist() == [1, 1], "slices outlive the file, as with safetensors"
+    path.write_bytes(b"no file of tensors")
+    for module in (theirs, st):
+        with pytest.raises(safetensors.SafetensorError):
+            module.load_file(path)
+        for wrong in ({"a": 1}, {1: "a"}, "a"):
+            save: Any = module.save_file
+            with pytest.raises(TypeError):
+                save({"a": torch.ones(2)}, tmp_path / "b", metadata=wrong)
+        with pytest.raises(TypeError):
+            module.save({1: torch.ones(2)})  # type: ignore[dict-item]
+        with pytest.raises(TypeError):
+            module.load("a")  # type: ignore[arg-type]
+    with pytest.raises(ts.CheckpointError):
+        st.load_file(path)
+
+
+def test_tensors_have_the_order_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    half, long = torch.zeros(2).half(), torch.zeros(2, dtype=torch.int64)
+    theirs.save_file({"a": half, "b": long, "c": torch.zeros(2)}, path)
+    names = list(theirs.load_file(path))
+    assert names != sorted(names)
+    assert list(st.load_file(path)) == list(st.load(path.read_bytes())) == names
+    assert list(st.load_file(path, backend="pread")) == names
+
+
 def test_memory_without_data_and_paths_that_cannot_be_replaced(tmp_path: Path) -> None:
     spec = st.TensorSpec(dtype="float32", shape=[4], data_ptr=0, data_len=0)
     with pytest.raises(ts.ConfigurationError, match="does not have 0 bytes"):

@@ -32,6 +32,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     model.generation_config.max_length = 7
     model.save_pretrained(root / "org" / "one")
+    model.save_pretrained(root / "sentence-transformers" / "mini")
     model.save_pretrained(root / "org" / "sharded", max_shard_size="200KB")
     assert len(list((root / "org" / "sharded").glob("*.safetensors"))) > 2
     (root / "org" / "sharded" / "consolidated.safetensors").write_bytes(b"not needed" * 100)
@@ -141,6 +142,24 @@ model(IDS)
     assert "no weights of the variant bf16" in printed
     assert "it has part/model.fp16.safetensors" in printed
     assert "names the revision main" in printed and "invalid URL" in printed
+
+
+def test_short_names_and_names_on_the_command_line(hub: Hub, tmp_path: Path) -> None:
+    """sentence-transformers accepts names of its own models without the organisation."""
+    code = """
+import sys
+from tensorstream._cli import main
+model = ts.from_pretrained("mini", budget="200KiB")
+assert model.name_or_path == "sentence-transformers/mini"
+refused(ts.CheckpointNotFoundError, lambda: ts.from_pretrained("midi", budget="1MiB"))
+for command in ("info", "plan"):
+    for name in ("org/sharded", "hf://org/sharded"):
+        sys.argv = ["tensorstream", command, name]
+        assert main() == 0
+    sys.argv[2] = "org/missing"
+    assert main() == 1
+"""
+    assert "no file or directory midi" in run(hub, tmp_path, code)
 
 
 def test_what_cannot_be_loaded_is_named(hub: Hub, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -408,3 +409,45 @@ def test_conjugates_of_weights_are_exact(tmp_path: Path) -> None:
         with mode():
             for _ in range(3):
                 assert torch.equal(model(x), reference(x))
+
+
+def test_what_changes_nothing_is_accepted_and_other_formats_are_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 4))
+    x = torch.randn(1, 3, 3, 3)
+    expected = model(x)
+    streamed = ts.offload(model, ts.Config(storage_path=tmp_path, budget="1MiB"))
+    for same in ("cpu", "cpu:0", torch.float32, torch.device("cpu", 0)):
+        assert streamed.to(same) is streamed
+    streamed.to(memory_format=torch.contiguous_format)
+    assert torch.equal(streamed(x), expected)
+    with pytest.raises(ts.ModelError, match="order of dimensions"):
+        streamed.to(memory_format=torch.channels_last)
+    with pytest.raises(ts.ModelError, match="shared memory"):
+        streamed.share_memory()
+    with pytest.raises(ts.ModelError, match="cannot be changed"):
+        streamed._apply(lambda tensor: tensor * 2)
+    assert torch.equal(streamed(x), expected)
+
+
+def test_a_stored_memory_format_is_no_change(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3)).to(memory_format=torch.channels_last)
+    x = torch.randn(1, 3, 5, 5)
+    expected = model(x)
+    streamed = ts.offload(model, ts.Config(storage_path=tmp_path, budget="1MiB"))
+    assert torch.equal(streamed.to(memory_format=torch.channels_last)(x), expected)
+    with pytest.raises(ts.ModelError, match="order of dimensions"):
+        streamed.to(memory_format=torch.contiguous_format)
+
+
+def test_training_mode_warns_once_of_weights_that_are_not_trained(tmp_path: Path) -> None:
+    streamed = ts.offload(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ts.Config(storage_path=tmp_path)
+    )
+    with pytest.warns(UserWarning, match="4 parameters of Sequential stream"):
+        streamed.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert streamed.eval().train().training
+        frozen = ts.offload(nn.Linear(4, 4), ts.Config(storage_path=tmp_path / "frozen"))
+        frozen.requires_grad_(False)
+        frozen.train()

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import diffusers
 import pytest
+import safetensors.torch
 import tensorstream as ts
 import torch
 import transformers as hf
@@ -158,6 +160,25 @@ def test_weights_in_memory_order_are_saved(tmp_path: Path) -> None:
     ts.offload(streamed, ts.Config(storage_path=tmp_path / "weights", budget=budget))
     streamed.save_pretrained(tmp_path / "saved")
     assert contents(tmp_path / "saved") == contents(tmp_path / "reference")
+
+
+def test_libraries_write_streamed_weights(llama: Llama, tmp_path: Path) -> None:
+    """With safetensors itself, and with accelerate, which asks for storages."""
+    path = llama()
+    wanted = ts.load_file(path)
+    streamed = ts.from_pretrained(path, budget="300KiB")
+    safetensors.torch.save_file(streamed.state_dict(), tmp_path / "all.safetensors")
+    assert_equal(ts.load_file(tmp_path / "all.safetensors"), wanted)
+    safetensors.torch.save_model(streamed, str(tmp_path / "model.safetensors"))
+    assert_equal(ts.load_file(tmp_path / "model.safetensors"), wanted)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare(streamed)
+    accelerator.save_model(prepared, str(tmp_path / "saved"))
+    assert_equal(ts.load_file(tmp_path / "saved"), wanted)
+    accelerator.save_state(str(tmp_path / "state"))
+    assert_equal(ts.load_file(tmp_path / "state"), wanted)
+    with pytest.raises(ts.ModelError, match="no permanent memory"):
+        streamed.lm_head.weight.data_ptr()
 
 
 def test_the_directory_of_the_weights_is_refused(llama: Llama, tmp_path: Path) -> None:

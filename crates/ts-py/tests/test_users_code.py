@@ -174,9 +174,6 @@ FORBIDDEN: dict[str, Callable[[Any], Any]] = {
     "tie": lambda m: setattr(m[2], "weight", m[1].weight),
     "delete": lambda m: delattr(m[2], "weight"),
     "weight norm": lambda m: nn.utils.weight_norm(m[0]),
-    "state_dict by safetensors": lambda m: __import__("safetensors.torch").torch.save_file(
-        m.state_dict(), "x"
-    ),
     "copy": copy.copy,
     "twice": lambda m: ts.offload(m, ts.Config(budget="1MiB", storage_path="x")),
     "script": torch.jit.script,

@@ -10,6 +10,7 @@ import sys
 from types import FrameType
 
 from ._native import main as run
+from .errors import TensorStreamError
 
 #: The return value of ``run`` after an interrupt.
 _INTERRUPTED = 130
@@ -33,6 +34,17 @@ class _Signals:
         raise KeyboardInterrupt
 
 
+def _path_of(name: str) -> str:
+    """Returns the path of a model on the Hugging Face Hub, which is downloaded if necessary.
+
+    Returns paths and URLs as they are.
+    """
+    from .streaming._hub import HubModel
+    from .streaming._places import find
+
+    return name if HubModel.named(name, {}) is None else find(name).weights
+
+
 def main() -> int:
     """Runs ``tensorstream`` with the arguments of this process. Blocks.
 
@@ -52,9 +64,16 @@ def main() -> int:
         from .streaming._openai import main as serve_openai
 
         return serve_openai(sys.argv[2:])
+    arguments = sys.argv[1:]
+    if arguments[:1] in (["info"], ["plan"], ["verify"]) and "/" in "".join(arguments[1:2]):
+        try:
+            arguments[1] = _path_of(arguments[1])
+        except TensorStreamError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     signals = _Signals()
     try:
-        status = run(["tensorstream", *sys.argv[1:]])
+        status = run(["tensorstream", *arguments])
     except KeyboardInterrupt:
         status = _INTERRUPTED
     return 128 + signals.received if status == _INTERRUPTED and signals.received else status

@@ -22,7 +22,7 @@ from .errors import CheckpointError, ConfigurationError, ModelError
 from .streaming._arguments import check_device_map, check_execution_device, cpu_memory, dtype_of
 from .streaming._builder import Builder
 from .streaming._division import FUSED
-from .streaming._offload import offload, restore
+from .streaming._offload import offload, restore, set_device_map
 from .streaming._places import find
 
 __all__ = [
@@ -86,7 +86,7 @@ def disk_offload(
             "weights, which are written in another format, or use load_checkpoint_and_dispatch "
             "with a checkpoint"
         )
-    return offload(model, Config(storage_path=offload_dir, budget=budget))
+    return _streamed(model, offload_dir, budget, None)
 
 
 def cpu_offload(
@@ -290,11 +290,20 @@ def load_checkpoint_and_dispatch(
         tie_weights()  # init_empty_weights unties them
     undo = _adapt(model, opened, wanted)
     try:
-        offload(model, Config(storage_path=offload_folder, budget=budget), checkpoint=weights)
+        _streamed(model, offload_folder, budget, weights)
     except BaseException:
         undo()
         raise
     return restore(model) if device_map is None else model
+
+
+def _streamed(
+    model: M, folder: Path | None, budget: int | str | Budget | None, checkpoint: str | None
+) -> M:
+    """Streams a model. It has a device map, as with accelerate."""
+    offload(model, Config(storage_path=folder, budget=budget), checkpoint=checkpoint)
+    set_device_map(model)
+    return model
 
 
 def _check_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
@@ -338,7 +347,11 @@ def _needed_bytes(
     for prefix, module in model.named_modules():
         parameters = module.named_parameters(prefix, recurse=isinstance(module, FUSED))
         largest = max(largest, sum(size(p) for name, p in parameters if on_disk(name)))
-    return kept + 2 * largest
+    return max(kept + 2 * largest, _LEAST_BYTES)
+
+
+#: Less may not suffice, because memory for weights is divided into pages.
+_LEAST_BYTES = 64 << 10
 
 
 def _is_meta(model: nn.Module) -> bool:

@@ -22,7 +22,8 @@ import torch
 
 from . import _native
 from ._dtypes import SAFETENSORS_DTYPES
-from .errors import ConfigurationError, StorageError, TensorStreamError
+from ._safetensors_errors import ArgumentTypeError, raises_theirs
+from .errors import CheckpointError, ConfigurationError, StorageError, TensorStreamError
 from .files import _safe_open, _state_dict
 from .streaming._streamed_tensor import StreamedTensor
 
@@ -46,7 +47,8 @@ __all__ = [
 
 Path = str | os.PathLike[str]
 
-#: The base class of the errors, under the name that safetensors uses.
+#: The base class of the errors, under the name that safetensors uses. If safetensors is installed,
+#: errors of this module are instances of its class, too.
 SafetensorError = TensorStreamError
 
 #: How each backend of safetensors reads.
@@ -91,6 +93,7 @@ class safe_open(_safe_open.safe_open):
         {'a': tensor([0, 1, 2])}
     """
 
+    @raises_theirs
     def __init__(
         self,
         filename: Path,
@@ -99,10 +102,44 @@ class safe_open(_safe_open.safe_open):
         *,
         backend: str = "mmap",
     ) -> None:
+        self._is_closed = False
         mapped = _is_mapped(backend) and "://" not in os.fspath(filename)
         super().__init__(filename, framework, device, mapped=mapped, lenient=True)
 
+    def __exit__(self, *_: object) -> None:
+        self._is_closed = True
 
+    @raises_theirs
+    def keys(self) -> list[str]:
+        self._require_open()
+        return super().keys()
+
+    @raises_theirs
+    def offset_keys(self) -> list[str]:
+        self._require_open()
+        return super().offset_keys()
+
+    @raises_theirs
+    def metadata(self) -> dict[str, str] | None:
+        self._require_open()
+        return super().metadata()
+
+    @raises_theirs
+    def get_slice(self, name: str) -> _safe_open.TensorSlice:
+        self._require_open()
+        return super().get_slice(name)
+
+    @raises_theirs
+    def get_tensor(self, name: str) -> Any:
+        self._require_open()
+        return super().get_tensor(name)
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise CheckpointError(f"{self!r} is closed: read from it inside of its `with` block")
+
+
+@raises_theirs
 def load_file(
     filename: Path, device: str | int | torch.device = "cpu", *, backend: str = "mmap"
 ) -> dict[str, torch.Tensor]:
@@ -116,7 +153,7 @@ def load_file(
             be truncated while tensors exist, as with safetensors.
 
     Returns:
-        The tensors by name.
+        The tensors by name, in the order of the file.
 
     Raises:
         The errors of ``tensorstream.load_file``.
@@ -128,14 +165,20 @@ def load_file(
         {'a': tensor([0, 1, 2])}
     """
     mapped: Any = "auto" if _is_mapped(backend) else False
-    return _state_dict.load_file(filename, device, mapped=mapped, lenient=True)
+    tensors = _state_dict.load_file(filename, device, mapped=mapped, lenient=True)
+    return _in_order(tensors, _native.Checkpoint(filename, True))
 
 
+@raises_theirs
 def load(data: bytes) -> dict[str, torch.Tensor]:
     """Reads all tensors from the bytes of a file. See ``tensorstream.load``."""
-    return _state_dict.read_all(_native.Checkpoint.from_bytes(bytes(data), lenient=True))
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ArgumentTypeError(f"expected bytes, got {type(data).__name__}")
+    checkpoint = _native.Checkpoint.from_bytes(bytes(data), lenient=True)
+    return _in_order(_state_dict.read_all(checkpoint), checkpoint)
 
 
+@raises_theirs
 def save_file(
     tensors: dict[str, torch.Tensor], filename: Path, metadata: dict[str, str] | None = None
 ) -> None:
@@ -156,6 +199,7 @@ def save_file(
     _write(tensors, filename, metadata)
 
 
+@raises_theirs
 def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """Returns the bytes of the file that ``save_file`` would write.
 
@@ -164,9 +208,11 @@ def save(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = Non
         ConfigurationError: A tensor is sparse or not contiguous, or an argument is invalid.
     """
     _check(tensors)
+    _check_metadata(metadata)
     return _state_dict.save(tensors, metadata)
 
 
+@raises_theirs
 def save_model(
     model: torch.nn.Module,
     filename: Path,
@@ -199,6 +245,7 @@ def save_model(
     _write(tensors, filename, metadata)
 
 
+@raises_theirs
 def load_model(
     model: torch.nn.Module,
     filename: Path,
@@ -278,6 +325,7 @@ class TensorSpec:
         return torch.frombuffer(memory, dtype=self._dtype).view(self.shape)
 
 
+@raises_theirs
 def serialize(
     tensor_dict: Mapping[str, TensorSpec], metadata: dict[str, str] | None = None
 ) -> bytes:
@@ -286,9 +334,11 @@ def serialize(
     Raises:
         ConfigurationError: The size of a tensor does not fit its shape, or an argument is invalid.
     """
+    _check_metadata(metadata)
     return _state_dict.save(_tensors(tensor_dict), metadata)
 
 
+@raises_theirs
 def serialize_file(
     tensor_dict: Mapping[str, TensorSpec], filename: Path, metadata: dict[str, str] | None = None
 ) -> None:
@@ -301,6 +351,7 @@ def serialize_file(
     _write(_tensors(tensor_dict), filename, metadata)
 
 
+@raises_theirs
 def deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:
     """Returns the names, and the ``shape``, ``dtype`` and ``data`` (bytes) of all tensors."""
     return [
@@ -326,6 +377,25 @@ def storage_size(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
+def _in_order(
+    tensors: dict[str, torch.Tensor], checkpoint: _native.Checkpoint
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors in the order of the file."""
+    return {name: tensors[name] for name in checkpoint.names_by_place()}
+
+
+def _check_metadata(metadata: Any) -> None:
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict):
+        raise ArgumentTypeError(f"metadata: expected a dict, got {type(metadata).__name__}")
+    for key, value in metadata.items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise ArgumentTypeError(
+                f"metadata: expected strings, got {key!r}: {value!r}; use str(...)"
+            )
+
+
 def _is_mapped(backend: str) -> bool:
     if backend not in _BACKENDS:
         raise ConfigurationError(f"unknown backend {backend!r}: expected 'mmap' or 'pread'")
@@ -336,6 +406,7 @@ def _write(
     tensors: Mapping[str, torch.Tensor], filename: Path, metadata: dict[str, str] | None
 ) -> None:
     """Writes a safetensors file with any suffix."""
+    _check_metadata(metadata)
     path = _Path(filename)
     if path.suffix == ".safetensors":
         _state_dict.save_file(tensors, path, metadata)
@@ -372,6 +443,8 @@ def _check(tensors: Any, *, strided: bool = True) -> None:
             f"expected a dict of str and torch.Tensor, got {type(tensors).__name__}"
         )
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"expected names of tensors, got {name!r}")
         if not isinstance(tensor, torch.Tensor):
             raise ConfigurationError(
                 f"tensor `{name}`: expected a torch.Tensor, got {type(tensor).__name__}"

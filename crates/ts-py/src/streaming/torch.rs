@@ -50,12 +50,17 @@ impl Torch {
         is_true(py, &self.is_grad_enabled)
     }
 
+    /// Returns whether autocast is enabled on any device.
+    pub(super) fn is_autocast_enabled(&self, py: Python<'_>) -> PyResult<bool> {
+        is_true(py, &self.is_any_autocast_enabled)
+    }
+
     /// Clears autocast's cache if autocast is enabled and no gradients are recorded.
     ///
     /// Autocast caches the casts of weights that require gradients. The cached casts have autograd
     /// graphs, which keep streamed weights in memory.
     pub(super) fn clear_autocast_cache(&self, py: Python<'_>) -> PyResult<()> {
-        if is_true(py, &self.is_any_autocast_enabled)? && !self.is_grad_enabled(py)? {
+        if self.is_autocast_enabled(py)? && !self.is_grad_enabled(py)? {
             self.clear_autocast_cache.bind(py).call0()?;
         }
         Ok(())

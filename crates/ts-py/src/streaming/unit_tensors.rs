@@ -62,6 +62,16 @@ struct WeightViews {
     while_not_recording: Option<Py<PyAny>>,
 }
 
+impl WeightViews {
+    /// Returns whether PyTorch noticed a write.
+    fn is_written(&self, py: Python<'_>) -> bool {
+        let version = |tensor: &Py<PyAny>| -> PyResult<u64> {
+            tensor.bind(py).getattr(intern!(py, "_version"))?.extract()
+        };
+        self.tensor.as_ref().is_some_and(|tensor| version(tensor).is_ok_and(|v| v != 0))
+    }
+}
+
 impl UnitTensors {
     /// Creates the tensors of a unit that has a new lease. `address` is the address of its first
     /// tensor.
@@ -138,6 +148,11 @@ impl UnitTensors {
         })
     }
 
+    /// Returns whether PyTorch noticed a write to a weight.
+    pub(super) fn is_written(&self, py: Python<'_>) -> bool {
+        self.lock().views.iter().any(|views| views.is_written(py))
+    }
+
     /// Returns the name of a weight that was written to, or None. If there is one, the unit is read
     /// again for its next use.
     pub(super) fn written_weight(
@@ -148,13 +163,7 @@ impl UnitTensors {
     ) -> Option<String> {
         let mut state = self.lock();
         if state.written.is_none() {
-            let is_written = |views: &WeightViews| {
-                let version = |tensor: &Py<PyAny>| -> PyResult<u64> {
-                    tensor.bind(py).getattr(intern!(py, "_version"))?.extract()
-                };
-                views.tensor.as_ref().is_some_and(|tensor| version(tensor).is_ok_and(|v| v != 0))
-            };
-            let index = state.views.iter().position(is_written);
+            let index = state.views.iter().position(|views| views.is_written(py));
             if let Some(index) = index {
                 let weight =
                     weights.iter().find(|weight| weight.unit == self.unit && weight.index == index);

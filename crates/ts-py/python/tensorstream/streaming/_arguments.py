@@ -99,6 +99,7 @@ class Arguments:
         trust_remote_code: Whether code of the checkpoint may run.
         code_revision: The revision of this code, if it is in another repository.
         loading_info: Whether the caller wants the loading information, too.
+        has_device_map: Whether a device map was given.
     """
 
     settings: Config
@@ -110,6 +111,7 @@ class Arguments:
     trust_remote_code: bool | None
     code_revision: str | None
     loading_info: bool
+    has_device_map: bool
 
     @classmethod
     def of(
@@ -134,8 +136,11 @@ class Arguments:
                     "`config` and `model_config` are both configurations of the model; give one"
                 )
             config, model_config = None, config
+        device_map = kwargs.pop("device_map", None)
+        check_device_map(device_map)
         return cls(
             settings=_settings(budget, config, kwargs),
+            has_device_map=device_map is not None,
             model_config=model_config,
             hub={name: kwargs.pop(name) for name in OPTIONS if name in kwargs},
             variant=kwargs.pop("variant", None),
@@ -157,7 +162,6 @@ def _settings(budget: int | str | Budget | None, config: Any, kwargs: dict[str, 
     if budget is not None and config is not None:
         raise ConfigurationError("cannot combine `budget` and `config`: set the budget in `config`")
     settings = Config(budget=budget) if config is None else checked(config)
-    check_device_map(kwargs.pop("device_map", None))
     most = cpu_memory(kwargs.pop("max_memory", None))
     if most is not None:
         if settings.budget is not None or settings.vram_budget_gb is not None:

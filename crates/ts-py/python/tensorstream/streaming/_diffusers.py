@@ -13,7 +13,7 @@ from ..config import expanded
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 from ._arguments import Arguments, dtype_of
 from ._builder import Builder
-from ._offload import Path, attach
+from ._offload import Path, attach, set_device_map
 from ._places import Place, find
 
 
@@ -38,6 +38,8 @@ def load_diffusers(model_class: Any, path: Path, arguments: Arguments) -> Any:
     model.register_to_config(_name_or_path=place.name)
     model.eval()
     attach(model, arguments.settings, checkpoint)
+    if arguments.has_device_map:
+        set_device_map(model)
     if not arguments.loading_info:
         return model
     unexpected = sorted(set(checkpoint.names()) - set(model.state_dict()))

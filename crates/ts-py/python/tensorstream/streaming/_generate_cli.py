@@ -209,6 +209,8 @@ def _inputs(
     """Returns what decodes tokens, and the tokens of each prompt, or inputs with images."""
     if options.image:
         processor = transformers.AutoProcessor.from_pretrained(name, **own)
+        if not hasattr(processor, "tokenizer"):  # it is a tokenizer
+            raise ConfigurationError(f"{options.model} takes no images; leave out --image")
         images = [{"type": "image", "path": image} for image in options.image]
         chat = _messages(options.system, [*images, {"type": "text", "text": prompts[0]}])
         inputs = processor.apply_chat_template(

@@ -25,13 +25,12 @@ from ._distributed import ignore_streamed, restore_names
 from ._division import Rows
 from ._forward import (
     Forward,
-    Parameters,
     PartPass,
     Pass,
     Streaming,
+    has_leasing_forward,
     is_offloaded,
     offloaded_in,
-    own_stand_ins,
     parts,
     recurrent,
     streaming_of,
@@ -39,6 +38,7 @@ from ._forward import (
 from ._guards import guard
 from ._interrupts import deferred
 from ._live import add_live
+from ._parameters import Parameters, own_stand_ins
 from ._places import find
 from ._profile import Profile
 from ._replaced_method import replace_method, restore_methods
@@ -256,7 +256,7 @@ def attach(
         save_in_pieces(model, stored)
         replace_copying(model, streaming, stored, _attach_copy(config, checkpoint))
         model.__dict__["_tensorstream"] = streaming
-        model.__dict__["hf_device_map"] = _device_map(model)
+        _keep_on_cpu(model)
         ignore_streamed(model)
         add_live(model)
         profile.save_at_end(model, streamer)
@@ -286,10 +286,21 @@ def _replace_methods(model: nn.Module, units: UnitBuilder, weights: Weights) -> 
         replace_method(part, PartPass(part, weights))
     replace_method(model, Pass(model, weights))
     guard(model)
+    modules = [(weakref.ref(module), has_leasing_forward(module)) for module, _ in units.modules]
+    weights.streamer.set_modules(modules, Parameters, Forward)
 
 
-def _device_map(model: nn.Module) -> dict[str, torch.device]:
-    """Returns a map that says to other libraries that the model must stay on the CPU.
+def _keep_on_cpu(model: nn.Module) -> None:
+    """Lets other libraries not move a model to an accelerator, if there is one.
+
+    Otherwise, a device map would have them refuse the CPU as a device, and several processes.
+    """
+    if torch.accelerator.is_available():
+        set_device_map(model)
+
+
+def set_device_map(model: nn.Module) -> None:
+    """Gives a model a map that says to other libraries that it must stay on the CPU.
 
     ``Accelerator.prepare`` and ``Trainer`` do not move models whose map has several entries,
     pipelines use the first device, and PEFT looks for each layer, whose name ends with its number.
@@ -300,7 +311,7 @@ def _device_map(model: nn.Module) -> dict[str, torch.device]:
         numbers = [part for part in name.split(".") if part.isdigit()]
         if len(numbers) == 1 and name.endswith(f".{numbers[0]}"):
             names.append(name)
-    return dict.fromkeys(names, torch.device("cpu"))
+    model.__dict__["hf_device_map"] = dict.fromkeys(names, torch.device("cpu"))
 
 
 def plan_model(

@@ -81,10 +81,10 @@ def _require() -> tuple[Any, Any]:
         from transformers.utils.import_utils import is_serve_available
     except ImportError as error:
         raise ConfigurationError(
-            f"serving needs the server of transformers: pip install '{VERSIONS}'"
+            f"serving needs the server of {VERSIONS}: pip install 'tensorstream[serving]'"
         ) from error
     if not is_serve_available():
-        raise ConfigurationError("serving needs more packages: pip install 'transformers[serving]'")
+        raise ConfigurationError("serving needs more packages: pip install 'tensorstream[serving]'")
     manager = getattr(model_manager, "ModelManager", None)
     found = {
         "Serve": getattr(Serve, "__init__", None),

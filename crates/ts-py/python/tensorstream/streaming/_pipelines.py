@@ -89,6 +89,17 @@ def load_with_its_library(
         return model_class.from_pretrained(files.loaded_name(), **{**rest, **files.options()})
 
 
+def sentence_transformer_name(path: Path, arguments: Arguments) -> str | None:
+    """Returns the full name of a model for which sentence-transformers accepts a short one.
+
+    Returns:
+        ``None`` if ``path`` is not such a name.
+    """
+    name = os.fspath(path)
+    model = None if "/" in name else HubModel.named(path, arguments.hub)
+    return None if model is None else f"sentence-transformers/{name}"
+
+
 def _is_of(library: str, model_class: type[Any] | None) -> bool:
     """Returns whether a class is of a library, or derived from one of its classes."""
     bases = () if model_class is None else model_class.__mro__

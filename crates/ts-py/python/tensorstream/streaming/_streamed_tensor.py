@@ -10,6 +10,7 @@ stand-ins, so a program that keeps these views keeps no memory. Both classes dis
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,10 +23,13 @@ from ..errors import BudgetError, ModelError
 from ._weights import Weights
 
 RESTORE_FIRST = "a streamed weight cannot be changed; restore(model) first"
-_MERGE_IN_MEMORY = (
-    f"{RESTORE_FIRST}, or, to merge an adapter or to derive one from the weights (PiSSA, OLoRA), "
-    "do this with a model in memory, save it, and stream the saved model"
+_CHANGE_IN_MEMORY = (
+    f"{RESTORE_FIRST}, or change a model in memory, save it, and stream the saved model (also to "
+    "merge an adapter, or to derive one from the weights as PiSSA does)"
 )
+
+#: Libraries that read the memory of tensors to write them to files.
+_WRITERS = ("accelerate", "huggingface_hub", "safetensors")
 
 _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
@@ -54,6 +58,8 @@ class StreamedTensor(torch.Tensor):
     is_parameter = False
     #: Of a parameter that requires no gradients, the one for the same weight that does, if any.
     trainable: StreamedTensor | None = None
+    #: The weight in a mapped file, once a library has asked for its memory to write it to a file.
+    mapping: torch.Tensor | None = None
     #: Of a parameter that requires gradients, the one for the same weight that does not.
     frozen: weakref.ref[StreamedTensor] | None = None
 
@@ -77,7 +83,7 @@ class StreamedTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not is_same(self, value):
-            raise ModelError(f"cannot set the data of `{self.name}`: {_MERGE_IN_MEMORY}")
+            raise ModelError(f"cannot set the data of `{self.name}`: {_CHANGE_IN_MEMORY}")
 
     def detach(self) -> torch.Tensor:
         """Returns a stand-in of the same weight without autograd history."""
@@ -150,13 +156,29 @@ class StreamedTensor(torch.Tensor):
         return copy
 
     def data_ptr(self) -> int:
-        raise self._no_memory("data_ptr()")
+        return self._mapped("data_ptr()").data_ptr() + int(self.storage_offset()) * self.itemsize
 
     def untyped_storage(self) -> Any:
-        raise self._no_memory("untyped_storage()")
+        return self._mapped("untyped_storage()").untyped_storage()
 
     def storage(self) -> Any:
-        raise self._no_memory("storage()")
+        mapped: Any = self._mapped("storage()")
+        return mapped.storage()
+
+    def _mapped(self, what: str) -> torch.Tensor:
+        """Returns the weight in a mapped file, for libraries that write tensors to files.
+
+        The mapping exists as long as the stand-in. The memory is that of the page cache.
+
+        Raises:
+            ModelError: Another caller wants the memory, and may write to it.
+        """
+        caller: Any = sys._getframe(2).f_globals.get("__name__", "")
+        if caller.partition(".")[0] not in _WRITERS:
+            raise self._no_memory(what)
+        if self.mapping is None:
+            self.mapping = self.weights.mapped(self)
+        return self.mapping
 
     def share_memory_(self) -> Any:
         raise self._no_memory("share_memory_()")
@@ -257,7 +279,7 @@ class StreamedWeight(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value is not self:
-            raise ModelError(f"cannot set the data of a streamed weight: {_MERGE_IN_MEMORY}")
+            raise ModelError(f"cannot set the data of a streamed weight: {_CHANGE_IN_MEMORY}")
 
     def detach(self) -> torch.Tensor:
         """Returns a tensor on the same memory without autograd history."""
@@ -694,7 +716,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for tensor in _written(func, args, kwargs):
         if type(tensor) is StreamedTensor:
             raise ModelError(
-                f"cannot run {func}, which writes to `{tensor.name}`: {_MERGE_IN_MEMORY}"
+                f"cannot run {func}, which writes to `{tensor.name}`: {_CHANGE_IN_MEMORY}"
             )
 
 

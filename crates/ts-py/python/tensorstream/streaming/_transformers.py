@@ -21,14 +21,15 @@ from ..config import HEADROOM, Config, expanded
 from ..errors import (
     BudgetError,
     CheckpointError,
+    CheckpointNotFoundError,
     ConfigurationError,
     MissingTensorError,
     ModelError,
 )
 from ._arguments import Arguments
 from ._builder import Builder
-from ._offload import Path, attach, plan_model
-from ._pipelines import load_with_its_library
+from ._offload import Path, attach, plan_model, set_device_map
+from ._pipelines import load_with_its_library, sentence_transformer_name
 from ._places import Place, find
 from ._symbolic_tensor import SymbolicTensor
 from ._weights import Divided
@@ -101,8 +102,24 @@ def from_pretrained(
     arguments = Arguments.of(budget, config, kwargs)
     # Parameters that are made under inference mode could not be used outside of it.
     with torch.inference_mode(False):
-        loaded = load_with_its_library(path, model_class, arguments, kwargs, _load_class)
-        return _load(path, model_class, arguments) if loaded is None else loaded
+        try:
+            return _load_any(path, model_class, arguments, kwargs)
+        except CheckpointNotFoundError:
+            full_name = sentence_transformer_name(path, arguments)
+            if full_name is None:
+                raise
+            try:
+                return _load_any(full_name, model_class, arguments, kwargs)
+            except CheckpointNotFoundError:
+                pass
+            raise
+
+
+def _load_any(
+    path: Path, model_class: type[Any] | None, arguments: Arguments, kwargs: dict[str, Any]
+) -> Any:
+    loaded = load_with_its_library(path, model_class, arguments, kwargs, _load_class)
+    return _load(path, model_class, arguments) if loaded is None else loaded
 
 
 def _load_class(
@@ -143,6 +160,8 @@ def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> An
             model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
     model.name_or_path = model.config._name_or_path = place.name
     attach(model, arguments.settings, checkpoint, kept=new)
+    if arguments.has_device_map:
+        set_device_map(model)
     return (model, info) if arguments.loading_info else model
 
 
