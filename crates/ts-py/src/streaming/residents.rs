@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyType};
+use pyo3::types::{PyDict, PyList, PyType};
 use tensorstream::orchestrator::Lease;
 
 use super::torch::Torch;
@@ -18,11 +18,22 @@ pub(super) struct Residents {
     pub(super) tensors: Vec<Arc<UnitTensors>>,
     /// Further leases of units whose tensors already had one.
     _extra_leases: Vec<Lease>,
+    /// The tensors that existed when nothing was written to and nothing else referenced them.
+    unchanged: Mutex<Option<Unchanged>>,
+}
+
+/// Tensors to compare with those of a later time, all at once.
+struct Unchanged {
+    tensors: Py<PyList>,
+    /// The addresses of their storages.
+    storages: Py<PyList>,
+    /// The number of owners of all storages.
+    owners: usize,
 }
 
 impl Residents {
     pub(super) fn new(tensors: Vec<Arc<UnitTensors>>, extra_leases: Vec<Lease>) -> Self {
-        Self { tensors, _extra_leases: extra_leases }
+        Self { tensors, _extra_leases: extra_leases, unchanged: Mutex::default() }
     }
 
     /// Drops the further leases, and returns the tensors.
@@ -32,7 +43,36 @@ impl Residents {
 
     /// Returns whether a weight was written to, or anything else references the memory of a unit.
     pub(super) fn need_checks(&self, py: Python<'_>, torch: &Torch) -> bool {
-        self.tensors.iter().any(|unit| unit.is_written(py) || unit.is_shared(py, torch))
+        let before = self.unchanged.lock().take();
+        let holds = |before: &Unchanged| before.holds(py, &self.tensors, torch).unwrap_or(false);
+        if let Some(before) = before.filter(holds) {
+            *self.unchanged.lock() = Some(before);
+            return false;
+        }
+        let need = self.tensors.iter().any(|of| of.is_written(py) || of.is_shared(py, torch));
+        if !need {
+            *self.unchanged.lock() = Unchanged::new(py, &self.tensors).ok();
+        }
+        need
+    }
+}
+
+impl Unchanged {
+    fn new(py: Python<'_>, units: &[Arc<UnitTensors>]) -> PyResult<Self> {
+        let all: Vec<_> = units.iter().flat_map(|unit| unit.tensors(py)).collect();
+        Ok(Self {
+            tensors: PyList::new(py, all.iter().map(|(tensor, ..)| tensor))?.unbind(),
+            storages: PyList::new(py, all.iter().map(|(_, storage, _)| storage))?.unbind(),
+            owners: all.iter().map(|(.., owners)| owners).sum(),
+        })
+    }
+
+    /// Returns whether the tensors are unchanged, and no tensor was created since.
+    fn holds(&self, py: Python<'_>, units: &[Arc<UnitTensors>], torch: &Torch) -> PyResult<bool> {
+        let count = units.iter().map(|unit| unit.tensor_count()).sum::<usize>();
+        Ok(count == self.tensors.bind(py).len()
+            && torch.all_owners(py, &self.storages)? == self.owners
+            && torch.all_versions(py, &self.tensors)? == 0)
     }
 }
 

@@ -63,6 +63,13 @@ struct WeightViews {
 }
 
 impl WeightViews {
+    /// Returns the number of owners of the storage if nothing else references it.
+    fn own_owners(&self) -> usize {
+        self.first_owners
+            + usize::from(self.while_recording.is_some())
+            + usize::from(self.while_not_recording.is_some())
+    }
+
     /// Returns whether PyTorch noticed a write.
     fn is_written(&self, py: Python<'_>) -> bool {
         let version = |tensor: &Py<PyAny>| -> PyResult<u64> {
@@ -140,12 +147,24 @@ impl UnitTensors {
     pub(super) fn is_shared(&self, py: Python<'_>, torch: &Torch) -> bool {
         let state = self.lock();
         state.views.iter().filter(|views| views.tensor.is_some()).any(|views| {
-            let parameters = usize::from(views.while_recording.is_some())
-                + usize::from(views.while_not_recording.is_some());
-            torch
-                .storage_owners(py, views.storage)
-                .is_ok_and(|owners| owners > views.first_owners + parameters)
+            let owners = torch.storage_owners(py, views.storage);
+            owners.is_ok_and(|owners| owners > views.own_owners())
         })
+    }
+
+    /// Returns the existing tensors, each with the address of its storage and the number of owners
+    /// that this storage has if nothing else references it.
+    pub(super) fn tensors(&self, py: Python<'_>) -> Vec<(Py<PyAny>, usize, usize)> {
+        let state = self.lock();
+        let known = state.views.iter().filter_map(|views| Some((views.tensor.as_ref()?, views)));
+        known
+            .map(|(tensor, views)| (tensor.clone_ref(py), views.storage, views.own_owners()))
+            .collect()
+    }
+
+    /// Returns the number of existing tensors.
+    pub(super) fn tensor_count(&self) -> usize {
+        self.lock().views.iter().filter(|views| views.tensor.is_some()).count()
     }
 
     /// Returns whether PyTorch noticed a write to a weight.
