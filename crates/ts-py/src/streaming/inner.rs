@@ -13,7 +13,6 @@ use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::{Engine, Lease, PassId, Table, TableId, UnitId};
 
 use super::engine::EngineFactory;
-use super::lease::Use;
 use super::residents::{Modules, Residents};
 use super::torch::Torch;
 use super::unit_tensors::{UnitEntry, UnitTensors};
@@ -282,9 +281,13 @@ impl StreamerInner {
 
     /// Makes all modules lease their weights again, if they have leased weights for this pass.
     ///
-    /// Returns the leases as a use if a weight was written to, or other objects reference its
-    /// memory.
-    pub(super) fn end_lending(self: &Arc<Self>, py: Python<'_>, pass: &RunningPass) -> Option<Use> {
+    /// Returns the leased tensors, whose use must be ended, if a weight was written to or other
+    /// objects reference its memory.
+    pub(super) fn end_lending(
+        &self,
+        py: Python<'_>,
+        pass: &RunningPass,
+    ) -> Option<Vec<Arc<UnitTensors>>> {
         let residents = pass.residents.lock().take()?;
         self.take_back(py);
         if self.residents.lock().is_none() {
@@ -296,9 +299,7 @@ impl StreamerInner {
             return None;
         }
         self.drop_residents(py);
-        let tensors = residents.tensors.clone();
-        drop(residents);
-        Some(Use::of_tensors(self, tensors))
+        Some(residents.tensors.clone())
     }
 
     /// Ends a pass. Returns whether to replan, and the names of weights that were written to

@@ -36,7 +36,8 @@ impl Pass {
     ///     A use to end, if a weight was written to or other objects reference its memory.
     fn take_back(&self, py: Python<'_>) -> Option<Use> {
         let (inner, pass) = self.begun.as_ref()?;
-        inner.end_lending(py, pass)
+        let tensors = inner.end_lending(py, pass)?;
+        Some(Use::of_tensors(inner, tensors))
     }
 
     /// Ends the pass. Does nothing if the pass has already ended.
@@ -80,7 +81,7 @@ impl Pass {
     fn finish(&self, py: Python<'_>) -> (bool, Option<String>) {
         let Some((inner, pass)) = &self.begun else { return (false, None) };
         // Dropping a use ends it.
-        drop(inner.end_lending(py, pass));
+        drop(self.take_back(py));
         inner.end_pass(py, pass)
     }
 }
