@@ -289,7 +289,7 @@ impl<D: Device> Engine<D> {
         units.iter().try_for_each(|&unit| self.inner.check_unit(unit))?;
         let (memory, acquired_ns) = self.inner.acquire(pass, units, interrupt)?;
         let lease =
-            |(memory, &unit)| Lease::new(memory, Arc::clone(&self.inner), unit, Some(acquired_ns));
+            |(memory, &unit)| Lease::new(memory, Arc::clone(&self.inner), unit, acquired_ns);
         let leases: Vec<_> = memory.into_iter().zip(units).map(lease).collect();
         leases.iter().try_for_each(Lease::check_seal)?;
         Ok(leases)
@@ -305,28 +305,9 @@ impl<D: Device> Engine<D> {
     pub fn try_acquire(&self, unit: UnitId) -> Result<Option<Lease<D>>, Error> {
         self.inner.check_unit(unit)?;
         let Some((memory, acquired_ns)) = self.inner.try_acquire(unit) else { return Ok(None) };
-        let lease = Lease::new(memory, Arc::clone(&self.inner), unit, Some(acquired_ns));
+        let lease = Lease::new(memory, Arc::clone(&self.inner), unit, acquired_ns);
         lease.check_seal()?;
         Ok(Some(lease))
-    }
-
-    /// Leases all units, if all of them are to stay in memory and are there, and otherwise returns
-    /// `None`. Does not block.
-    ///
-    /// Passes need no other leases then, and the leases may be kept from pass to pass. They are no
-    /// uses in the statistics, and the engine learns no order from passes without other leases.
-    /// Drop them before [`replan`](Self::replan) and [`set_limit`](Self::set_limit), which cannot
-    /// take memory from units in use, and before [`begin_trace`](Self::begin_trace).
-    ///
-    /// Returns `None` in the first passes, which are measured use by use, while a trace is being
-    /// recorded, while a better plan or a new limit waits, and if a unit is
-    /// [sealed](Lease::seal).
-    pub fn acquire_all_resident(&self) -> Option<Vec<Lease<D>>> {
-        let memory = self.inner.acquire_all_resident()?;
-        let lease = |(index, memory)| {
-            Lease::new(memory, Arc::clone(&self.inner), UnitId(index as u32), None)
-        };
-        Some(memory.into_iter().enumerate().map(lease).collect())
     }
 
     /// Announces that a pass is about to acquire these [routed](crate::Access::Routed) units, each

@@ -28,8 +28,7 @@ pub struct Lease<D: Device = CpuDevice> {
     unit: UnitId,
     /// The thread that acquired the lease.
     user: ThreadId,
-    /// The time of the acquisition in nanoseconds, or `None` if the lease itself is no use.
-    acquired_ns: Option<u64>,
+    acquired_ns: u64,
 }
 
 impl<D: Device> std::fmt::Debug for Lease<D> {
@@ -43,7 +42,7 @@ impl<D: Device> Lease<D> {
         memory: Arc<UnitMemory<D>>,
         inner: Arc<EngineInner<D>>,
         unit: UnitId,
-        acquired_ns: Option<u64>,
+        acquired_ns: u64,
     ) -> Self {
         Self { memory, inner, unit, user: std::thread::current().id(), acquired_ns }
     }

@@ -37,8 +37,7 @@ pub struct UnitStats {
     /// The total duration of the unit's loads, in nanoseconds. A load lasts from the
     /// time its reads are queued until the unit is usable or the load has failed.
     pub load_ns: u64,
-    /// The number of leases of the unit that have ended, except those from
-    /// [`Engine::acquire_all_resident`](crate::Engine::acquire_all_resident).
+    /// The number of leases of the unit that have ended.
     pub uses: u64,
     /// The total duration of the unit's leases, in nanoseconds.
     pub use_ns: u64,

@@ -138,13 +138,3 @@ fn of_io(error: &io::Error) -> &'static str {
         _ => "StorageError",
     }
 }
-
-/// Calls a function while no exception is pending. Python code that runs while an object is dropped
-/// must not see or replace the pending exception.
-pub(crate) fn with_pending_set_aside(py: Python<'_>, call: impl FnOnce()) {
-    let pending = PyErr::take(py);
-    call();
-    if let Some(pending) = pending {
-        pending.restore(py);
-    }
-}

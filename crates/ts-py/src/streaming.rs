@@ -12,7 +12,6 @@ mod lease;
 mod pass;
 mod planning;
 mod recurrent;
-mod residents;
 mod sharing;
 mod stats;
 mod streamer;

@@ -78,10 +78,6 @@ impl<D: Device> EngineInner<D> {
         Some((memory, (self.clock)()))
     }
 
-    pub(crate) fn acquire_all_resident(&self) -> Option<Memory<D>> {
-        self.lock().take_all()
-    }
-
     /// Checks that units which are acquired together fit into memory.
     ///
     /// # Errors

@@ -3,8 +3,8 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -13,7 +13,6 @@ use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::{Engine, Lease, PassId, Table, TableId, UnitId};
 
 use super::engine::EngineFactory;
-use super::residents::{Modules, Residents};
 use super::torch::Torch;
 use super::unit_tensors::{UnitEntry, UnitTensors};
 use super::weight::Weight;
@@ -61,10 +60,6 @@ pub(super) struct StreamerInner {
     /// The tables, each with its `torch.dtype`.
     tables: Vec<(Table, Py<PyAny>)>,
     entries: Vec<Mutex<UnitEntry>>,
-    /// Leases of all units, kept from pass to pass while all units are resident.
-    residents: Mutex<Option<Arc<Residents>>>,
-    /// Set once all modules have stand-ins.
-    pub(super) modules: OnceLock<Modules>,
     pub(super) torch: Torch,
     /// Present if some weights do not fit into the budget.
     #[cfg(target_os = "linux")]
@@ -76,8 +71,6 @@ pub(super) struct RunningPass {
     engine: Arc<Engine>,
     id: PassId,
     ended: Arc<AtomicBool>,
-    /// Leases of all units, if the modules have the leased weights during this pass.
-    residents: Mutex<Option<Arc<Residents>>>,
 }
 
 thread_local! {
@@ -110,8 +103,6 @@ impl StreamerInner {
             weights,
             tables,
             entries: (0..unit_count).map(|_| Mutex::default()).collect(),
-            residents: Mutex::default(),
-            modules: OnceLock::new(),
             torch,
             #[cfg(target_os = "linux")]
             _idle_team,
@@ -127,7 +118,6 @@ impl StreamerInner {
         // The parent's passes and tensors do not exist in the child.
         let own = Arc::new((self.new_engine)(py)?);
         PASSES.with_borrow_mut(HashMap::clear);
-        drop(self.take_residents(py));
         for unit in 0..self.entries.len() {
             *self.entry(unit).lock() = UnitEntry::default();
         }
@@ -180,132 +170,13 @@ impl StreamerInner {
             passes.retain(|_, (_, ended)| !ended.load(Ordering::Acquire));
             passes.insert(self.address(), (id, Arc::clone(&ended)));
         });
-        RunningPass { engine, id, ended, residents: Mutex::default() }
-    }
-
-    /// Gives all modules the leased weights for the time of a pass, if all units are resident.
-    ///
-    /// `grad` is whether gradients are recorded, as in [`UnitTensors::parameter`].
-    pub(super) fn lend(&self, py: Python<'_>, pass: &RunningPass, grad: bool) -> PyResult<()> {
-        let Some(modules) = self.modules.get() else { return Ok(()) };
-        // Casts of weights occupy memory too. The use of a unit drops them when it ends.
-        if modules.are_lent() || self.torch.is_autocast_enabled(py)? {
-            modules.take_back(py);
-            return Ok(());
-        }
-        let Some(residents) = self.lease_residents(&pass.engine) else { return Ok(()) };
-        let lent = modules.lend(py, grad);
-        if matches!(lent, Ok(true)) {
-            *pass.residents.lock() = Some(residents);
-        } else {
-            modules.take_back(py);
-        }
-        lent.map(drop)
-    }
-
-    /// Makes all modules lease their weights again.
-    pub(super) fn take_back(&self, py: Python<'_>) {
-        if let Some(modules) = self.modules.get() {
-            modules.take_back(py);
-        }
-    }
-
-    /// Returns leases of all units, if all of them are resident: those of the latest pass, or new
-    /// ones.
-    fn lease_residents(&self, engine: &Engine) -> Option<Arc<Residents>> {
-        let kept = self.residents.lock().clone();
-        if kept.is_some() {
-            return kept;
-        }
-        let leases = engine.acquire_all_resident()?;
-        let shared = leases.into_iter().enumerate().map(|(unit, lease)| self.share(unit, lease));
-        let (tensors, extra): (Vec<_>, Vec<_>) = shared.unzip();
-        let new = Arc::new(Residents::new(tensors, extra.into_iter().flatten().collect()));
-        *self.residents.lock() = Some(Arc::clone(&new));
-        Some(new)
-    }
-
-    /// Returns the weight that a module has while the units of all weights are leased.
-    pub(super) fn lent_weight(
-        &self,
-        py: Python<'_>,
-        key: usize,
-        grad: bool,
-    ) -> PyResult<Option<Py<PyAny>>> {
-        let residents = self.residents.lock().clone();
-        match (residents, self.weights.get(key)) {
-            (Some(residents), Some(weight)) => {
-                residents.tensors[weight.unit].parameter(py, &self.torch, weight, grad).map(Some)
-            }
-            _ => Ok(None),
-        }
-    }
-
-    /// Drops the leases of all units unless modules have the leased weights. Every use of a single
-    /// unit does this, because its own lease must be the last one to end.
-    pub(super) fn drop_idle_residents(&self, py: Python<'_>) {
-        if !self.modules.get().is_some_and(Modules::are_lent) {
-            self.drop_residents(py);
-        }
-    }
-
-    /// Drops the leases of all units. A pass that uses them drops them when it ends.
-    pub(super) fn drop_residents(&self, py: Python<'_>) {
-        if let Some(residents) = self.take_residents(py) {
-            self.release(py, residents);
-        }
-    }
-
-    /// Forgets the leases of all units, and returns them.
-    fn take_residents(&self, py: Python<'_>) -> Option<Arc<Residents>> {
-        let residents = self.residents.lock().take()?;
-        self.forget_lent(py);
-        Some(residents)
-    }
-
-    /// Makes modules forget weights that they had while all units were leased.
-    fn forget_lent(&self, py: Python<'_>) {
-        if let Some(modules) = self.modules.get() {
-            let _ = modules.forget(py);
-        }
-    }
-
-    /// Ends the use of all units, unless another pass or the next one has the same leases.
-    fn release(&self, py: Python<'_>, residents: Arc<Residents>) {
-        if let Some(residents) = Arc::into_inner(residents) {
-            for tensors in residents.into_tensors() {
-                self.end_use(py, tensors, false);
-            }
-        }
-    }
-
-    /// Makes all modules lease their weights again, if they have leased weights for this pass.
-    ///
-    /// Returns the leased tensors, whose use must be ended, if a weight was written to or other
-    /// objects reference its memory.
-    pub(super) fn end_lending(
-        &self,
-        py: Python<'_>,
-        pass: &RunningPass,
-    ) -> Option<Vec<Arc<UnitTensors>>> {
-        let residents = pass.residents.lock().take()?;
-        self.take_back(py);
-        if self.residents.lock().is_none() {
-            // The leases were to be dropped during the pass, when modules had the weights.
-            self.forget_lent(py);
-        }
-        if !residents.need_checks(py, &self.torch) {
-            self.release(py, residents);
-            return None;
-        }
-        self.drop_residents(py);
-        Some(residents.tensors.clone())
+        RunningPass { engine, id, ended }
     }
 
     /// Ends a pass. Returns whether to replan, and the names of weights that were written to
     /// without PyTorch noticing. Does nothing if the pass has already ended.
     pub(super) fn end_pass(&self, py: Python<'_>, pass: &RunningPass) -> (bool, Option<String>) {
-        let RunningPass { engine, id, ended, .. } = pass;
+        let RunningPass { engine, id, ended } = pass;
         if ended.swap(true, Ordering::AcqRel) || engine.is_forked() {
             return (false, None);
         }
@@ -316,9 +187,6 @@ impl StreamerInner {
     /// detects such writes. The units of these weights are read again for their next use.
     fn untracked_writes(&self, py: Python<'_>, engine: &Engine) -> Option<String> {
         let written = py.detach(|| engine.modified_units());
-        if !written.is_empty() {
-            self.drop_residents(py);
-        }
         let mut names = Vec::new();
         for (id, tensors) in written {
             let unit = id.0 as usize;
@@ -337,7 +205,6 @@ impl StreamerInner {
 
     /// Leases units, and returns one lease for each. Blocks until they are in memory.
     pub(super) fn acquire(&self, py: Python<'_>, units: &[usize]) -> PyResult<Vec<Lease>> {
-        self.drop_idle_residents(py);
         let engine = self.engine(py)?;
         heap::trim_if_short(py);
         let pass = self.current_pass();
@@ -347,7 +214,7 @@ impl StreamerInner {
         };
         let leases = match acquire() {
             // Cached tensors occupy memory, but can be created again.
-            Err(error) if is_referenced(py, &error)? && self.drop_cached(py) => acquire(),
+            Err(error) if is_referenced(py, &error)? && self.drop_cached() => acquire(),
             other => other,
         };
         match leases {
@@ -366,7 +233,7 @@ impl StreamerInner {
         let engine = self.engine(py)?;
         if limit < self.limit.load(Ordering::Relaxed) {
             // They would keep the memory of resident units.
-            self.drop_cached(py);
+            self.drop_cached();
         }
         py.detach(|| engine.set_limit(limit)).map_err(|e| to_python(py, &e.into()))?;
         self.limit.store(limit, Ordering::Relaxed);
@@ -376,8 +243,8 @@ impl StreamerInner {
     /// Makes the limit take effect if nothing is in use.
     pub(super) fn apply_limit(&self, py: Python<'_>) -> PyResult<()> {
         let engine = self.engine(py)?;
-        if !self.is_in_use(py) && !engine.limit_in_force() {
-            self.drop_cached(py);
+        if !self.is_in_use() && !engine.limit_in_force() {
+            self.drop_cached();
             interruptible(py, |interrupt| engine.replan_interruptible(interrupt))?;
         }
         Ok(())
@@ -390,7 +257,7 @@ impl StreamerInner {
         let bytes = match gather() {
             // Cached tensors and garbage occupy memory, but can be freed.
             Err(error) if is_referenced(py, &error)? => {
-                self.drop_cached(py);
+                self.drop_cached();
                 py.import("gc")?.call_method0("collect")?;
                 gather()
             }
@@ -408,8 +275,7 @@ impl StreamerInner {
     }
 
     /// Returns whether any unit is in use.
-    pub(super) fn is_in_use(&self, py: Python<'_>) -> bool {
-        self.drop_residents(py);
+    pub(super) fn is_in_use(&self) -> bool {
         (0..self.entries.len()).any(|unit| self.tensors_in_use(unit).is_some())
     }
 
@@ -421,8 +287,7 @@ impl StreamerInner {
     }
 
     /// Drops the cached tensors. Returns whether there were any.
-    pub(super) fn drop_cached(&self, py: Python<'_>) -> bool {
-        self.drop_residents(py);
+    pub(super) fn drop_cached(&self) -> bool {
         let cached: Vec<_> =
             self.entries.iter().filter_map(|entry| entry.lock().cached.take()).collect();
         !cached.is_empty()

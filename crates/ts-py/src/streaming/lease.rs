@@ -12,7 +12,7 @@ use tensorstream::orchestrator::{Lease, UnitId};
 use super::inner::{Streamer, StreamerInner};
 use super::recurrent::{FlatWeights, Recurrent, set_flat_weights};
 use super::unit_tensors::UnitTensors;
-use crate::errors::{to_python, with_pending_set_aside, written_error};
+use crate::errors::{to_python, written_error};
 
 /// Keeps units in memory until the use ends: by ``exit``, by ``close``, or because the object is
 /// dropped.
@@ -144,7 +144,6 @@ impl Use {
         inner: &Arc<StreamerInner>,
         unit: usize,
     ) -> PyResult<Option<Self>> {
-        inner.drop_idle_residents(py);
         let lease = inner.engine(py)?.try_acquire(UnitId(unit as u32));
         let lease = lease.map_err(|error| to_python(py, &error.into()))?;
         lease.map(|lease| Self::of_forward(py, inner, unit, lease, true, None)).transpose()
@@ -186,7 +185,6 @@ impl Use {
         inner: &Arc<StreamerInner>,
         units: &[u32],
     ) -> PyResult<Self> {
-        inner.drop_idle_residents(py);
         let mut state = UseState { inner: Some(Arc::clone(inner)), ..UseState::default() };
         // A unit in use is not leased again. Its existing lease lasts until the last use of its
         // tensors ends.
@@ -206,12 +204,6 @@ impl Use {
             }
         }
         Ok(Self { state: Mutex::new(state) })
-    }
-
-    /// Returns the use of units whose tensors have a lease.
-    pub(super) fn of_tensors(inner: &Arc<StreamerInner>, tensors: Vec<Arc<UnitTensors>>) -> Self {
-        let inner = Some(Arc::clone(inner));
-        Self { state: Mutex::new(UseState { inner, tensors, ..UseState::default() }) }
     }
 
     fn lock(&self) -> MutexGuard<'_, UseState> {
@@ -238,9 +230,6 @@ impl Use {
                 }
             }
             let name = tensors.written_weight(py, &inner.weights, inner.entry(tensors.unit));
-            if name.is_some() {
-                inner.drop_residents(py);
-            }
             leaked.extend(inner.end_use(py, tensors, name.is_some()));
             written = name.or(written);
         }
@@ -255,6 +244,13 @@ impl Drop for Use {
     /// Ends a use that was not closed, for example because of an exception. A unit that was written
     /// to is read again for its next use, but no error is raised.
     fn drop(&mut self) {
-        Python::attach(|py| with_pending_set_aside(py, || self.close(py)));
+        Python::attach(|py| {
+            // The calls into Python must not see or replace the pending exception.
+            let pending = PyErr::take(py);
+            self.close(py);
+            if let Some(pending) = pending {
+                pending.restore(py);
+            }
+        });
     }
 }

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 
 use super::inner::{RunningPass, StreamerInner};
-use super::lease::Use;
-use crate::errors::{with_pending_set_aside, written_error};
+use crate::errors::written_error;
 
 /// A pass over the units on one thread. Has no effect if the thread was already in a pass. Dropping
 /// this object ends the pass.
@@ -18,28 +17,6 @@ pub(crate) struct Pass {
 
 #[pymethods]
 impl Pass {
-    /// Gives all modules the leased weights until ``take_back``, if all units are resident and
-    /// autocast is disabled. Does nothing in a pass within another one.
-    ///
-    /// Args:
-    ///     grad: Whether gradients are recorded.
-    fn lend(&self, py: Python<'_>, grad: bool) -> PyResult<()> {
-        match &self.begun {
-            Some((inner, pass)) => inner.lend(py, pass, grad),
-            None => Ok(()),
-        }
-    }
-
-    /// Makes all modules lease their weights again, if they have leased weights for this pass.
-    ///
-    /// Returns:
-    ///     A use to end, if a weight was written to or other objects reference its memory.
-    fn take_back(&self, py: Python<'_>) -> Option<Use> {
-        let (inner, pass) = self.begun.as_ref()?;
-        let tensors = inner.end_lending(py, pass)?;
-        Some(Use::of_tensors(inner, tensors))
-    }
-
     /// Ends the pass. Does nothing if the pass has already ended.
     ///
     /// Returns:
@@ -79,15 +56,15 @@ impl Pass {
 
     /// Ends the pass. Returns whether to replan, and the names of weights that were written to.
     fn finish(&self, py: Python<'_>) -> (bool, Option<String>) {
-        let Some((inner, pass)) = &self.begun else { return (false, None) };
-        // Dropping a use ends it.
-        drop(self.take_back(py));
-        inner.end_pass(py, pass)
+        match &self.begun {
+            Some((inner, pass)) => inner.end_pass(py, pass),
+            None => (false, None),
+        }
     }
 }
 
 impl Drop for Pass {
     fn drop(&mut self) {
-        Python::attach(|py| with_pending_set_aside(py, || _ = self.close(py)));
+        Python::attach(|py| self.close(py));
     }
 }

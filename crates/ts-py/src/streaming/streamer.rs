@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use parking_lot::Mutex;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyType};
+use pyo3::types::{PyDict, PyList};
 use tensorstream::orchestrator::UnitId;
 use tensorstream::{Governor, PressureMonitor, Resized, Speeds, trace_html, trace_json};
 
@@ -17,7 +17,6 @@ use super::inner::{Streamer, StreamerInner};
 use super::lease::Use;
 use super::pass::Pass;
 use super::recurrent::Recurrent;
-use super::residents::Modules;
 use super::stats::{curve_list, stats_dict};
 use super::torch::Torch;
 use super::weight::{Weight, WeightSpec};
@@ -99,48 +98,8 @@ impl Streamer {
     ///     Whether the plan has changed.
     fn replan(&self, py: Python<'_>) -> PyResult<bool> {
         let engine = self.inner.engine(py)?;
-        self.inner.drop_cached(py);
+        self.inner.drop_cached();
         interruptible(py, |interrupt| engine.replan_interruptible(interrupt))
-    }
-
-    /// Sets the modules that have leased weights instead of stand-ins while a pass has leased all
-    /// units. Does nothing if they were set before.
-    ///
-    /// Args:
-    ///     modules: Weak references to the modules, and whether the attribute ``forward`` of each
-    ///         only leases a unit and calls the method of its class. Such modules have none
-    ///         meanwhile.
-    ///     parameters: The class of a module's dictionary of stand-ins.
-    ///     forward: The class of a forward that leases a unit.
-    fn set_modules(
-        &self,
-        modules: Vec<(Py<PyAny>, bool)>,
-        parameters: Py<PyType>,
-        forward: Py<PyType>,
-    ) {
-        let _ = self.inner.modules.set(Modules::new(modules, parameters, forward));
-    }
-
-    /// Makes all modules lease their weights again, if they have leased weights for a pass.
-    fn take_back(&self, py: Python<'_>) {
-        self.inner.take_back(py);
-    }
-
-    /// Drops the leases of all units, so that the next pass gives modules other weights.
-    fn drop_residents(&self, py: Python<'_>) {
-        self.inner.drop_residents(py);
-    }
-
-    /// Returns the weight that a module has while all units are leased.
-    ///
-    /// Args:
-    ///     key: The key of the weight.
-    ///     grad: Whether gradients are recorded. If so, the weight requires no gradient.
-    ///
-    /// Returns:
-    ///     None if the weight is divided, or the units are not leased.
-    fn lent(&self, py: Python<'_>, key: usize, grad: bool) -> PyResult<Option<Py<PyAny>>> {
-        self.inner.lent_weight(py, key, grad)
     }
 
     /// Leases a unit for the forward of its module on this thread. Blocks until the unit is in
@@ -239,8 +198,7 @@ impl Streamer {
     }
 
     /// Marks a weight as requiring no gradient.
-    fn freeze(&self, py: Python<'_>, key: usize) {
-        self.inner.drop_residents(py);
+    fn freeze(&self, key: usize) {
         self.inner.weights[key].requires_grad.store(false, Ordering::Relaxed);
     }
 
@@ -303,7 +261,6 @@ impl Streamer {
 
     /// Begins to record a trace. A trace that is running is dropped.
     fn begin_trace(&self, py: Python<'_>) -> PyResult<()> {
-        self.inner.drop_residents(py);
         self.inner.engine(py)?.begin_trace();
         Ok(())
     }
@@ -338,8 +295,8 @@ impl Streamer {
     }
 
     /// Returns whether a forward or an operation on a weight is running.
-    fn in_use(&self, py: Python<'_>) -> bool {
-        self.inner.is_in_use(py)
+    fn in_use(&self) -> bool {
+        self.inner.is_in_use()
     }
 }
 

@@ -3,7 +3,6 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
 use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::TensorBytes;
 
@@ -20,10 +19,6 @@ pub(super) struct Torch {
     is_any_autocast_enabled: Py<PyAny>,
     clear_autocast_cache: Py<PyAny>,
     storage_use_count: Py<PyAny>,
-    /// `operator.attrgetter("_version")`.
-    version: Py<PyAny>,
-    map: Py<PyAny>,
-    sum: Py<PyAny>,
     /// The class of the parameters that forwards receive.
     weight_class: Py<PyAny>,
 }
@@ -41,9 +36,6 @@ impl Torch {
             is_any_autocast_enabled: native.getattr("_is_any_autocast_enabled")?.unbind(),
             clear_autocast_cache: torch.getattr("clear_autocast_cache")?.unbind(),
             storage_use_count: native.getattr("_storage_Use_Count")?.unbind(),
-            version: py.import("operator")?.getattr("attrgetter")?.call1(("_version",))?.unbind(),
-            map: py.import("builtins")?.getattr("map")?.unbind(),
-            sum: py.import("builtins")?.getattr("sum")?.unbind(),
             weight_class,
         })
     }
@@ -53,35 +45,9 @@ impl Torch {
         self.storage_use_count.bind(py).call1((storage,))?.extract()
     }
 
-    /// Returns the number of owners of all these storages together.
-    pub(super) fn all_owners(&self, py: Python<'_>, storages: &Py<PyList>) -> PyResult<usize> {
-        self.sum_of(py, &self.storage_use_count, storages)
-    }
-
-    /// Returns the sum of the versions of tensors. 0 if none was written to.
-    pub(super) fn all_versions(&self, py: Python<'_>, tensors: &Py<PyList>) -> PyResult<usize> {
-        self.sum_of(py, &self.version, tensors)
-    }
-
-    /// Adds up results of a function. Faster than calling it from here for each argument.
-    fn sum_of(
-        &self,
-        py: Python<'_>,
-        function: &Py<PyAny>,
-        arguments: &Py<PyList>,
-    ) -> PyResult<usize> {
-        let results = self.map.bind(py).call1((function, arguments))?;
-        self.sum.bind(py).call1((results,))?.extract()
-    }
-
     /// Returns whether gradients are recorded.
     pub(super) fn is_grad_enabled(&self, py: Python<'_>) -> PyResult<bool> {
         is_true(py, &self.is_grad_enabled)
-    }
-
-    /// Returns whether autocast is enabled on any device.
-    pub(super) fn is_autocast_enabled(&self, py: Python<'_>) -> PyResult<bool> {
-        is_true(py, &self.is_any_autocast_enabled)
     }
 
     /// Clears autocast's cache if autocast is enabled and no gradients are recorded.
@@ -89,7 +55,7 @@ impl Torch {
     /// Autocast caches the casts of weights that require gradients. The cached casts have autograd
     /// graphs, which keep streamed weights in memory.
     pub(super) fn clear_autocast_cache(&self, py: Python<'_>) -> PyResult<()> {
-        if self.is_autocast_enabled(py)? && !self.is_grad_enabled(py)? {
+        if is_true(py, &self.is_any_autocast_enabled)? && !self.is_grad_enabled(py)? {
             self.clear_autocast_cache.bind(py).call0()?;
         }
         Ok(())

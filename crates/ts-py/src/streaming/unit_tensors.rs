@@ -62,23 +62,6 @@ struct WeightViews {
     while_not_recording: Option<Py<PyAny>>,
 }
 
-impl WeightViews {
-    /// Returns the number of owners of the storage if nothing else references it.
-    fn own_owners(&self) -> usize {
-        self.first_owners
-            + usize::from(self.while_recording.is_some())
-            + usize::from(self.while_not_recording.is_some())
-    }
-
-    /// Returns whether PyTorch noticed a write.
-    fn is_written(&self, py: Python<'_>) -> bool {
-        let version = |tensor: &Py<PyAny>| -> PyResult<u64> {
-            tensor.bind(py).getattr(intern!(py, "_version"))?.extract()
-        };
-        self.tensor.as_ref().is_some_and(|tensor| version(tensor).is_ok_and(|v| v != 0))
-    }
-}
-
 impl UnitTensors {
     /// Creates the tensors of a unit that has a new lease. `address` is the address of its first
     /// tensor.
@@ -147,29 +130,12 @@ impl UnitTensors {
     pub(super) fn is_shared(&self, py: Python<'_>, torch: &Torch) -> bool {
         let state = self.lock();
         state.views.iter().filter(|views| views.tensor.is_some()).any(|views| {
-            let owners = torch.storage_owners(py, views.storage);
-            owners.is_ok_and(|owners| owners > views.own_owners())
+            let parameters = usize::from(views.while_recording.is_some())
+                + usize::from(views.while_not_recording.is_some());
+            torch
+                .storage_owners(py, views.storage)
+                .is_ok_and(|owners| owners > views.first_owners + parameters)
         })
-    }
-
-    /// Returns the existing tensors, each with the address of its storage and the number of owners
-    /// that this storage has if nothing else references it.
-    pub(super) fn tensors(&self, py: Python<'_>) -> Vec<(Py<PyAny>, usize, usize)> {
-        let state = self.lock();
-        let known = state.views.iter().filter_map(|views| Some((views.tensor.as_ref()?, views)));
-        known
-            .map(|(tensor, views)| (tensor.clone_ref(py), views.storage, views.own_owners()))
-            .collect()
-    }
-
-    /// Returns the number of existing tensors.
-    pub(super) fn tensor_count(&self) -> usize {
-        self.lock().views.iter().filter(|views| views.tensor.is_some()).count()
-    }
-
-    /// Returns whether PyTorch noticed a write to a weight.
-    pub(super) fn is_written(&self, py: Python<'_>) -> bool {
-        self.lock().views.iter().any(|views| views.is_written(py))
     }
 
     /// Returns the name of a weight that was written to, or None. If there is one, the unit is read
@@ -182,7 +148,13 @@ impl UnitTensors {
     ) -> Option<String> {
         let mut state = self.lock();
         if state.written.is_none() {
-            let index = state.views.iter().position(|views| views.is_written(py));
+            let is_written = |views: &WeightViews| {
+                let version = |tensor: &Py<PyAny>| -> PyResult<u64> {
+                    tensor.bind(py).getattr(intern!(py, "_version"))?.extract()
+                };
+                views.tensor.as_ref().is_some_and(|tensor| version(tensor).is_ok_and(|v| v != 0))
+            };
+            let index = state.views.iter().position(is_written);
             if let Some(index) = index {
                 let weight =
                     weights.iter().find(|weight| weight.unit == self.unit && weight.index == index);

@@ -15,9 +15,8 @@ from torch import nn
 
 from ..errors import ModelError
 from ._distributed import IGNORED, StreamedNames
-from ._forward import Streaming
+from ._forward import Parameters, Streaming, own_stand_ins
 from ._guards import stand_ins_below
-from ._parameters import Parameters, own_stand_ins
 from ._replaced_method import (
     ReplacedMethod,
     copied_without_replaced_methods,

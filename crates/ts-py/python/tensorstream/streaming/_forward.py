@@ -14,6 +14,7 @@ changes state that must stay consistent.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -27,10 +28,162 @@ from ..errors import ModelError
 from ._profile import Profile
 from ._progress import first_pass
 from ._replaced_method import ReplacedMethod
-from ._streamed_tensor import StreamedTensor, replace_weights
+from ._streamed_tensor import (
+    RESTORE_FIRST,
+    StreamedTensor,
+    StreamedWeight,
+    is_same,
+    replace_weights,
+)
 from ._weights import Weights
 
+#: PyTorch's files whose functions replace parameters for one call (``torch.func``), or keep them in
+#: another module (parametrizations).
+_MOVERS = ("torch.nn.utils._named_member_accessor", "torch.nn.utils.parametrize")
+
+_raw = dict.__getitem__
 _is_grad_enabled = torch.is_grad_enabled
+
+
+class Parameters(dict[str, Any]):
+    """The dictionary of the parameters of a module.
+
+    A streamed parameter is the leased weight itself while the forward of the module runs on this
+    thread and lends its weights. At other times, the parameter is a stand-in.
+
+    While gradients are recorded, a streamed parameter does not require gradients, because nothing
+    could apply its gradient. Otherwise it has the ``requires_grad`` of the original parameter,
+    because PyTorch chooses kernels by it. For example, matmul rounds differently for operands that
+    require gradients.
+    """
+
+    __slots__ = ("__weakref__", "is_recurrent", "originals", "weights")
+
+    def __init__(
+        self,
+        own: dict[str, Any],
+        weights: Weights,
+        streamed: dict[str, StreamedTensor],
+        is_recurrent: bool,
+    ) -> None:
+        super().__init__(own | streamed)
+        self.weights = weights
+        #: The stand-ins at first, by name.
+        self.originals = streamed
+        #: Whether the module keeps a list of its parameters.
+        self.is_recurrent = is_recurrent
+
+    def stand_in(self, name: str) -> StreamedTensor | None:
+        """Returns the stand-in of a parameter, or ``None`` if it is not streamed."""
+        frozen = dict.get(self, name)
+        return frozen if type(frozen) is StreamedTensor and frozen.weights is self.weights else None
+
+    def __getitem__(self, name: str) -> Any:
+        frozen = _raw(self, name)
+        if type(frozen) is not StreamedTensor or frozen.weights is not self.weights:
+            return frozen
+        grad = _is_grad_enabled()
+        weight = self.weights.streamer.current(frozen.key, grad)
+        if weight is not None:
+            return weight
+        if not grad and self.weights.requires_grad(frozen.key):
+            return frozen if frozen.trainable is None else frozen.trainable
+        return frozen
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        own = self.stand_in(name)
+        if own is not None:
+            if is_same(own, value) or value is self[name]:
+                return
+            if self.is_recurrent or not _called_by_mover():
+                raise ModelError(f"cannot replace `{own.name}`: {RESTORE_FIRST}")
+        if isinstance(value, StreamedTensor | StreamedWeight):
+            value = self._parameter(name, value)
+        dict.__setitem__(self, name, value)
+
+    def _parameter(self, name: str, value: Any) -> StreamedTensor:
+        """Returns the stand-in to store for a streamed weight that becomes a parameter."""
+        if isinstance(value, StreamedWeight):
+            original = self.originals.get(name)
+            if original is not None and any(
+                value is self.weights.streamer.current(original.key, grad) for grad in (True, False)
+            ):
+                return original
+        elif value.is_parameter and value.weights is self.weights:
+            frozen: StreamedTensor | None = value if value.frozen is None else value.frozen()
+            if frozen is not None:
+                return frozen
+        raise ModelError(
+            f"cannot set `{name}` to a view of a streamed weight, to a weight that a forward has "
+            "leased, or to a weight of another streamed model; use a copy, such as weight.clone()"
+        )
+
+    def __delitem__(self, name: str) -> None:
+        own = self.stand_in(name)
+        if own is not None and not _called_by_mover():
+            raise ModelError(f"cannot remove `{own.name}`: {RESTORE_FIRST}")
+        dict.__delitem__(self, name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name in self:
+            value = self[name]
+            del self[name]
+            return value
+        return dict.pop(self, name, *default)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def clear(self) -> None:
+        for name in list(self):
+            del self[name]
+
+    def popitem(self) -> Any:
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self.items()),)
+
+
+def _called_by_mover() -> bool:
+    """Returns whether the caller was called by a function of PyTorch that moves parameters."""
+    frame: Any = sys._getframe(2)
+    for _ in range(3):  # methods of nn.Module may be in between
+        if frame is not None and frame.f_globals.get("__name__") in _MOVERS:
+            return True
+        frame = frame and frame.f_back
+    return False
+
+
+def own_stand_ins(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
+    """Yields the names and stand-ins of the streamed parameters that a module owns itself.
+
+    Parametrizations, and modules that share a parameter, have them in ordinary dictionaries.
+    """
+    for name, each in dict.items(module.__dict__.get("_parameters") or {}):
+        if type(each) is StreamedTensor:
+            yield name, each
 
 
 class Forward(ReplacedMethod):
@@ -41,13 +194,11 @@ class Forward(ReplacedMethod):
         self._weights = weights
         self._unit = unit
         self._recurrent = recurrent(module)
-        #: Whether the forward only leases the unit and calls the method of the module's class.
-        self.only_leases = self._recurrent is None and self.before is None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # An autograd graph of leased weights would keep their memory until backward. A graph of
         # stand-ins does not, because backward leases the weights again.
-        lend = not records_gradients(self.module(), args, kwargs)
+        lend = not (_is_grad_enabled() and self._records_gradients(args, kwargs))
         use = self._weights.streamer.enter(self._unit, lend, self._recurrent)
         try:
             result = self.original()(*args, **kwargs)
@@ -84,32 +235,12 @@ class Forward(ReplacedMethod):
             use.close()
         return result
 
-
-def has_leasing_forward(module: nn.Module) -> bool:
-    """Returns whether the forward of a module only leases a unit."""
-    forward = module.__dict__.get("forward")
-    return type(forward) is Forward and forward.only_leases
-
-
-def records_gradients(module: Any, args: Any, kwargs: Any) -> bool:
-    """Returns whether a forward records gradients, by its inputs and the module's parameters."""
-    if not _is_grad_enabled():
-        return False
-    inputs: Any = tree_leaves((args, kwargs))
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs):
-        return True
-    # `nn.Module.parameters` would lease weights, and is slower.
-    below, seen = [module], set()
-    while below:
-        each = below.pop()
-        if each is None or each in seen:
-            continue
-        seen.add(each)
-        for p in dict.values(each._parameters):
-            if type(p) is not StreamedTensor and p is not None and p.requires_grad:
-                return True
-        below += each._modules.values()
-    return False
+    def _records_gradients(self, args: Any, kwargs: Any) -> bool:
+        inputs: Any = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs):
+            return True
+        module: Any = self.module()
+        return any(type(p) is not StreamedTensor and p.requires_grad for p in module.parameters())
 
 
 def recurrent(module: nn.Module) -> _native.Recurrent | None:
@@ -132,9 +263,6 @@ def recurrent(module: nn.Module) -> _native.Recurrent | None:
     return _native.Recurrent(weakref.ref(module), stand_ins, keys)
 
 
-_NO_PROGRESS = contextlib.nullcontext()
-
-
 class Pass(ReplacedMethod):
     """The forward of the whole model. The outermost call is a pass."""
 
@@ -150,19 +278,10 @@ class Pass(ReplacedMethod):
     def _run(self, in_pass: _native.Pass, args: Any, kwargs: Any) -> Any:
         streamer = self._weights.streamer
         is_first, self._is_first = self._is_first, False
-        progress = first_pass(streamer) if is_first else _NO_PROGRESS
+        progress = first_pass(streamer) if is_first else contextlib.nullcontext()
         try:
-            if records_gradients(self.module(), args, kwargs):
-                streamer.take_back()  # a pass around this one may have lent the weights
-            else:
-                in_pass.lend(_is_grad_enabled())
             with progress:
                 result = self.original()(*args, **kwargs)
-                use = in_pass.take_back()
-                if use is not None:
-                    if use.exit():
-                        result = replace_weights(result, self._weights, use)
-                    use.close()
         except BaseException:
             self._replan_if(in_pass.close())
             raise

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from ._parameters import own_stand_ins
+from ._forward import own_stand_ins
 from ._replaced_method import ReplacedMethod, replace_method
 from ._store import memory_order
 from ._streamed_tensor import StreamedTensor, StreamedWeight, is_same

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import weakref
 
@@ -26,13 +25,3 @@ def live_models() -> list[tuple[str, nn.Module]]:
     with _lock:
         models = list(_live.items())
     return [(name, model) for model, name in models if "_tensorstream" in model.__dict__]
-
-
-def _take_back() -> None:
-    """Makes the models of a forked child lease their weights. It has no memory of its parent."""
-    for model in list(_live):  # no other thread exists, and one may have had the lock
-        if "_tensorstream" in model.__dict__:
-            model.__dict__["_tensorstream"].weights.streamer.take_back()
-
-
-os.register_at_fork(after_in_child=_take_back)

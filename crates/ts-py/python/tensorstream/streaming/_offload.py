@@ -25,12 +25,13 @@ from ._distributed import ignore_streamed, restore_names
 from ._division import Rows
 from ._forward import (
     Forward,
+    Parameters,
     PartPass,
     Pass,
     Streaming,
-    has_leasing_forward,
     is_offloaded,
     offloaded_in,
+    own_stand_ins,
     parts,
     recurrent,
     streaming_of,
@@ -38,7 +39,6 @@ from ._forward import (
 from ._guards import guard
 from ._interrupts import deferred
 from ._live import add_live
-from ._parameters import Parameters, own_stand_ins
 from ._places import find
 from ._profile import Profile
 from ._replaced_method import replace_method, restore_methods
@@ -286,8 +286,6 @@ def _replace_methods(model: nn.Module, units: UnitBuilder, weights: Weights) -> 
         replace_method(part, PartPass(part, weights))
     replace_method(model, Pass(model, weights))
     guard(model)
-    modules = [(weakref.ref(module), has_leasing_forward(module)) for module, _ in units.modules]
-    weights.streamer.set_modules(modules, Parameters, Forward)
 
 
 def _keep_on_cpu(model: nn.Module) -> None:

@@ -67,8 +67,7 @@ class UnitStats(TypedDict):
     loads: int
     read_bytes: int
     load_s: float
-    #: The number of times that a forward or an operation used the unit, and the time. Once all
-    #: units stay in memory, passes lease all of them at once, which counts as no use.
+    #: The number of times that a forward or an operation used the unit, and the time.
     uses: int
     use_s: float
     #: The number of times that a module waited for the unit, and the time.
