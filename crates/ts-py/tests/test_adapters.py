@@ -125,7 +125,7 @@ def test_merging_is_refused_until_the_model_is_restored(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = model(input_ids=X).logits
         for merge in (model.merge_adapter, model.merge_and_unload):
-            with pytest.raises(ts.ModelError, match=r"restore\(model\) first, or, to merge"):
+            with pytest.raises(ts.ModelError, match=r"restore\(model\) first, or change a model"):
                 merge()
             assert torch.equal(model(input_ids=X).logits, expected), "nothing has changed"
     with pytest.raises(ts.ModelError, match="or to derive one from the weights"):

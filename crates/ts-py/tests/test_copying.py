@@ -161,7 +161,7 @@ def test_a_copy_of_a_wrapped_encoder(tmp_path: Path) -> None:
     reference.save_pretrained(tmp_path)
     options = {"max_new_tokens": 5, "do_sample": False}
     expected = reference.generate(X + 3, **options)
-    streamed = ts.from_pretrained(tmp_path, budget="200KiB")
+    streamed = ts.from_pretrained(tmp_path, budget="200KiB", device_map="auto")
     streamed.generate(X + 3, **options)
     twin = copy.deepcopy(streamed)
     for model in (twin, streamed, ts.restore(twin)):

@@ -129,7 +129,7 @@ def _copied_with_memo(original: Any, memo: dict[int, Any]) -> nn.Module:
     """Copies a module as ``copy.deepcopy`` does for modules without ``__deepcopy__``."""
     twin: nn.Module = nn.Module.__new__(type(original))
     memo[id(original)] = twin
-    left_out = ("_tensorstream", "hf_device_map")
+    left_out = ("_tensorstream",)
     attributes = {k: value for k, value in original.__dict__.items() if k not in left_out}
     if isinstance(names := attributes.get(IGNORED), StreamedNames):
         attributes[IGNORED] = names.before
