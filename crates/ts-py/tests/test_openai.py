@@ -105,7 +105,7 @@ def test_another_version_of_the_server_is_refused_in_words(
     with pytest.raises(ts.ConfigurationError, match=r"`ModelManager._load_model` has no `gguf_"):
         _openai.server(str(chat), ts.Config(budget=BUDGET), port=0)
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    with pytest.raises(ts.ConfigurationError, match=r"pip install 'transformers\[serving\]'"):
+    with pytest.raises(ts.ConfigurationError, match=r"pip install 'tensorstream\[serving\]'"):
         _openai.server(str(chat), ts.Config(budget=BUDGET), port=0)
 
 
