@@ -236,17 +236,17 @@ def test_errors_are_those_that_users_of_safetensors_catch(tmp_path: Path) -> Non
             call()
     assert part[:].tolist() == [1, 1], "slices outlive the file, as with safetensors"
     path.write_bytes(b"no file of tensors")
-    for module in (theirs, st):
+    modules: tuple[Any, ...] = (theirs, st)
+    for module in modules:
         with pytest.raises(safetensors.SafetensorError):
             module.load_file(path)
         for wrong in ({"a": 1}, {1: "a"}, "a"):
-            save: Any = module.save_file
             with pytest.raises(TypeError):
-                save({"a": torch.ones(2)}, tmp_path / "b", metadata=wrong)
+                module.save_file({"a": torch.ones(2)}, tmp_path / "b", metadata=wrong)
         with pytest.raises(TypeError):
-            module.save({1: torch.ones(2)})  # type: ignore[dict-item]
+            module.save({1: torch.ones(2)})
         with pytest.raises(TypeError):
-            module.load("a")  # type: ignore[arg-type]
+            module.load("a")
     with pytest.raises(ts.CheckpointError):
         st.load_file(path)
 

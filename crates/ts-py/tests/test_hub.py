@@ -145,7 +145,7 @@ model(IDS)
 
 
 def test_short_names_and_names_on_the_command_line(hub: Hub, tmp_path: Path) -> None:
-    """sentence-transformers accepts names of its own models without the organisation."""
+    """Users of sentence-transformers write ``all-MiniLM-L6-v2`` without the organisation."""
     code = """
 import sys
 from tensorstream._cli import main

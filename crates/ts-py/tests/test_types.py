@@ -21,7 +21,7 @@ ts.safe_open("x").keys()
 """
 
 
-#: Lines with an error, and what the report says.
+#: Wrong lines, each with a word that the error message must contain.
 _WRONG = {
     "ts.from_pretraind('x')": "from_pretraind",
     "ts.Config(bugdet='1GiB')": "bugdet",

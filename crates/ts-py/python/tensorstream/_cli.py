@@ -65,15 +65,14 @@ def main() -> int:
 
         return serve_openai(sys.argv[2:])
     arguments = sys.argv[1:]
-    if arguments[:1] in (["info"], ["plan"], ["verify"]) and "/" in "".join(arguments[1:2]):
-        try:
-            arguments[1] = _path_of(arguments[1])
-        except TensorStreamError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
     signals = _Signals()
     try:
+        if arguments[:1] in (["info"], ["plan"]) and "/" in "".join(arguments[1:2]):
+            arguments[1] = _path_of(arguments[1])
         status = run(["tensorstream", *arguments])
+    except TensorStreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
     except KeyboardInterrupt:
         status = _INTERRUPTED
     return 128 + signals.received if status == _INTERRUPTED and signals.received else status

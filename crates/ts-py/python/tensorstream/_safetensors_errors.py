@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Errors that are those of TensorStream and those of safetensors, for what replaces safetensors."""
+"""Errors of TensorStream that are also errors of safetensors, for ``tensorstream.torch``."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from .errors import ConfigurationError, TensorStreamError
 
@@ -31,7 +31,7 @@ def raises_theirs(function: F) -> F:
             theirs.__dict__.update(error.__dict__)
             raise theirs.with_traceback(error.__traceback__) from error.__cause__
 
-    return call  # type: ignore[return-value]
+    return cast(F, call)
 
 
 def _also_theirs(kind: type[TensorStreamError]) -> type[TensorStreamError]:
