@@ -199,30 +199,6 @@ fn a_budget_that_is_too_small_is_refused() {
 }
 
 #[test]
-fn the_plan_follows_the_learned_order() {
-    let model = Model::new(&[200 * KIB; 8]);
-    // Enough for the four units in use, and a slot for another unit.
-    let engine = model.engine(config(1030 * KIB)).unwrap();
-    let order = [7, 5, 3, 1];
-    let mut proposed = model.pass(&engine, &order);
-    for _ in 0..3 {
-        if proposed {
-            assert!(engine.replan());
-        }
-        proposed = model.pass(&engine, &order);
-    }
-    let before = engine.stats();
-    model.pass(&engine, &order);
-    let after = engine.stats();
-    assert_eq!(
-        after.total_read_bytes(),
-        before.total_read_bytes(),
-        "the four units in use fit and are resident"
-    );
-    assert!(order.iter().all(|&u| after.units[u].resident));
-}
-
-#[test]
 fn a_decoder_that_fits_is_not_read_again_between_passes_of_its_encoder() {
     let model = Model::new(&[200 * KIB; 8]);
     // Enough for the four units of the decoder, and a slot for another unit.

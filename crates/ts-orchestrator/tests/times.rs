@@ -43,17 +43,23 @@ fn timed(times: &Arc<Times>, config: EngineConfig) -> EngineConfig {
 
 /// Runs passes that compute for a while with each unit.
 fn passes(count: usize, engine: &Engine, times: &Times, compute_ns: u64) {
-    for _ in 0..count {
-        let pass = engine.begin_pass();
-        for unit in 0..UNITS as u32 {
-            let lease = engine.acquire(Some(pass), UnitId(unit)).unwrap();
-            times.pass(compute_ns);
-            drop(lease);
-            times.pass(MS);
-        }
-        engine.end_pass(pass);
-        times.pass(7 * MS);
+    let order: Vec<u32> = (0..UNITS as u32).collect();
+    (0..count).for_each(|_| _ = pass(engine, times, &order, compute_ns));
+}
+
+/// Runs a pass that visits units in this order, and computes for a while with each. Returns whether
+/// a better plan is available.
+fn pass(engine: &Engine, times: &Times, order: &[u32], compute_ns: u64) -> bool {
+    let pass = engine.begin_pass();
+    for &unit in order {
+        let lease = engine.acquire(Some(pass), UnitId(unit)).unwrap();
+        times.pass(compute_ns);
+        drop(lease);
+        times.pass(MS);
     }
+    let proposed = engine.end_pass(pass);
+    times.pass(7 * MS);
+    proposed
 }
 
 #[test]
@@ -98,6 +104,30 @@ fn the_bottleneck_is_what_the_pass_spent_its_time_on() {
         let error = stats.plan.predicted_pass_s / measured_s - 1.0;
         assert!(error.abs() < 0.15, "{} s instead of {measured_s} s", stats.plan.predicted_pass_s);
     }
+}
+
+#[test]
+fn the_plan_follows_the_learned_order() {
+    let model = Model::new(&[200 * KIB; 8]);
+    let times = Arc::new(Times::default());
+    times.read_ns.store(5 * MS, Ordering::SeqCst);
+    // Enough for the four units in use, and a slot for another unit.
+    let engine = model.engine(timed(&times, config(1030 * KIB))).unwrap();
+    let order = [7, 5, 3, 1];
+    for _ in 0..4 {
+        if pass(&engine, &times, &order, 2 * MS) {
+            assert!(engine.replan());
+        }
+    }
+    let before = engine.stats();
+    pass(&engine, &times, &order, 2 * MS);
+    let after = engine.stats();
+    assert_eq!(
+        after.total_read_bytes(),
+        before.total_read_bytes(),
+        "the four units in use fit and are resident"
+    );
+    assert!(order.iter().all(|&u| after.units[u as usize].resident));
 }
 
 #[test]
