@@ -177,7 +177,7 @@ fn ci() -> Result<()> {
     step("Python formatting, lints and types", || python::lint(&venv))?;
     step("documentation site", || python::site(&venv))?;
     step("Python tests", || {
-        counts += python::test(&venv, &[])?;
+        counts += python::test(&venv, &PARALLEL)?;
         Ok(())
     })?;
     step("peak memory of the process", || bench::run_script(&venv, "peak", &["minilm"]))?;
@@ -185,6 +185,10 @@ fn ci() -> Result<()> {
     println!("{counts}");
     Ok(())
 }
+
+/// Options of pytest to run the tests in two processes, which take about half of the time. The tests
+/// of a file share expensive fixtures, so they stay in one process.
+const PARALLEL: [&str; 2] = ["--numprocesses=2", "--dist=loadfile"];
 
 /// Runs the tests of the device `ts` on the oldest PyTorch that it supports.
 fn oldest_torch() -> Result<()> {
@@ -200,7 +204,7 @@ fn test(tier: &str) -> Result<()> {
     let (rust, python): (&[&str], &[&str]) = match tier {
         "critical" => (&["--workspace", "--lib"], &["-m", "critical"]),
         "fast" => (&["--workspace"], &["-m", "not slow"]),
-        "all" => (&["--workspace"], &[]),
+        "all" => (&["--workspace"], &PARALLEL),
         _ => return Err(format!("unknown tier \"{tier}\": expected critical, fast or all")),
     };
     let venv = python::prepared()?;
