@@ -69,6 +69,17 @@ class MatrixAndLinear(nn.Module):
         return result
 
 
+class Nothing(nn.Module):
+    """A module with a parameter that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
 def offloaded(model: nn.Module) -> nn.Module:
     """Returns a copy of the model, offloaded with a budget that keeps everything resident."""
     size = 3 * sum(parameter.nbytes for parameter in model.parameters()) + 8 * MIB
@@ -99,9 +110,25 @@ def show_tracing(budget: str, rounds: int) -> None:
     )
 
 
+def show_nothing(rounds: int = 10_000) -> None:
+    """Prints what a module costs that does nothing, with one thread: the median of each mode."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    layers = nn.Sequential(*(Nothing() for _ in range(10)))
+    x = torch.randn(4, 64)
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            calls = [functools.partial(each, x) for each in (layers, offloaded(layers))]
+            medians = [statistics.median(times) for times in interleaved(calls, rounds)]
+        each_us = (medians[1] - medians[0]) / len(layers) * 1e3
+        print(f"10 modules that do nothing, {mode.__name__:14} {each_us:5.2f} µs more per module")
+    torch.set_num_threads(threads)
+
+
 def main() -> None:
     import transformers as hf
 
+    show_nothing()
     with torch.inference_mode():
         for name, hidden, count in (("tiny", 64, 4), ("small", 256, 8), ("larger", 512, 12)):
             torch.manual_seed(0)

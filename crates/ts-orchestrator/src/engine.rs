@@ -289,7 +289,7 @@ impl<D: Device> Engine<D> {
         units.iter().try_for_each(|&unit| self.inner.check_unit(unit))?;
         let (memory, acquired_ns) = self.inner.acquire(pass, units, interrupt)?;
         let lease =
-            |(memory, &unit)| Lease::new(memory, Arc::clone(&self.inner), unit, acquired_ns);
+            |(memory, &unit)| Lease::new(memory, Arc::clone(&self.inner), unit, Some(acquired_ns));
         let leases: Vec<_> = memory.into_iter().zip(units).map(lease).collect();
         leases.iter().try_for_each(Lease::check_seal)?;
         Ok(leases)
@@ -305,9 +305,35 @@ impl<D: Device> Engine<D> {
     pub fn try_acquire(&self, unit: UnitId) -> Result<Option<Lease<D>>, Error> {
         self.inner.check_unit(unit)?;
         let Some((memory, acquired_ns)) = self.inner.try_acquire(unit) else { return Ok(None) };
-        let lease = Lease::new(memory, Arc::clone(&self.inner), unit, acquired_ns);
+        let lease = Lease::new(memory, Arc::clone(&self.inner), unit, Some(acquired_ns));
         lease.check_seal()?;
         Ok(Some(lease))
+    }
+
+    /// Leases all units, if all of them are resident and in memory, and otherwise returns `None`.
+    /// Does not block.
+    ///
+    /// Passes need no other leases then, and the leases may be kept from pass to pass. They are no
+    /// uses in the statistics, and passes without other leases are not measured. Drop them before
+    /// other leases, [`replan`](Self::replan) and [`set_limit`](Self::set_limit), which cannot take
+    /// memory from units in use, and before [`begin_trace`](Self::begin_trace).
+    ///
+    /// Returns `None` until every unit was used, and several passes were measured use by use with
+    /// the current plan. Also returns `None` while a trace is being recorded, a better plan or a new
+    /// limit waits, or several passes are running, if a unit is [sealed](Lease::seal), and if units
+    /// are [routed](crate::Access::Routed).
+    pub fn acquire_all_resident(&self) -> Option<Vec<Lease<D>>> {
+        let memory = self.inner.acquire_all_resident()?;
+        let lease = |(index, memory)| {
+            Lease::new(memory, Arc::clone(&self.inner), UnitId(index as u32), None)
+        };
+        Some(memory.into_iter().enumerate().map(lease).collect())
+    }
+
+    /// Returns whether the plan has memory for these units at the same time, because they were
+    /// [acquired together](Self::acquire_all) before, or because they are one unit.
+    pub fn knows_together(&self, units: &[UnitId]) -> bool {
+        self.inner.knows_together(units)
     }
 
     /// Announces that a pass is about to acquire these [routed](crate::Access::Routed) units, each

@@ -58,7 +58,7 @@ pub(crate) enum Event<D: Device> {
     Released {
         unit: UnitId,
         user: ThreadId,
-        used_ns: u64,
+        used_ns: Option<u64>,
     },
     /// The memory of a slot may have returned to the pool.
     Freed,

@@ -126,12 +126,12 @@ impl<D: Device> EngineInner<D> {
     }
 
     /// Ends the use of a unit by a lease.
-    pub(crate) fn release(&self, unit: UnitId, user: ThreadId, acquired_ns: u64) {
+    pub(crate) fn release(&self, unit: UnitId, user: ThreadId, acquired_ns: Option<u64>) {
         if self.is_forked() {
             return;
         }
         let now_ns = (self.clock)();
-        let used_ns = now_ns.saturating_sub(acquired_ns);
+        let used_ns = acquired_ns.map(|acquired_ns| now_ns.saturating_sub(acquired_ns));
         let event = Event::Released { unit, user, used_ns };
         // A stream can run its work on a thread that holds the lock and allocates memory for the
         // stream. If that work drops a lease, taking the lock here would deadlock. So the loader

@@ -28,7 +28,8 @@ pub struct Lease<D: Device = CpuDevice> {
     unit: UnitId,
     /// The thread that acquired the lease.
     user: ThreadId,
-    acquired_ns: u64,
+    /// The time of the acquisition in nanoseconds, or `None` if the lease itself is no use.
+    acquired_ns: Option<u64>,
 }
 
 impl<D: Device> std::fmt::Debug for Lease<D> {
@@ -42,7 +43,7 @@ impl<D: Device> Lease<D> {
         memory: Arc<UnitMemory<D>>,
         inner: Arc<EngineInner<D>>,
         unit: UnitId,
-        acquired_ns: u64,
+        acquired_ns: Option<u64>,
     ) -> Self {
         Self { memory, inner, unit, user: std::thread::current().id(), acquired_ns }
     }
@@ -78,13 +79,18 @@ impl<D: Device> Lease<D> {
     }
 
     /// Records checksums of the unit's bytes. Acquiring the unit compares the bytes with these
-    /// checksums, as long as the unit stays in the same memory.
+    /// checksums, as long as the unit stays in the same memory and is shared.
     ///
     /// If the bytes differ, the acquiring call returns [`Error::Written`]. Seal a unit that [is
     /// shared](Self::is_shared), because other code may write to its tensors. Sealing reads all
     /// bytes of the unit. Sealing has no effect on a device with its own memory.
     pub fn seal(&self) {
         self.memory.seal();
+    }
+
+    /// Returns whether the unit is [sealed](Self::seal).
+    pub fn is_sealed(&self) -> bool {
+        self.memory.is_sealed()
     }
 
     /// Compares the unit's bytes with the checksums that [`seal`](Self::seal) recorded.
@@ -94,6 +100,10 @@ impl<D: Device> Lease<D> {
     /// checksums.
     pub(crate) fn check_seal(&self) -> Result<(), Error> {
         if self.memory.is_intact() {
+            // Nobody can write to it any more, except through new leases.
+            if self.memory.is_sealed() && !self.is_shared() {
+                self.memory.unseal();
+            }
             return Ok(());
         }
         self.inner.discard(self.unit);

@@ -6,6 +6,7 @@ mod compress;
 mod demand;
 mod give_back;
 mod guesses;
+mod leases;
 mod loading;
 mod pass_times;
 mod prefetch;
@@ -303,18 +304,20 @@ impl<D: Device> EngineState<D> {
 
     /// Remembers that an operation needs these units at the same time.
     pub(crate) fn add_together(&mut self, units: &[UnitId]) {
-        let [_, _, ..] = units else { return };
-        // Routed units would give a set for each combination of them.
-        let ordered = units.iter().copied().filter(|&id| !self.routed.contains(id));
-        let set: Vec<UnitId> = BTreeSet::from_iter(ordered).into_iter().collect();
-        let includes =
-            |larger: &[UnitId], smaller: &[UnitId]| smaller.iter().all(|id| larger.contains(id));
-        if set.len() < 2 || self.together.iter().any(|known| includes(known, &set)) {
-            return;
-        }
+        let Some(set) = self.unknown_set(units) else { return };
         self.together.retain(|known| !includes(&set, known));
         self.together.push(set);
         self.plan_outdated = true;
+    }
+
+    /// Returns these units as a set, unless it is known that they are used together.
+    pub(crate) fn unknown_set(&self, units: &[UnitId]) -> Option<Vec<UnitId>> {
+        let [_, _, ..] = units else { return None };
+        // Routed units would give a set for each combination of them.
+        let ordered = units.iter().copied().filter(|&id| !self.routed.contains(id));
+        let set: Vec<UnitId> = BTreeSet::from_iter(ordered).into_iter().collect();
+        let is_known = set.len() < 2 || self.together.iter().any(|known| includes(known, &set));
+        (!is_known).then_some(set)
     }
 
     /// Returns the current residency of each unit. Fewer units may be resident than in the plan.
@@ -509,25 +512,6 @@ impl<D: Device> EngineState<D> {
         !self.loads.is_empty()
     }
 
-    /// Returns the memory of units if all of them are present, and marks them as used by this
-    /// thread.
-    pub(crate) fn take(&mut self, ids: &[UnitId]) -> Option<Vec<Arc<UnitMemory<D>>>> {
-        ids.iter().for_each(|&id| self.restore_evicted(id));
-        if !self.are_all_present(ids) {
-            return None;
-        }
-        let take = |&id: &UnitId| {
-            let unit = &mut self.units[id.index()];
-            let Presence::Present(memory) = &unit.presence else {
-                unreachable!("all units are present")
-            };
-            unit.users.push(std::thread::current().id());
-            unit.used_since_load = true;
-            Arc::clone(memory)
-        };
-        Some(ids.iter().map(take).collect())
-    }
-
     /// Returns the units in memory that are watched for writes, with their memory.
     pub(crate) fn watched(&self) -> Vec<(UnitId, Arc<WatchedBuffer>)> {
         let watched = |(i, unit): (usize, &UnitState<D>)| match &unit.presence {
@@ -572,31 +556,6 @@ impl<D: Device> EngineState<D> {
         unit.reserved = None;
         unit.presence = Presence::Present(memory);
         self.update_idle(id);
-    }
-
-    /// Ends one use of a unit by `user`. Evicts the unit if it is idle now, unless its next visit
-    /// is within the horizon.
-    pub(crate) fn release(&mut self, id: UnitId, user: ThreadId, used_ns: u64, now_ns: u64) {
-        if let Some(trace) = &mut self.trace {
-            let begin_ns = now_ns.saturating_sub(used_ns);
-            trace.add_on(user, TraceEvent::new(TraceKind::Use, begin_ns, now_ns).of(Some(id)));
-        }
-        let unit = &mut self.units[id.index()];
-        if unit.stats.uses > 0 {
-            unit.fastest_use_ns = Some(unit.fastest_use_ns.map_or(used_ns, |ns| ns.min(used_ns)));
-        }
-        unit.stats.uses += 1;
-        unit.stats.use_ns += used_ns;
-        let users = &mut unit.users;
-        let at = users
-            .iter()
-            .position(|&u| u == user)
-            .expect("a lease is released for the thread that acquired it");
-        users.swap_remove(at);
-        self.update_idle(id);
-        if self.idle.contains(&id) && self.passes.next_use(id) >= self.horizon {
-            self.evict(id);
-        }
     }
 
     /// Records that a call waits for a unit. Meanwhile, other calls do not evict the unit to free
@@ -796,4 +755,9 @@ impl<D: Device> UnitState<D> {
             && matches!(&self.presence, Presence::Present(memory) if Arc::strong_count(memory) > 1);
         self.referenced_evictions() + usize::from(present)
     }
+}
+
+/// Returns whether a set of units contains another one.
+fn includes(larger: &[UnitId], smaller: &[UnitId]) -> bool {
+    smaller.iter().all(|id| larger.contains(id))
 }

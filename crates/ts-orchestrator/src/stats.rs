@@ -37,7 +37,8 @@ pub struct UnitStats {
     /// The total duration of the unit's loads, in nanoseconds. A load lasts from the
     /// time its reads are queued until the unit is usable or the load has failed.
     pub load_ns: u64,
-    /// The number of leases of the unit that have ended.
+    /// The number of leases of the unit that have ended, except those from
+    /// [`Engine::acquire_all_resident`](crate::Engine::acquire_all_resident).
     pub uses: u64,
     /// The total duration of the unit's leases, in nanoseconds.
     pub use_ns: u64,
@@ -168,10 +169,10 @@ pub struct EngineStats {
     pub replans: u64,
     /// The current plan.
     pub plan: Plan,
-    /// The latest passes that ran alone, the latest last; at most 32.
+    /// The latest passes that ran alone and leased units, the latest last; at most 32.
     pub recent_passes: Vec<PassTimes>,
-    /// The time from the end of the latest of these passes back to the beginning of the first one,
-    /// in nanoseconds.
+    /// The time of these passes and between them, in nanoseconds. The time between two of them does
+    /// not count if other passes ended in it.
     pub recent_ns: u64,
     /// The number of threads that copy, decode, encode and verify.
     pub workers: usize,

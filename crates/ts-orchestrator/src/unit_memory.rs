@@ -101,6 +101,15 @@ impl<D: Device> UnitMemory<D> {
         *self.seal.lock() = self.on_host().map(Digest::of);
     }
 
+    /// Forgets the checksums.
+    pub(crate) fn unseal(&self) {
+        *self.seal.lock() = None;
+    }
+
+    pub(crate) fn is_sealed(&self) -> bool {
+        self.seal.lock().is_some()
+    }
+
     /// Returns whether the bytes are unchanged since they were sealed. Returns `true` for bytes
     /// that were not sealed.
     pub(crate) fn is_intact(&self) -> bool {

@@ -7,6 +7,7 @@
 
 mod engine;
 mod expected;
+mod forward;
 mod inner;
 mod lease;
 mod pass;
@@ -24,6 +25,7 @@ use pyo3::prelude::*;
 pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<inner::Streamer>()?;
     m.add_class::<lease::Use>()?;
+    m.add_class::<forward::UnitForward>()?;
     m.add_class::<pass::Pass>()?;
     m.add_class::<recurrent::Recurrent>()?;
     m.add_class::<expected::Expected>()?;

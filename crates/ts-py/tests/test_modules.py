@@ -325,6 +325,28 @@ def test_tracing_and_scripting_are_refused_in_words(tmp_path: Path) -> None:
     assert model(x).shape == (2, 64)
 
 
+@pytest.mark.parametrize("budget", ["40KiB", "8MiB"])
+def test_compiling_breaks_the_graph_or_is_refused_in_words(tmp_path: Path, budget: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    expected = copy.deepcopy(model)
+    ts.offload(model, ts.Config(storage_path=tmp_path, budget=budget))
+    x = torch.randn(2, 64)
+    try:
+        with torch.no_grad():
+            compiled = torch.compile(model, backend="eager")
+            for _ in range(8):
+                assert torch.equal(compiled(x), expected(x))
+            torch._dynamo.reset()
+            whole = torch.compile(model, backend="eager", fullgraph=True)
+            with pytest.raises(torch._dynamo.exc.Unsupported, match=r"restore\(model\) first"):
+                whole(x)
+            assert torch.equal(model(x), expected(x))
+            whole = torch.compile(ts.restore(model), backend="eager", fullgraph=True)
+            assert torch.equal(whole(x), expected(x))
+    finally:
+        torch._dynamo.reset()
+
+
 class Doubled(nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return 2 * weight

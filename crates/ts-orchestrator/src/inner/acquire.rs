@@ -78,6 +78,14 @@ impl<D: Device> EngineInner<D> {
         Some((memory, (self.clock)()))
     }
 
+    pub(crate) fn knows_together(&self, units: &[UnitId]) -> bool {
+        self.lock().unknown_set(units).is_none()
+    }
+
+    pub(crate) fn acquire_all_resident(&self) -> Option<Memory<D>> {
+        self.lock().take_all()
+    }
+
     /// Checks that units which are acquired together fit into memory.
     ///
     /// # Errors

@@ -70,13 +70,16 @@ impl<D: Device> EngineInner<D> {
         let logged = state.pass_log.end(pass, totals, now_ns);
         let compute_s = logged.map_or(0.0, |(_, times)| times.compute_ns() as f64 / 1e9);
         let kind = state.passes.end(pass, compute_s);
-        if let Some((begun_ns, times)) = logged {
-            let kind = kind.unwrap_or_default();
-            state.pass_log.add(begun_ns, PassTimes { kind, ..times });
-            if let Some(trace) = &mut state.trace {
-                let event = TraceEvent::new(TraceKind::Pass, begun_ns, now_ns);
-                trace.add_on(std::thread::current().id(), event.bytes(pass.0));
+        // The times of a pass without visits say nothing about the work with units.
+        match (logged, kind) {
+            (Some((begun_ns, times)), Some(kind)) => {
+                state.pass_log.add(begun_ns, PassTimes { kind, ..times });
             }
+            _ => state.pass_log.skip(),
+        }
+        if let (Some((begun_ns, _)), Some(trace)) = (logged, &mut state.trace) {
+            let event = TraceEvent::new(TraceKind::Pass, begun_ns, now_ns);
+            trace.add_on(std::thread::current().id(), event.bytes(pass.0));
         }
         if kind.is_some() || state.has_new_limit() {
             let (main, _) = state.passes.kinds().main();

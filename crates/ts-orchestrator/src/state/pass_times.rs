@@ -23,6 +23,11 @@ pub(crate) struct PassLog {
     running: Option<(PassId, u64, PassTimes)>,
     /// The beginning of each pass in nanoseconds, and its times.
     passes: VecDeque<(u64, PassTimes)>,
+    /// Since the last of them, other passes have ended.
+    skipped: bool,
+    /// The time between passes of which no other pass is in between, in nanoseconds, oldest first.
+    /// As long as `passes`; 0 for the first one.
+    gaps: VecDeque<u64>,
     /// The counters of all passes.
     totals: PassTimes,
     /// The kind of passes that the plan was last considered for, and their duration in seconds.
@@ -63,8 +68,24 @@ impl PassLog {
     pub(crate) fn add(&mut self, begun_ns: u64, times: PassTimes) {
         if self.passes.len() == KEPT {
             self.passes.pop_front();
+            self.gaps.pop_front();
         }
+        let before = self.passes.back().filter(|_| !self.skipped);
+        let gap = before.map_or(0, |(begun, times)| begun_ns - (begun + times.wall_ns));
+        self.gaps.push_back(gap);
         self.passes.push_back((begun_ns, times));
+        self.skipped = false;
+    }
+
+    /// Notes that a pass has ended that is not logged.
+    pub(crate) fn skip(&mut self) {
+        self.skipped = true;
+    }
+
+    /// Returns the number of logged passes with the current plan, which is the one after `replans`
+    /// replans.
+    pub(crate) fn passes_since(&self, replans: u64) -> usize {
+        self.passes.iter().filter(|(_, times)| times.replans == replans).count()
     }
 
     /// Counts a call that took `call_ns` in all, of which it waited `waited_ns`.
@@ -87,11 +108,11 @@ impl PassLog {
         self.passes.iter().map(|(_, times)| *times).collect()
     }
 
-    /// Returns the time from the beginning of the first logged pass to the end of the last one, in
-    /// nanoseconds.
+    /// Returns the time of the logged passes and between them, in nanoseconds. The time between two
+    /// of them does not count if other passes ended in it.
     pub(crate) fn span_ns(&self) -> u64 {
-        let first = self.passes.front().map_or(0, |(begun_ns, _)| *begun_ns);
-        self.passes.back().map_or(0, |(begun_ns, times)| begun_ns + times.wall_ns - first)
+        let walls: u64 = self.passes.iter().map(|(_, times)| times.wall_ns).sum();
+        walls + self.gaps.iter().skip(1).sum::<u64>()
     }
 
     /// Returns what the logged passes read and decoded together, and how long they took. The first

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
+import weakref
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias, final
+from typing import Any, Self, TypeAlias, final
 
 import torch
+from typing_extensions import disjoint_base
 
 from .config import Settings as _Settings
 from .streaming._stats import Stats as _Stats
@@ -36,6 +38,7 @@ __all__ = [
     "Tensor",
     "TensorBuffer",
     "TensorMeta",
+    "UnitForward",
     "Use",
     "__version__",
     "available_memory",
@@ -227,6 +230,17 @@ class Preview:
 @final
 class Expected:
     def close(self) -> None: ...
+
+@disjoint_base
+class UnitForward:
+    def __new__(
+        cls,
+        streamer: Streamer,
+        unit: int,
+        module: weakref.ref[Any],
+        method: Callable[..., Any] | None,
+    ) -> Self: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 @final
 class Use:

@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::ThreadId;
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -48,6 +49,9 @@ pub(crate) struct Streamer {
 }
 
 pub(super) struct StreamerInner {
+    /// Whether leases of all units are kept in `entries` from use to use. Changed only while the
+    /// GIL is held.
+    keeps_leases: AtomicBool,
     /// Replaced in a forked child process, which cannot use the engine of its parent.
     ///
     /// This mutex is locked only while the GIL is held. Python holds the GIL when it forks too, so
@@ -73,10 +77,26 @@ pub(super) struct RunningPass {
     ended: Arc<AtomicBool>,
 }
 
+/// What is left when a use of a unit has ended.
+pub(super) struct EndedUse {
+    /// The name of a weight that was written to.
+    pub(super) written: Option<String>,
+    /// The unit and its lease, if other objects still reference its memory.
+    pub(super) leaked: Option<(usize, Lease)>,
+}
+
 thread_local! {
-    /// The most recent pass of this thread in each [`StreamerInner`], and whether the pass has
-    /// ended. The key is the address of the [`StreamerInner`].
-    static PASSES: RefCell<HashMap<usize, (PassId, Arc<AtomicBool>)>> = RefCell::default();
+    /// The most recent pass of this thread in each [`StreamerInner`]. The key is the address of the
+    /// [`StreamerInner`].
+    static PASSES: RefCell<HashMap<usize, ThreadPass>> = RefCell::default();
+}
+
+/// A pass of a thread.
+struct ThreadPass {
+    /// The pass, for leases. `None` if leases were kept when it began: then the engine would see
+    /// only some of the units that the pass visits, and learn a wrong order.
+    visits: Option<PassId>,
+    ended: Arc<AtomicBool>,
 }
 
 impl StreamerInner {
@@ -97,6 +117,7 @@ impl StreamerInner {
             if streams { IdleTeam::shared() } else { None }
         };
         Ok(Self {
+            keeps_leases: AtomicBool::new(false),
             engine: Mutex::new(Arc::new(engine)),
             limit: AtomicUsize::new(usize::MAX),
             new_engine,
@@ -118,6 +139,7 @@ impl StreamerInner {
         // The parent's passes and tensors do not exist in the child.
         let own = Arc::new((self.new_engine)(py)?);
         PASSES.with_borrow_mut(HashMap::clear);
+        self.keeps_leases.store(false, Ordering::Relaxed);
         for unit in 0..self.entries.len() {
             *self.entry(unit).lock() = UnitEntry::default();
         }
@@ -134,11 +156,16 @@ impl StreamerInner {
         std::ptr::from_ref(self).addr()
     }
 
-    /// Returns the pass that runs on this thread, or None.
-    pub(super) fn current_pass(&self) -> Option<PassId> {
+    /// Returns whether a pass runs on this thread.
+    pub(super) fn in_pass(&self) -> bool {
+        self.thread_pass(|_| ()).is_some()
+    }
+
+    /// Returns something of the pass that runs on this thread, or None.
+    fn thread_pass<T>(&self, get: impl FnOnce(&ThreadPass) -> T) -> Option<T> {
         PASSES.with_borrow(|passes| {
-            let (id, ended) = passes.get(&self.address())?;
-            (!ended.load(Ordering::Acquire)).then_some(*id)
+            let pass = passes.get(&self.address())?;
+            (!pass.ended.load(Ordering::Acquire)).then(|| get(pass))
         })
     }
 
@@ -146,31 +173,91 @@ impl StreamerInner {
     /// while the maximum number of passes is running.
     pub(super) fn begin_pass(&self, py: Python<'_>) -> PyResult<Option<RunningPass>> {
         let engine = self.engine(py)?;
-        if self.current_pass().is_some() {
+        if self.in_pass() {
             return Ok(None);
         }
         let id = interruptible(py, |interrupt| engine.begin_pass_interruptible(interrupt))?;
-        Ok(Some(self.running(engine, id)))
+        Ok(Some(self.running(py, engine, id)))
     }
 
     /// Begins a pass on this thread, or returns None if any thread is in a pass.
     pub(super) fn try_begin_pass(&self, py: Python<'_>) -> PyResult<Option<RunningPass>> {
-        if self.current_pass().is_some() {
+        if self.in_pass() {
             return Ok(None);
         }
         let engine = self.engine(py)?;
         let id = py.detach(|| engine.try_begin_pass());
-        Ok(id.map(|id| self.running(engine, id)))
+        Ok(id.map(|id| self.running(py, engine, id)))
     }
 
     /// Returns a pass that runs on this thread.
-    fn running(&self, engine: Arc<Engine>, id: PassId) -> RunningPass {
+    fn running(&self, py: Python<'_>, engine: Arc<Engine>, id: PassId) -> RunningPass {
+        heap::trim_if_short(py);
+        let visits = (!self.keep_leases(&engine)).then_some(id);
         let ended = Arc::new(AtomicBool::new(false));
         PASSES.with_borrow_mut(|passes| {
-            passes.retain(|_, (_, ended)| !ended.load(Ordering::Acquire));
-            passes.insert(self.address(), (id, Arc::clone(&ended)));
+            passes.retain(|_, pass| !pass.ended.load(Ordering::Acquire));
+            let own = ThreadPass { visits, ended: Arc::clone(&ended) };
+            passes.insert(self.address(), own);
         });
         RunningPass { engine, id, ended }
+    }
+
+    /// Keeps a lease of every unit for later uses, if all units are resident. Returns whether
+    /// leases are kept.
+    fn keep_leases(&self, engine: &Engine) -> bool {
+        if self.keeps_leases() {
+            return true;
+        }
+        // Gathering rows needs memory.
+        if !self.tables.is_empty() {
+            return false;
+        }
+        let Some(leases) = engine.acquire_all_resident() else { return false };
+        for (unit, lease) in leases.into_iter().enumerate() {
+            self.entry(unit).lock().kept = Some(lease);
+        }
+        self.keeps_leases.store(true, Ordering::Relaxed);
+        true
+    }
+
+    pub(super) fn keeps_leases(&self) -> bool {
+        self.keeps_leases.load(Ordering::Relaxed)
+    }
+
+    /// Drops the leases that are kept. Those in use end with their use.
+    pub(super) fn drop_kept_leases(&self) {
+        if self.keeps_leases.swap(false, Ordering::Relaxed) {
+            for entry in &self.entries {
+                let kept = entry.lock().kept.take();
+                drop(kept);
+            }
+        }
+    }
+
+    /// Begins a use of a unit whose lease is kept. Returns None if there is no such lease.
+    pub(super) fn use_kept(&self, unit: usize) -> Option<Arc<UnitTensors>> {
+        if !self.keeps_leases() || self.engine.lock().is_forked() {
+            return None;
+        }
+        let mut entry = self.entry(unit).lock();
+        if let Some(tensors) = entry.tensors.upgrade() {
+            let mut state = tensors.lock();
+            if state.lease.is_none() {
+                let lease = entry.kept.take()?;
+                if state.address != address(&lease) {
+                    entry.kept = Some(lease);
+                    return None;
+                }
+                state.lease = Some(lease);
+            }
+            drop(state);
+            return Some(tensors);
+        }
+        let lease = entry.kept.take()?;
+        let tensors = Arc::new(UnitTensors::new(unit, address(&lease), lease));
+        entry.tensors = Arc::downgrade(&tensors);
+        Some(tensors)
     }
 
     /// Ends a pass. Returns whether to replan, and the names of weights that were written to
@@ -187,6 +274,9 @@ impl StreamerInner {
     /// detects such writes. The units of these weights are read again for their next use.
     fn untracked_writes(&self, py: Python<'_>, engine: &Engine) -> Option<String> {
         let written = py.detach(|| engine.modified_units());
+        if !written.is_empty() {
+            self.drop_kept_leases();
+        }
         let mut names = Vec::new();
         for (id, tensors) in written {
             let unit = id.0 as usize;
@@ -207,7 +297,9 @@ impl StreamerInner {
     pub(super) fn acquire(&self, py: Python<'_>, units: &[usize]) -> PyResult<Vec<Lease>> {
         let engine = self.engine(py)?;
         heap::trim_if_short(py);
-        let pass = self.current_pass();
+        // No call may wait for leases that nobody uses.
+        self.drop_kept_leases();
+        let pass = self.thread_pass(|pass| pass.visits).flatten();
         let ids: Vec<UnitId> = units.iter().map(|&unit| UnitId(unit as u32)).collect();
         let acquire = || {
             interruptible(py, |interrupt| engine.acquire_all_interruptible(pass, &ids, interrupt))
@@ -236,6 +328,8 @@ impl StreamerInner {
             self.drop_cached();
         }
         py.detach(|| engine.set_limit(limit)).map_err(|e| to_python(py, &e.into()))?;
+        // Another thread may have kept leases in the meantime.
+        self.drop_kept_leases();
         self.limit.store(limit, Ordering::Relaxed);
         if now { self.apply_limit(py) } else { Ok(()) }
     }
@@ -253,6 +347,7 @@ impl StreamerInner {
     /// Reads rows of a table. Blocks.
     pub(super) fn gather(&self, py: Python<'_>, id: u32, rows: &[u64]) -> PyResult<Py<PyAny>> {
         let engine = self.engine(py)?;
+        self.drop_kept_leases();
         let gather = || interruptible(py, |interrupt| engine.gather(TableId(id), rows, interrupt));
         let bytes = match gather() {
             // Cached tensors and garbage occupy memory, but can be freed.
@@ -286,8 +381,9 @@ impl StreamerInner {
         in_use.then_some(tensors)
     }
 
-    /// Drops the cached tensors. Returns whether there were any.
+    /// Drops the kept leases and the cached tensors. Returns whether there were any tensors.
     pub(super) fn drop_cached(&self) -> bool {
+        self.drop_kept_leases();
         let cached: Vec<_> =
             self.entries.iter().filter_map(|entry| entry.lock().cached.take()).collect();
         !cached.is_empty()
@@ -296,7 +392,7 @@ impl StreamerInner {
     /// Returns the tensors of a leased unit, which all uses of the unit share. Also returns `lease`
     /// if the tensors already have a lease. Otherwise, stores `lease` in the tensors.
     pub(super) fn share(&self, unit: usize, lease: Lease) -> (Arc<UnitTensors>, Option<Lease>) {
-        let address = if lease.tensor_count() == 0 { 0 } else { lease.tensor(0).as_ptr().addr() };
+        let address = address(&lease);
         let mut entry = self.entry(unit).lock();
         if let Some(tensors) = entry.tensors.upgrade() {
             let mut state = tensors.lock();
@@ -310,9 +406,9 @@ impl StreamerInner {
                 return (tensors, None);
             }
         }
-        let tensors = Arc::new(UnitTensors::new(unit, lease, address));
-        let new = UnitEntry { tensors: Arc::downgrade(&tensors), cached: None };
-        let before = std::mem::replace(&mut *entry, new);
+        let tensors = Arc::new(UnitTensors::new(unit, address, lease));
+        entry.tensors = Arc::downgrade(&tensors);
+        let before = entry.cached.take();
         drop(entry);
         drop(before);
         (tensors, None)
@@ -336,20 +432,48 @@ impl StreamerInner {
             return None;
         }
         let lease = tensors.lock().lease.take()?;
-        if !written && lease.is_resident() && !tensors.is_shared(py, &self.torch) {
+        // Tensors that a forked child has from its parent are not those of its entry.
+        let is_own = std::ptr::eq(entry.tensors.as_ptr(), Arc::as_ptr(&tensors));
+        let keeps = is_own && self.keeps_leases();
+        // Cached tensors of a sealed unit would hide that nothing else references it any more.
+        let stays = keeps || (lease.is_resident() && !lease.is_sealed());
+        if !written && stays && !tensors.is_shared(py, &self.torch) {
+            let lease = match keeps && entry.kept.is_none() {
+                true => entry.kept.replace(lease),
+                false => Some(lease),
+            };
             let before = entry.cached.replace(tensors);
             drop(entry);
-            drop(before);
+            drop((lease, before));
             return None;
         }
         let cached = is_cached.then(|| entry.cached.take());
         drop(entry);
         drop((cached, tensors));
+        // The next use of this unit needs a lease of its own.
+        self.drop_kept_leases();
         if written {
             lease.discard();
             return None;
         }
         lease.is_shared().then_some((unit, lease))
+    }
+
+    /// Ends one use of a unit. `lent_to` is the thread whose forward received the parameters, if a
+    /// forward did.
+    pub(super) fn end(
+        &self,
+        py: Python<'_>,
+        tensors: Arc<UnitTensors>,
+        lent_to: Option<ThreadId>,
+    ) -> EndedUse {
+        if let Some(thread) = lent_to {
+            let _ = self.torch.clear_autocast_cache(py);
+            tensors.end_forward(thread);
+        }
+        let written = tensors.written_weight(py, &self.weights, self.entry(tensors.unit));
+        let leaked = self.end_use(py, tensors, written.is_some());
+        EndedUse { written, leaked }
     }
 
     /// Returns a weight's parameter while the forward of its module runs on this thread, else None.
@@ -363,9 +487,8 @@ impl StreamerInner {
         // Keys beyond this list belong to weights that are divided into several units. Such weights
         // are never lent.
         let Some(weight) = self.weights.get(key) else { return Ok(None) };
-        let this_thread = std::thread::current().id();
         match self.tensors_in_use(weight.unit) {
-            Some(tensors) if tensors.lock().forward_threads.contains(&this_thread) => {
+            Some(tensors) if tensors.is_lent() => {
                 Ok(Some(tensors.parameter(py, &self.torch, weight, grad)?))
             }
             _ => Ok(None),
@@ -383,6 +506,11 @@ impl StreamerInner {
             |weight: &Weight| self.torch.tensor(py, leases[0].tensor(weight.index), weight);
         weights.into_iter().map(tensor).collect()
     }
+}
+
+/// Returns the address of the first tensor of a leased unit.
+fn address(lease: &Lease) -> usize {
+    if lease.tensor_count() == 0 { 0 } else { lease.tensor(0).as_ptr().addr() }
 }
 
 /// Returns whether an exception is a `UnitReferencedError`.

@@ -108,16 +108,22 @@ impl Use {
 
     /// Ends the use and releases the units. If other objects still reference the memory of a unit,
     /// the next use of the unit checks that the bytes are unchanged.
-    fn close(&self, py: Python<'_>) {
+    pub(super) fn close(&self, py: Python<'_>) {
         self.end(py);
-        let leaked = std::mem::take(&mut self.lock().leaked);
+        let (leaked, inner) = {
+            let mut state = self.lock();
+            (std::mem::take(&mut state.leaked), state.inner.clone())
+        };
+        let Some(inner) = inner.filter(|_| !leaked.is_empty()) else { return };
         py.detach(|| {
             for (_, lease) in leaked {
-                if lease.is_shared() {
+                if lease.is_shared() && !lease.is_sealed() {
                     lease.seal();
                 }
             }
         });
+        // Another thread may have kept leases in the meantime. New ones compare the checksums.
+        inner.drop_kept_leases();
     }
 }
 
@@ -133,9 +139,13 @@ impl Use {
         lend: bool,
         recurrent: Option<&Recurrent>,
     ) -> PyResult<Self> {
+        if let Some(tensors) = inner.use_kept(unit) {
+            return Self::of_forward(py, inner, tensors, None, lend, recurrent);
+        }
         let mut leases = inner.acquire(py, &[unit])?;
         let lease = leases.pop().expect("`acquire` returns a lease for each unit");
-        Self::of_forward(py, inner, unit, lease, lend, recurrent)
+        let (tensors, extra) = inner.share(unit, lease);
+        Self::of_forward(py, inner, tensors, extra, lend, recurrent)
     }
 
     /// Like `for_forward`, but does not block. Returns None if the unit is not in memory.
@@ -144,22 +154,29 @@ impl Use {
         inner: &Arc<StreamerInner>,
         unit: usize,
     ) -> PyResult<Option<Self>> {
+        if let Some(tensors) = inner.use_kept(unit) {
+            return Self::of_forward(py, inner, tensors, None, true, None).map(Some);
+        }
         let lease = inner.engine(py)?.try_acquire(UnitId(unit as u32));
-        let lease = lease.map_err(|error| to_python(py, &error.into()))?;
-        lease.map(|lease| Self::of_forward(py, inner, unit, lease, true, None)).transpose()
+        let Some(lease) = lease.map_err(|error| to_python(py, &error.into()))? else {
+            return Ok(None);
+        };
+        let (tensors, extra) = inner.share(unit, lease);
+        Self::of_forward(py, inner, tensors, extra, true, None).map(Some)
     }
 
     fn of_forward(
         py: Python<'_>,
         inner: &Arc<StreamerInner>,
-        unit: usize,
-        lease: Lease,
+        tensors: Arc<UnitTensors>,
+        extra: Option<Lease>,
         lend: bool,
         recurrent: Option<&Recurrent>,
     ) -> PyResult<Self> {
-        let (tensors, extra) = inner.share(unit, lease);
         let forward_thread = lend.then(|| std::thread::current().id());
-        tensors.lock().forward_threads.extend(forward_thread);
+        if lend {
+            tensors.begin_forward();
+        }
         let this = Self {
             state: Mutex::new(UseState {
                 inner: Some(Arc::clone(inner)),
@@ -185,25 +202,47 @@ impl Use {
         inner: &Arc<StreamerInner>,
         units: &[u32],
     ) -> PyResult<Self> {
-        let mut state = UseState { inner: Some(Arc::clone(inner)), ..UseState::default() };
+        let state = UseState { inner: Some(Arc::clone(inner)), ..UseState::default() };
+        // If this function fails, dropping the use ends what has begun.
+        let this = Self { state: Mutex::new(state) };
         // A unit in use is not leased again. Its existing lease lasts until the last use of its
         // tensors ends.
         let mut missing = Vec::new();
         for &unit in units {
             match inner.tensors_in_use(unit as usize) {
-                Some(tensors) => state.tensors.push(tensors),
+                Some(tensors) => this.lock().tensors.push(tensors),
                 None => missing.push(unit as usize),
             }
+        }
+        let ids: Vec<_> = missing.iter().map(|&unit| UnitId(unit as u32)).collect();
+        // The engine plans for units that it sees used together.
+        if inner.keeps_leases() && inner.engine(py)?.knows_together(&ids) {
+            let is_missing = |&unit: &usize| match inner.use_kept(unit) {
+                Some(tensors) => {
+                    this.lock().tensors.push(tensors);
+                    false
+                }
+                None => true,
+            };
+            missing.retain(is_missing);
         }
         if !missing.is_empty() {
             let leases = inner.acquire(py, &missing)?;
             for (unit, lease) in missing.into_iter().zip(leases) {
                 let (tensors, extra) = inner.share(unit, lease);
+                let mut state = this.lock();
                 state.extra_leases.extend(extra);
                 state.tensors.push(tensors);
             }
         }
-        Ok(Self { state: Mutex::new(state) })
+        Ok(this)
+    }
+
+    /// Returns a use that has ended, but keeps the lease of a unit whose memory other objects
+    /// still reference.
+    pub(super) fn of_leaked(inner: &Arc<StreamerInner>, leaked: (usize, Lease)) -> Self {
+        let (inner, leaked) = (Some(Arc::clone(inner)), vec![leaked]);
+        Self { state: Mutex::new(UseState { inner, leaked, ..UseState::default() }) }
     }
 
     fn lock(&self) -> MutexGuard<'_, UseState> {
@@ -222,16 +261,9 @@ impl Use {
         }
         let mut written = None;
         for tensors in tensors {
-            if let Some(thread) = forward_thread {
-                let _ = inner.torch.clear_autocast_cache(py);
-                let mut state = tensors.lock();
-                if let Some(call) = state.forward_threads.iter().position(|&call| call == thread) {
-                    state.forward_threads.swap_remove(call);
-                }
-            }
-            let name = tensors.written_weight(py, &inner.weights, inner.entry(tensors.unit));
-            leaked.extend(inner.end_use(py, tensors, name.is_some()));
-            written = name.or(written);
+            let ended = inner.end(py, tensors, forward_thread);
+            leaked.extend(ended.leaked);
+            written = ended.written.or(written);
         }
         drop(extra_leases);
         let mut state = self.lock();

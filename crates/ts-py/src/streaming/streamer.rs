@@ -194,7 +194,7 @@ impl Streamer {
 
     /// Returns whether a pass runs on this thread.
     fn in_pass(&self) -> bool {
-        self.inner.current_pass().is_some()
+        self.inner.in_pass()
     }
 
     /// Marks a weight as requiring no gradient.
@@ -261,6 +261,7 @@ impl Streamer {
 
     /// Begins to record a trace. A trace that is running is dropped.
     fn begin_trace(&self, py: Python<'_>) -> PyResult<()> {
+        self.inner.drop_kept_leases();
         self.inner.engine(py)?.begin_trace();
         Ok(())
     }

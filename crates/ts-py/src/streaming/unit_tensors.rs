@@ -21,6 +21,8 @@ pub(super) struct UnitEntry {
     /// The tensors of a resident unit, for its next use. Dropped when memory is short, and before
     /// the plan changes.
     pub(super) cached: Option<Arc<UnitTensors>>,
+    /// A lease for the next use. See `StreamerInner::keeps_leases`.
+    pub(super) kept: Option<Lease>,
 }
 
 /// The tensors over the memory of a unit. They are created when they are first needed.
@@ -38,7 +40,7 @@ pub(super) struct UnitTensorsState {
     /// The tensor and the parameters of each weight, by index in the unit.
     views: Vec<WeightViews>,
     /// The threads that run the forward of the unit's module, with one entry for each running call.
-    pub(super) forward_threads: Vec<ThreadId>,
+    forward_threads: Vec<ThreadId>,
     /// The name of a weight that was written to.
     written: Option<String>,
 }
@@ -65,7 +67,7 @@ struct WeightViews {
 impl UnitTensors {
     /// Creates the tensors of a unit that has a new lease. `address` is the address of its first
     /// tensor.
-    pub(super) fn new(unit: usize, lease: Lease, address: usize) -> Self {
+    pub(super) fn new(unit: usize, address: usize, lease: Lease) -> Self {
         let views = (0..lease.tensor_count()).map(|_| WeightViews::default()).collect();
         let state =
             UnitTensorsState { lease: Some(lease), address, views, ..UnitTensorsState::default() };
@@ -74,6 +76,24 @@ impl UnitTensors {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, UnitTensorsState> {
         self.state.lock()
+    }
+
+    /// Begins to lend the parameters to a forward on this thread.
+    pub(super) fn begin_forward(&self) {
+        self.lock().forward_threads.push(std::thread::current().id());
+    }
+
+    /// Ends to lend the parameters to a forward on this thread.
+    pub(super) fn end_forward(&self, thread: ThreadId) {
+        let mut state = self.lock();
+        if let Some(call) = state.forward_threads.iter().position(|&call| call == thread) {
+            state.forward_threads.swap_remove(call);
+        }
+    }
+
+    /// Returns whether the parameters are lent to a forward on this thread.
+    pub(super) fn is_lent(&self) -> bool {
+        self.lock().forward_threads.contains(&std::thread::current().id())
     }
 
     /// Returns a weight as a tensor of the streamer's weight class, and creates it if necessary.

@@ -5,6 +5,9 @@ While the forward of a module runs, it leases the unit of the module. Unless the
 gradients, the dictionary of the module's parameters returns the leased weights. If a module has
 several units, or children with parameters, each operation leases the weights that it uses.
 
+While everything is resident, leases are kept from use to use, and the native class of ``Forward``
+calls the forward of the module without Python code in between.
+
 References to modules are weak, so deleting a model frees its engine at once, without the cycle
 collector. A signal handler can raise an exception between any two bytecode instructions. Therefore
 a lease is an object of the native module, and ends when the object is dropped. Only native code
@@ -16,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -57,7 +60,7 @@ class Parameters(dict[str, Any]):
     require gradients.
     """
 
-    __slots__ = ("__weakref__", "is_recurrent", "originals", "weights")
+    __slots__ = ("__weakref__", "_current", "_keys", "is_recurrent", "originals", "weights")
 
     def __init__(
         self,
@@ -72,6 +75,9 @@ class Parameters(dict[str, Any]):
         self.originals = streamed
         #: Whether the module keeps a list of its parameters.
         self.is_recurrent = is_recurrent
+        #: The keys of the stand-ins in ``originals``, by their ``id``.
+        self._keys = {id(each): each.key for each in streamed.values()}
+        self._current = weights.streamer.current
 
     def stand_in(self, name: str) -> StreamedTensor | None:
         """Returns the stand-in of a parameter, or ``None`` if it is not streamed."""
@@ -80,15 +86,18 @@ class Parameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         frozen = _raw(self, name)
-        if type(frozen) is not StreamedTensor or frozen.weights is not self.weights:
-            return frozen
+        key = self._keys.get(id(frozen))
+        if key is None:
+            if type(frozen) is not StreamedTensor or frozen.weights is not self.weights:
+                return frozen
+            key = frozen.key
         grad = _is_grad_enabled()
-        weight = self.weights.streamer.current(frozen.key, grad)
+        weight = self._current(key, grad)
         if weight is not None:
             return weight
-        if not grad and self.weights.requires_grad(frozen.key):
-            return frozen if frozen.trainable is None else frozen.trainable
-        return frozen
+        if grad or frozen.trainable is None or not self.weights.requires_grad(key):
+            return frozen
+        return frozen.trainable
 
     def get(self, name: str, default: Any = None) -> Any:
         if name not in self:
@@ -186,8 +195,13 @@ def own_stand_ins(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
             yield name, each
 
 
-class Forward(ReplacedMethod):
+class Forward(ReplacedMethod, _native.UnitForward):
     """The forward of a module that uses one unit. Leases the unit while the forward runs."""
+
+    def __new__(cls, module: nn.Module, weights: Weights, unit: int) -> Self:
+        is_plain = "forward" not in module.__dict__ and not is_recurrent(module)
+        method = type(module).forward if is_plain else None
+        return super().__new__(cls, weights.streamer, unit, weakref.ref(module), method)
 
     def __init__(self, module: nn.Module, weights: Weights, unit: int) -> None:
         super().__init__(module, "forward")
@@ -195,7 +209,8 @@ class Forward(ReplacedMethod):
         self._unit = unit
         self._recurrent = recurrent(module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def lease_and_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward. The native class calls this unless the lease of the unit is kept."""
         # An autograd graph of leased weights would keep their memory until backward. A graph of
         # stand-ins does not, because backward leases the weights again.
         lend = not (_is_grad_enabled() and self._records_gradients(args, kwargs))
@@ -206,9 +221,13 @@ class Forward(ReplacedMethod):
             use.close()
             raise
         if use.exit():
-            result = replace_weights(result, self._weights, use)
+            result = self.without_weights(result, use)
             use.close()
         return result
+
+    def without_weights(self, result: Any, use: _native.Use) -> Any:
+        """Returns the result of the forward with stand-ins in place of leased weights."""
+        return replace_weights(result, self._weights, use)
 
     def if_present(self, *args: Any) -> Any:
         """Runs the forward if its unit is in memory, and otherwise returns ``None``.
@@ -236,11 +255,40 @@ class Forward(ReplacedMethod):
         return result
 
     def _records_gradients(self, args: Any, kwargs: Any) -> bool:
-        inputs: Any = tree_leaves((args, kwargs))
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in inputs):
-            return True
         module: Any = self.module()
-        return any(type(p) is not StreamedTensor and p.requires_grad for p in module.parameters())
+        return (
+            _require_grad(args)
+            or (bool(kwargs) and _require_grad(kwargs.values()))
+            or _is_trained(module)
+        )
+
+
+def _require_grad(inputs: Iterable[Any]) -> bool:
+    """Returns whether any tensor in the inputs of a forward requires gradients."""
+    for each in inputs:
+        if isinstance(each, torch.Tensor):
+            if each.requires_grad:
+                return True
+        elif each is not None and not isinstance(each, int | float | str):
+            leaves: Any = tree_leaves(each)
+            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+                return True
+    return False
+
+
+def _is_trained(module: nn.Module) -> bool:
+    """Returns whether a module has parameters that require gradients and are not streamed."""
+    each: Any
+    for own in module.modules() if module._modules else (module,):
+        for each in dict.values(own._parameters):
+            if each is not None and type(each) is not StreamedTensor and each.requires_grad:
+                return True
+    return False
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Returns whether a module keeps a list of its parameters."""
+    return hasattr(module, "_flat_weights_names")
 
 
 def recurrent(module: nn.Module) -> _native.Recurrent | None:
@@ -252,15 +300,21 @@ def recurrent(module: nn.Module) -> _native.Recurrent | None:
         A native object that puts leased weights into the list during a forward, or ``None`` if the
         module is not recurrent.
     """
-    names = getattr(module, "_flat_weights_names", None)
-    if names is None:
+    if not is_recurrent(module):
         return None
+    names: Any = module._flat_weights_names
     stand_ins: list[Any] = [module._parameters.get(name) for name in names]
     keys: list[int | None] = [
         each.key if type(each) is StreamedTensor else None for each in stand_ins
     ]
     module.__dict__["_flat_weights"] = stand_ins
     return _native.Recurrent(weakref.ref(module), stand_ins, keys)
+
+
+_NO_WHOLE_GRAPH = (
+    "a model that streams cannot be one graph: compile it without fullgraph=True, or "
+    "tensorstream.restore(model) first if it fits in memory"
+)
 
 
 class Pass(ReplacedMethod):
@@ -297,9 +351,14 @@ class Pass(ReplacedMethod):
 
 
 def _refuse_tracing() -> None:
-    """Refuses ``torch.jit.trace``, which would keep all weights in its graph."""
+    """Refuses ``torch.jit.trace``, which would keep all weights in its graph.
+
+    Also ends the graph of ``torch.compile``, which says why if it must not end.
+    """
     if torch._C._get_tracing_state() is not None:
         raise ModelError("cannot trace a model that streams; restore(model) first")
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=_NO_WHOLE_GRAPH)
 
 
 class PartPass(Pass):

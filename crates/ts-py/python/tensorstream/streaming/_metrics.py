@@ -56,7 +56,7 @@ _METRICS: tuple[tuple[str, str, str, Callable[[Stats], Samples]], ...] = (
     (
         "pass_seconds",
         "gauge",
-        "What the time of the latest pass went into.",
+        "What the time of the latest measured pass went into.",
         lambda own: [
             sample
             for latest in own["recent_passes"][-1:]

@@ -46,9 +46,6 @@ class ReplacedMethod:
             return before
         return functools.partial(self._method, self.module())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
     def __getattr__(self, name: str) -> Any:
         raise _NoFunctionAttributeError(
             f"{self.__dict__.get('__name__', 'the method')} of an offloaded model has no attribute "

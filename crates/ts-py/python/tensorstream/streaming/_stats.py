@@ -67,7 +67,8 @@ class UnitStats(TypedDict):
     loads: int
     read_bytes: int
     load_s: float
-    #: The number of times that a forward or an operation used the unit, and the time.
+    #: The number of times that a forward or an operation leased the unit, and the time. While
+    #: everything is resident, leases are kept, and further uses do not count.
     uses: int
     use_s: float
     #: The number of times that a module waited for the unit, and the time.
@@ -222,7 +223,8 @@ class Stats(TypedDict):
     #: What limits the speed: "storage", "decoding" or "compute". Measured if a pass has run alone,
     #: and otherwise predicted.
     bottleneck: str
-    #: The latest passes that ran alone, the latest last; at most 32.
+    #: The latest passes that ran alone, the latest last; at most 32. Passes are not measured while
+    #: leases are kept, because everything is resident.
     recent_passes: list[PassStats]
     #: The time from the beginning of the first to the end of the last of them.
     recent_s: float
