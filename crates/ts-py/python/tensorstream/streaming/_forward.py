@@ -16,7 +16,6 @@ changes state that must stay consistent.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -331,10 +330,12 @@ class Pass(ReplacedMethod):
 
     def _run(self, in_pass: _native.Pass, args: Any, kwargs: Any) -> Any:
         streamer = self._weights.streamer
-        is_first, self._is_first = self._is_first, False
-        progress = first_pass(streamer) if is_first else contextlib.nullcontext()
         try:
-            with progress:
+            if self._is_first:
+                self._is_first = False
+                with first_pass(streamer):
+                    result = self.original()(*args, **kwargs)
+            else:
                 result = self.original()(*args, **kwargs)
         except BaseException:
             self._replan_if(in_pass.close())
