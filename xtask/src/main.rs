@@ -186,8 +186,8 @@ fn ci() -> Result<()> {
     Ok(())
 }
 
-/// Options of pytest to run the tests in two processes, which take about half of the time. The tests
-/// of a file share expensive fixtures, so they stay in one process.
+/// Options of pytest to run the tests in two processes, which take about half of the time. The
+/// tests of a file share expensive fixtures, so they stay in one process.
 const PARALLEL: [&str; 2] = ["--numprocesses=2", "--dist=loadfile"];
 
 /// Runs the tests of the device `ts` on the oldest PyTorch that it supports.

@@ -319,9 +319,9 @@ impl<D: Device> Engine<D> {
     /// memory from units in use, and before [`begin_trace`](Self::begin_trace).
     ///
     /// Returns `None` until every unit was used, and several passes were measured use by use with
-    /// the current plan. Also returns `None` while a trace is being recorded, a better plan or a new
-    /// limit waits, or several passes are running, if a unit is [sealed](Lease::seal), and if units
-    /// are [routed](crate::Access::Routed).
+    /// the current plan. Also returns `None` while a trace is being recorded, while a better plan
+    /// or a new limit waits, while several passes are running, if a unit is [sealed](Lease::seal),
+    /// and if units are [routed](crate::Access::Routed).
     pub fn acquire_all_resident(&self) -> Option<Vec<Lease<D>>> {
         let memory = self.inner.acquire_all_resident()?;
         let lease = |(index, memory)| {
