@@ -330,8 +330,9 @@ impl<D: Device> Engine<D> {
         Some(memory.into_iter().enumerate().map(lease).collect())
     }
 
-    /// Returns whether the plan has memory for these units at the same time, because they were
-    /// [acquired together](Self::acquire_all) before, or because they are one unit.
+    /// Returns whether these units were [acquired together](Self::acquire_all) before, so that
+    /// plans have memory for all of them at once. Routed units do not count, and one unit is
+    /// always known.
     pub fn knows_together(&self, units: &[UnitId]) -> bool {
         self.inner.knows_together(units)
     }

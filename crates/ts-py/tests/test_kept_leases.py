@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import tensorstream as ts
 import torch
+from tensorstream.streaming._forward import streaming_of
 from tensorstream.streaming._streamed_tensor import StreamedTensor, StreamedWeight
 from torch import nn
 from torch.nn.utils import parametrize
@@ -26,7 +27,7 @@ PASSES = 6
 
 
 class Block(nn.Module):
-    """A module with a parameter of its own beside a child, whose bias it uses too."""
+    """Uses a parameter of its own, a child, and the bias of this child."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +85,11 @@ def models(tmp_path: Path) -> tuple[Model, Model]:
 def uses(model: Model) -> int:
     """Returns how many leases the engine has counted. Those that are kept do not count."""
     return sum(unit["uses"] for unit in ts.stats(model)["units"])
+
+
+def matrices(model: Model) -> list[torch.Tensor]:
+    blocks: Any = model.blocks
+    return [block.matrix for block in blocks]
 
 
 def keeps_leases(model: Model) -> bool:
@@ -230,7 +236,7 @@ def test_an_exception_ends_the_use(models: tuple[Model, Model]) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="from the forward"):
         streamed(torch.ones(2, 32))
     assert all(type(p) is StreamedTensor for p in streamed.parameters())
-    assert not streamed._tensorstream.weights.streamer.in_use()  # type: ignore[union-attr]
+    assert not streaming_of(streamed).weights.streamer.in_use()
     streamed.last.act = None
     assert torch.equal(streamed(torch.ones(2, 32)), model(torch.ones(2, 32)))
     assert keeps_leases(streamed)
@@ -266,7 +272,7 @@ def test_a_returned_weight_is_a_stand_in(models: tuple[Model, Model]) -> None:
     seen: list[Any] = []
     with torch.no_grad():
         streamed.last.act = lambda linear, _: linear.weight.t()
-        streamed.blocks[3].linear.register_forward_hook(  # type: ignore[union-attr]
+        streamed.last.register_forward_hook(
             lambda *args: seen.append(type(args[2])) or torch.ones(2, 32)
         )
         streamed(torch.ones(2, 32))
@@ -291,7 +297,7 @@ def test_a_write_to_a_kept_view_is_reported(models: tuple[Model, Model]) -> None
 def test_a_limit_takes_effect_between_passes(models: tuple[Model, Model]) -> None:
     model, streamed = models
     x = torch.ones(2, 32)
-    streamer: Any = streamed._tensorstream.weights.streamer  # type: ignore[union-attr]
+    streamer = streaming_of(streamed).weights.streamer
     streamer.set_limit(streamer.smallest_limit(), True)
     assert streamer.limit_in_force()
     loads = sum(unit["loads"] for unit in ts.stats(streamed)["units"])
@@ -312,7 +318,7 @@ def test_statistics_are_those_of_the_current_plan(
 ) -> None:
     _, streamed = models
     x = torch.ones(2, 32)
-    streamer: Any = streamed._tensorstream.weights.streamer  # type: ignore[union-attr]
+    streamer = streaming_of(streamed).weights.streamer
     with torch.no_grad():
         for limit in (streamer.smallest_limit(), 16 << 20):
             streamer.set_limit(limit, True)
@@ -347,7 +353,7 @@ def test_a_limit_of_another_thread_takes_effect_after_the_pass(
     models: tuple[Model, Model],
 ) -> None:
     model, streamed = models
-    streamer: Any = streamed._tensorstream.weights.streamer  # type: ignore[union-attr]
+    streamer = streaming_of(streamed).weights.streamer
 
     def limit(*_: Any) -> None:
         own = threading.Thread(target=streamer.set_limit, args=(streamer.smallest_limit(), True))
@@ -410,22 +416,18 @@ def test_units_used_together_for_the_first_time_count_for_the_smallest_limit(
     models: tuple[Model, Model],
 ) -> None:
     model, streamed = models
-    streamer: Any = streamed._tensorstream.weights.streamer  # type: ignore[union-attr]
+    streamer = streaming_of(streamed).weights.streamer
     smallest = streamer.smallest_limit()
     with torch.no_grad():
         for _ in range(PASSES):
-            own, other = (
-                torch.cat([block.matrix for block in each.blocks])  # type: ignore[arg-type]
-                for each in models
-            )
+            own, other = (torch.cat(matrices(each)) for each in models)
             assert torch.equal(own, other)
             assert torch.equal(streamed(torch.ones(2, 32)), model(torch.ones(2, 32)))
     assert keeps_leases(streamed)
     assert streamer.smallest_limit() > smallest
     streamer.set_limit(streamer.smallest_limit(), True)
     with torch.no_grad():
-        matrices: Any = [block.matrix for block in streamed.blocks]
-        assert torch.equal(torch.cat(matrices), other)
+        assert torch.equal(torch.cat(matrices(streamed)), other)
 
 
 def test_passes_with_kept_leases_are_not_measured(models: tuple[Model, Model]) -> None:
@@ -448,7 +450,7 @@ def test_a_forward_that_returns_its_weight_is_not_compared(models: tuple[Model, 
         for _ in range(3):
             assert torch.equal(*both(models, give))
         assert torch.equal(streamed(torch.ones(2, 32)), model(torch.ones(2, 32)))
-    assert keeps_leases(streamed), "a unit with a checksum would be leased anew each time"
+    assert keeps_leases(streamed), "the unit has no checksum"
 
 
 def offload_with_cycle(path: Path) -> weakref.ref[nn.Module]:
@@ -476,7 +478,7 @@ def test_a_deleted_model_frees_its_engine_at_once(tmp_path: Path) -> None:
         for _ in range(PASSES):
             model(torch.ones(2, 32))
     assert keeps_leases(model)
-    streamer = weakref.ref(model._tensorstream.weights.streamer)  # type: ignore[union-attr]
+    streamer = weakref.ref(streaming_of(model).weights.streamer)
     gc.collect()
     gc.disable()
     try:
@@ -520,9 +522,11 @@ def test_a_forked_child(models: tuple[Model, Model], in_pass: bool) -> None:
 def test_copy_and_restore(models: tuple[Model, Model]) -> None:
     model, streamed = models
     twins: list[Any] = []
-    hook = streamed.blocks[1].register_forward_pre_hook(
-        lambda *_: twins.append(copy.deepcopy(streamed))  # type: ignore[func-returns-value]
-    )
+
+    def copy_model(*_: Any) -> None:
+        twins.append(copy.deepcopy(streamed))
+
+    hook = streamed.blocks[1].register_forward_pre_hook(copy_model)
     with torch.no_grad():
         streamed(torch.ones(2, 32))
         hook.remove()

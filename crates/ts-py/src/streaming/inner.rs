@@ -221,6 +221,16 @@ impl StreamerInner {
         true
     }
 
+    /// Returns whether the engine plans for one operation that uses all of these units. It learns
+    /// of such an operation when the units are acquired together.
+    pub(super) fn knows_together(&self, py: Python<'_>, units: &[usize]) -> PyResult<bool> {
+        if units.len() < 2 {
+            return Ok(true);
+        }
+        let ids: Vec<_> = units.iter().map(|&unit| UnitId(unit as u32)).collect();
+        Ok(self.engine(py)?.knows_together(&ids))
+    }
+
     pub(super) fn keeps_leases(&self) -> bool {
         self.keeps_leases.load(Ordering::Relaxed)
     }
@@ -235,7 +245,7 @@ impl StreamerInner {
         }
     }
 
-    /// Begins a use of a unit whose lease is kept. Returns None if there is no such lease.
+    /// Begins a use of a unit with its kept lease, or returns None if it has none.
     pub(super) fn use_kept(&self, unit: usize) -> Option<Arc<UnitTensors>> {
         if !self.keeps_leases() || self.engine.lock().is_forked() {
             return None;
@@ -450,7 +460,7 @@ impl StreamerInner {
         let cached = is_cached.then(|| entry.cached.take());
         drop(entry);
         drop((cached, tensors));
-        // The next use of this unit needs a lease of its own.
+        // The next use must acquire this unit, which compares its checksums.
         self.drop_kept_leases();
         if written {
             lease.discard();

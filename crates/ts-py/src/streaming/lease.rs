@@ -214,9 +214,7 @@ impl Use {
                 None => missing.push(unit as usize),
             }
         }
-        let ids: Vec<_> = missing.iter().map(|&unit| UnitId(unit as u32)).collect();
-        // The engine plans for units that it sees used together.
-        if inner.keeps_leases() && inner.engine(py)?.knows_together(&ids) {
+        if inner.keeps_leases() && inner.knows_together(py, &missing)? {
             let is_missing = |&unit: &usize| match inner.use_kept(unit) {
                 Some(tensors) => {
                     this.lock().tensors.push(tensors);

@@ -226,7 +226,7 @@ class Stats(TypedDict):
     #: The latest passes that ran alone, the latest last; at most 32. Passes are not measured while
     #: leases are kept, because everything is resident.
     recent_passes: list[PassStats]
-    #: The time from the beginning of the first to the end of the last of them.
+    #: The time of these passes and between them, without times in which other passes ended.
     recent_s: float
     #: The number of threads that copy, decode, encode and verify.
     workers: int
