@@ -119,15 +119,29 @@ class Other:
         self.process.communicate(timeout=60)
 
 
+def second(first: Other, *args: Any) -> tuple[nn.Module, int]:
+    """Returns a model of this process that shares weights with `first`, and how many bytes.
+
+    On a busy machine its plans can come to keep only units that `first` does not, which it has
+    to read. That is tried five times.
+    """
+    for _ in range(5):
+        model = offloaded(*args)
+        assert result(model) == first.result
+        kept, own, read = shared(model)
+        assert own == 0
+        if read < kept:
+            return model, kept
+        del model
+    pytest.fail("five models each read all that they share")
+
+
 def test_a_second_process_reads_only_what_it_streams(checkpoint: Path, directory: Path) -> None:
     first = Other(checkpoint, directory)
     try:
         assert first.shared > 2 << 20 and first.own == 0 and first.read > 2 << 20
-        model = offloaded(checkpoint, directory)
-        assert result(model) == first.result
-        # The plans of both can differ, because they depend on measured speeds.
-        kept, own, read = shared(model)
-        assert kept > 1 << 20 and own == 0 and read < kept, "some of it was not read again"
+        model, kept = second(first, checkpoint, directory)
+        assert kept > 1 << 20
         there = sum(path.stat().st_size for path in entries(directory))
         assert there < kept + first.shared, "some of it is used by both"
     finally:
@@ -171,10 +185,7 @@ def test_the_compressed_units_of_a_file_are_shared(
     ts.convert(checkpoint, tmp_path / "model.ts", codec="split")
     first = Other(tmp_path / "model.ts", directory, "7600KiB")
     try:
-        model = offloaded(tmp_path / "model.ts", directory, "7600KiB")
-        assert result(model) == first.result
-        kept, own, read = shared(model)
-        assert own == 0 and read < kept
+        second(first, tmp_path / "model.ts", directory, "7600KiB")
     finally:
         first.close()
 
