@@ -25,6 +25,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
         "broadcast" | "caps" | "codecs" | "exact" | "load" | "lora" | "overhead" | "peak"
         | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions" | "storage"
         | "throughput" => run_script(&python::prepared()?, name, &[]),
+        "file-cache" => run_script(&python::prepared()?, "file_cache", &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "openai" => run_script(&python::prepared()?, "openai_clients", &[]),
         "remote" => {
@@ -48,8 +49,9 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
-             wire-peers, serve, broadcast, caps, codecs, exact, io, llama, load, lora, moe, \
-             offload, openai, overhead, peak, remote, sessions, storage or throughput"
+             wire-peers, serve, broadcast, caps, codecs, exact, file-cache, io, llama, \
+             load, lora, moe, offload, openai, overhead, peak, remote, sessions, storage or \
+             throughput"
         )),
     }
 }

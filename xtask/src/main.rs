@@ -41,6 +41,7 @@ cargo xtask bench peak               peak memory, streamed and in memory
 cargo xtask bench io                 each I/O backend, compared with fio, memcpy and curl
 cargo xtask bench storage            streamed bandwidth, compared with fio in alternating runs
 cargo xtask bench throughput         tokens per second under 1500 MB, for several batch sizes
+cargo xtask bench file-cache         keys and values in files, compared with those in memory
 cargo xtask bench load               loading checkpoints, compared with fio and other loaders
 cargo xtask bench codecs             lossless compression, compared with ZipNN
 cargo xtask bench memory             memory pools, compared with other allocators

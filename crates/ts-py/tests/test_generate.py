@@ -118,6 +118,7 @@ def test_the_command_prints_text_and_statistics(chat: Path, run: Run) -> None:
         (["--prompt", PROMPTS[1]], "", False),
         (["--raw"], PROMPTS[1], True),
         (["--raw", "--prompt", PROMPTS[1], "--prompt-lookup", "3"], "", True),
+        (["--prompt", PROMPTS[1], "--cache-budget", "18KiB"], "", False),
     ):
         done = run(*how, *extra, text=stdin)
         assert done.returncode == 0, done.stderr
@@ -147,6 +148,7 @@ def test_what_cannot_run_is_said(chat: Path, run: Run, tmp_path: Path) -> None:
         (["no/such/model", "--prompt", "x"], 2, "cannot open"),
         ([str(tmp_path), "--prompt", "x"], 2, "BertModel cannot generate"),
         ([str(chat), "--prompt", "x", "--budget", "1KiB"], 2, "smallest budget"),
+        ([str(chat), "--prompt", "x", "--cache-budget", "1KiB"], 2, "give it at least"),
         ([str(chat), "--prompt", "x", "--prompts", "y"], 2, "not both"),
         ([str(chat), "--prompts", str(tmp_path / "none")], 2, "No such file"),
         ([str(chat)], 2, "no prompt"),

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .files._state_dict import append_file, load, load_file, load_into, save, save_file, trim
     from .streaming._curve import Curve, CurvePoint
     from .streaming._explain import Explanation, explain
+    from .streaming._file_cache import FileCache
     from .streaming._generate import generate_many
     from .streaming._metrics import metrics
     from .streaming._offload import offload, restore, stats
@@ -94,6 +95,7 @@ __all__ = [
     "DType",
     "ExpertsStats",
     "Explanation",
+    "FileCache",
     "GpuStatus",
     "Listener",
     "MemoryMode",
@@ -159,6 +161,7 @@ _HOMES = {
     "files._safe_open": ("TensorSlice", "safe_open"),
     "streaming._curve": ("Curve", "CurvePoint"),
     "streaming._explain": ("Explanation", "explain"),
+    "streaming._file_cache": ("FileCache",),
     "streaming._generate": ("generate_many",),
     "streaming._metrics": ("metrics",),
     "streaming._offload": ("offload", "restore", "stats"),

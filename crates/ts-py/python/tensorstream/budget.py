@@ -44,16 +44,7 @@ class Budget:
     """
 
     def __init__(self, size: int | str) -> None:
-        if isinstance(size, str):
-            try:
-                size = _native.parse_bytes(size)
-            except ValueError as error:
-                raise ConfigurationError(f"invalid budget to share: {error}") from error
-        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**63:
-            raise ConfigurationError(
-                f"invalid budget to share: {size!r}: expected bytes, or a size such as '6GiB'"
-            )
-        self._bytes = size
+        self._bytes = parse_size(size, "budget to share")
         # Held by a thread whose model joins, so that no share changes before it is in force.
         self._joining = threading.Lock()
         self._lock = threading.Lock()
@@ -206,3 +197,25 @@ def wait_until_given_back(members: Sequence[_Member]) -> None:
                     "offload models while no forward of the others runs, or between passes"
                 )
             time.sleep(0.005)
+
+
+def parse_size(size: int | str, what: str) -> int:
+    """Converts a size to bytes.
+
+    Args:
+        size: A number of bytes, or a size such as ``"6GiB"``.
+        what: What has this size, for the error.
+
+    Raises:
+        ConfigurationError: The size is neither, or not positive.
+    """
+    if isinstance(size, str):
+        try:
+            size = _native.parse_bytes(size)
+        except ValueError as error:
+            raise ConfigurationError(f"invalid {what}: {error}") from error
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**63:
+        raise ConfigurationError(
+            f"invalid {what}: {size!r}: expected bytes, or a size such as '6GiB'"
+        )
+    return size

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .. import _native
+from ..budget import parse_size
 from ..config import HEADROOM
 from ..errors import ConfigurationError, ModelError
 
@@ -25,6 +27,7 @@ def generate_many(
     prompts: Iterable[str],
     *,
     batch_size: int | None = None,
+    cache_budget: int | str | None = None,
     **options: Any,
 ) -> list[str]:
     """Generates a continuation of each prompt. Blocks.
@@ -41,6 +44,9 @@ def generate_many(
         batch_size: The most sequences that are generated together. By default, as many as fit in
             half of the available memory, at most 64. To find out, the first token of the longest
             prompt is generated once more.
+        cache_budget: Memory for the keys and values of a batch, as bytes or as a size such as
+            ``"2GiB"``. The rest goes to files (``FileCache``), so batches can be larger. None
+            keeps all in memory.
         options: Arguments of the model's ``generate``, such as ``max_new_tokens``.
 
     Returns:
@@ -48,8 +54,10 @@ def generate_many(
 
     Raises:
         ModelError: The model cannot generate.
-        ConfigurationError: The batch size is not positive, the tokenizer has no token to pad with,
-            a prompt has no tokens, or an option would give several texts for a prompt.
+        ConfigurationError: The batch size is not positive, the budget is invalid, the tokenizer has
+            no token to pad with, a prompt has no tokens, or an option would give several texts for
+            a prompt.
+        BudgetError: The keys and values of a layer are larger than the budget for them.
 
     Examples:
         >>> import tensorstream as ts
@@ -60,7 +68,7 @@ def generate_many(
         raise ConfigurationError("`prompts` is a str: pass a list of prompts")
     rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     texts = [""] * len(rows)
-    for numbers, outputs in batches(model, tokenizer, rows, batch_size, options):
+    for numbers, outputs in batches(model, tokenizer, rows, batch_size, options, cache_budget):
         for number, output in zip(numbers, outputs, strict=True):
             texts[number] = tokenizer.decode(output, skip_special_tokens=True)
     return texts
@@ -72,6 +80,7 @@ def batches(
     rows: list[list[int]],
     batch_size: int | None,
     options: dict[str, Any],
+    cache_budget: int | str | None = None,
 ) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
     """Generates in batches.
 
@@ -81,6 +90,7 @@ def batches(
         rows: The tokens of each prompt.
         batch_size: The most sequences in a batch. ``None`` for as many as fit in memory.
         options: Arguments of the model's ``generate``.
+        cache_budget: Memory for the keys and values of a batch. ``None`` for all of them.
 
     Yields:
         The numbers of the prompts of a batch, and the tokens that follow each of them.
@@ -115,7 +125,7 @@ def batches(
     options = {"pad_token_id": pad, **options}
     most = batch_size
     if most is None:
-        most = 1 if len(rows) == 1 else fitting(model, rows[order[0]], options)
+        most = 1 if len(rows) == 1 else fitting(model, rows[order[0]], options, cache_budget)
     for begin in range(0, len(order), most):
         numbers = order[begin : begin + most]
         batch = [rows[number] for number in numbers]
@@ -126,34 +136,69 @@ def batches(
         mask = torch.tensor(
             [[0] * (longest - len(row)) + [1] * len(row) for row in batch], device=model.device
         )
-        outputs = model.generate(input_ids=ids, attention_mask=mask, **options)
+        cache = cache_argument(model, cache_budget)
+        outputs = model.generate(input_ids=ids, attention_mask=mask, **cache, **options)
         # An encoder-decoder begins its output with a token of its own.
         skipped = 1 if model.config.is_encoder_decoder else longest
         yield numbers, [_until_padding(output[skipped:], pad) for output in outputs]
 
 
-def fitting(model: Any, row: list[int], options: dict[str, Any]) -> int:
+def fitting(
+    model: Any, row: list[int], options: dict[str, Any], cache_budget: int | str | None = None
+) -> int:
     """Returns how many sequences of a length fit in the available memory, from 1 to ``MOST``.
 
     Generates one token, to measure what the cache and the logits of a sequence take.
     """
     own = {key: value for key, value in options.items() if key not in ("streamer", "max_length")}
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    given = cache_argument(model, cache_budget)
     output = model.generate(
         input_ids=torch.tensor([row], device=model.device),
-        **{**own, **greedy, "max_new_tokens": 1, "return_dict_in_generate": True},
+        **{**own, **greedy, **given, "max_new_tokens": 1, "return_dict_in_generate": True},
     )
     # The pass has filled the budget for weights.
     available = _native.available_memory()
     if available is None:
         return 1
-    cache = getattr(output, "past_key_values", None)
-    cached = sum(tensor.nbytes for tensor in _tensors(cache))
-    new = _new_tokens(model, row, options)
+    cache = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
+    length = max(1, len(row))
+    layers = [
+        size * (length + _new_tokens(model, row, options)) // length for size in _sizes(cache)
+    ]
     text = model.config.get_text_config(decoder=True)
     width = max(text.vocab_size, 8 * text.hidden_size)
-    each = cached * (len(row) + new) // max(1, len(row)) + 8 * width + 16 * len(row) * width // 8
-    return int(min(MOST, max(1, (available - HEADROOM) * _SHARE // max(1, each))))
+    each = 8 * width + 16 * len(row) * width // 8
+    if cache_budget is None:
+        return _most(available - HEADROOM, each + sum(layers))
+    # A layer is used and another one read ahead.
+    budget = parse_size(cache_budget, "cache_budget")
+    by_cache = max(1, budget // max(1, 2 * max(layers, default=0)))
+    return min(by_cache, _most(available - HEADROOM - budget, each))
+
+
+def _most(available: int, each: int) -> int:
+    """Returns how many sequences fit in a part of the available memory."""
+    return int(min(MOST, max(1, available * _SHARE // max(1, each))))
+
+
+def cache_argument(model: Any, budget: int | str | None) -> dict[str, Any]:
+    """Returns the argument for a cache that keeps to a budget, or none."""
+    if budget is None:
+        return {}
+    from transformers import EncoderDecoderCache, GenerationMixin
+
+    from ._file_cache import FileCache
+
+    size = parse_size(budget, "cache_budget")
+    if model.config.is_encoder_decoder:
+        parts = [FileCache(max(1, size // 2)) for _ in range(2)]
+        cache = EncoderDecoderCache(*parts)
+    else:
+        cache = FileCache(size, config=model.config)
+    # transformers has renamed it.
+    names = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache}
 
 
 def _new_tokens(model: Any, row: list[int], options: dict[str, Any]) -> int:
@@ -169,16 +214,21 @@ def _new_tokens(model: Any, row: list[int], options: dict[str, Any]) -> int:
     return len(row)
 
 
-def _tensors(cache: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a cache of transformers."""
-    layers = getattr(cache, "layers", None)
-    held = [vars(layer) for layer in layers] if layers is not None else cache
+def _sizes(cache: Any) -> list[int]:
+    """Returns the size of each layer of a cache of transformers, in bytes."""
     parts = [
         getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")
     ]
     if any(part is not None for part in parts):
-        return [tensor for part in parts for tensor in _tensors(part)]
-    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
+        return [size for part in parts for size in _sizes(part)]
+    return [
+        layer.nbytes() if hasattr(layer, "nbytes") else _size(vars(layer))
+        for layer in getattr(cache, "layers", [])
+    ] or [_size(cache)]
+
+
+def _size(held: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor))
 
 
 def _until_padding(tokens: torch.Tensor, pad: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from ..errors import ConfigurationError, TensorStreamError
-from ._generate import batches
+from ._generate import batches, cache_argument
 from ._hub import HubModel
 from ._offload import stats
 
@@ -25,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--image", metavar="FILE", action="append", default=[], help="an image for the prompt")
     add("--raw", action="store_true", help="do not apply the chat template of the tokenizer")
     add("--budget", metavar="SIZE", help='memory for weights, such as "6GB" (default: "auto")')
+    add("--cache-budget", metavar="SIZE", help="memory for keys and values; the rest is in files")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
     add("--greedy", action="store_true", help="choose the most likely token; do not sample")
     add("--temperature", type=float, metavar="T", help="default: that of the model")
@@ -131,11 +132,14 @@ def _texts(
     if options.prompt_lookup is not None:
         settings["prompt_lookup_num_tokens"] = options.prompt_lookup
     if inputs:
-        output = model.generate(**inputs, **settings)[0, inputs["input_ids"].shape[1] :]
+        cache = cache_argument(model, options.cache_budget)
+        output = model.generate(**inputs, **cache, **settings)[0, inputs["input_ids"].shape[1] :]
         clock.count_at_end(output)
         return [str(decoder.decode(output, skip_special_tokens=True))]
     texts = [""] * len(rows)
-    for numbers, outputs in batches(model, decoder, rows, options.batch_size, settings):
+    for numbers, outputs in batches(
+        model, decoder, rows, options.batch_size, settings, options.cache_budget
+    ):
         for number, output in zip(numbers, outputs, strict=True):
             clock.count_at_end(output)
             texts[number] = decoder.decode(output, skip_special_tokens=True)
