@@ -9,8 +9,9 @@ import gc
 import os
 import pickle
 import weakref
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import families
@@ -20,6 +21,8 @@ import tensorstream as ts
 import torch
 import transformers
 from tensorstream.streaming import _file_cache, _stored_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaForCausalLM
 
 LAYERS, HEADS, WIDTH = 6, 2, 16
@@ -100,45 +103,117 @@ def test_a_streamed_model_generates_from_files(llama: LlamaForCausalLM, tmp_path
         assert cache.bytes_in_files > 4 * layer_bytes(2, 99, 4)
 
 
-def test_the_budget_holds_while_tensors_are_alive(
-    llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Counts all tensors of keys and values, also those that are used and read ahead."""
-    alive: dict[int, int] = {}
-    most = 0
+class Alive(TorchDispatchMode):
+    """Counts the memory of the tensors that were made since it began.
 
-    def count(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal most
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in alive:
-            alive[key] = size
-            weakref.finalize(tensor, alive.pop, key, None)
-            most = max(most, sum(alive.values()))
-        return tensor
+    Attributes:
+        most: The most bytes at once.
+    """
 
-    with_room, cat = _stored_tensor.StoredTensor.with_room, torch.cat
-    monkeypatch.setattr(
-        _stored_tensor.StoredTensor, "with_room", lambda *args: count(with_room(*args))
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        for leaf in tree_leaves(out):
+            storage = leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
+            # Tensors of numbers that select are tiny beside those of any model.
+            if storage is None or storage.nbytes() < 512 or storage._cdata in given:
+                continue
+            if storage._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._sizes.pop, storage._cdata, None)
+                self.most = max(self.most, sum(self._sizes.values()))
+        return out
+
+
+def test_the_budget_holds_while_tensors_are_alive() -> None:
+    """All keys and values are counted, also those that are used, copied and read ahead."""
+    token = 2 * 2 * HEADS * WIDTH * 4  # of a layer, in bytes
+
+    def run(budget: int, steps: list[Any], only_read: tuple[int, ...] = ()) -> int:
+        alive, cache = Alive(), ts.FileCache(budget)
+        for number, step in enumerate(steps):
+            for layer in range(6) if isinstance(step, int) else ():
+                if number and layer in only_read:
+                    with alive:
+                        layers = cache.layers[layer].keys, cache.layers[layer].values
+                else:
+                    new = (torch.ones(2, HEADS, step, WIDTH), torch.ones(2, HEADS, step, WIDTH))
+                    with alive:
+                        layers = cache.update(*new, layer)
+                del layers
+            if step == "again":  # a pass that ended early
+                cache.update(*new, 0)
+            elif not isinstance(step, int):
+                with alive:
+                    step(cache)
+        return alive.most
+
+    for tokens in (105, 215, 260, 330, 470):
+        assert run(tokens * token, [100, 1, 1, 1]) <= tokens * token
+    for tokens in (210, 215, 260, 330, 470):
+        assert run(tokens * token, [100, 1, 100]) <= tokens * token, "a chat"
+        assert run(tokens * token, [40, 1, "again", 40, "again", 1]) <= tokens * token
+        assert run(tokens * token, [100, 1, 1, 1], (1, 3, 5)) <= tokens * token, "cross-attention"
+        order = [lambda cache: cache.reorder_cache(torch.tensor([1, 0])), 1]
+        assert run(tokens * token, [100, 1, *order, *order]) <= tokens * token
+        repeat = [lambda cache: cache.batch_repeat_interleave(2)]
+        assert run(tokens * token, [100, 1, *repeat]) <= tokens * token
+        crop = [lambda cache: cache.crop(-20), 20, 1]
+        assert run(tokens * token, [100, 1, *crop, *crop]) <= tokens * token
+
+
+def test_a_window_takes_the_room_of_what_is_read_ahead() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(num_hidden_layers=2, sliding_window=8, layer_types=kinds)
+    token = 2 * 2 * HEADS * WIDTH * 4
+    alive, budget = Alive(), 212 * token + 8  # for the number of the window
+    cache = ts.FileCache(budget, config=config)
+    for tokens in (100, 1, 100):
+        for layer in range(2):
+            new = torch.ones(2, HEADS, tokens, WIDTH), torch.ones(2, HEADS, tokens, WIDTH)
+            with alive:
+                layers = cache.update(*new, layer)
+            del layers
+    assert 208 * token <= alive.most <= budget
+
+
+def test_windows_of_attention_stay_small() -> None:
+    config = transformers.Gemma3TextConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=8,
+        pad_token_id=0,
     )
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def cat(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return count(cat(*args, **kwargs))
-
-    monkeypatch.setattr(transformers.cache_utils, "torch", Torch())
-    whole = layer_bytes(2, 99, 4)
-    for budget in (whole, 2 * whole, 3 * whole, 5 * whole, 9 * whole):
-        most = 0
-        cache = ts.FileCache(budget, config=llama.config)
-        generated(llama, cache)
-        assert whole <= most <= budget
-        del cache
-        gc.collect()
-    assert not alive
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    ids = torch.randint(3, 100, (1, 300))
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    # Two layers of full attention in files, and ten windows of seven tokens.
+    token = 2 * 16 * 4
+    budget = 2 * 304 * token + 10 * 7 * token + 2000
+    cache = ts.FileCache(budget, config=config)
+    assert torch.equal(
+        model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False), expected
+    )
+    assert cache.bytes_in_files == 2 * 303 * token
+    with torch.no_grad(), pytest.raises(ts.BudgetError) as error:
+        model(ids, cache=ts.FileCache(9 * 300 * token // 10, config=config))
+    needed = int(str(error.value).split("at least ")[1].split(maxsplit=1)[0])
+    with torch.no_grad():
+        model(ids, cache=ts.FileCache(needed, config=config))
 
 
 def test_the_budget_in_an_error_is_the_smallest(llama: LlamaForCausalLM) -> None:
@@ -252,6 +327,48 @@ def test_operations_of_a_cache(budget: str) -> None:
         ours.crop(5)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_random_operations(seed: int) -> None:
+    """Random sequences of operations have the results of a cache in memory."""
+    random = Random(seed)
+    torch.manual_seed(seed)
+    dtype = random.choice([torch.float32, torch.bfloat16, torch.float16])
+    heads, widths, batch = random.randint(1, 3), (random.randint(1, 9), random.randint(1, 9)), 2
+    token = heads * sum(widths) * dtype.itemsize
+    ours, theirs = ts.FileCache(2 * token * random.randint(40, 300)), DynamicCache()
+
+    def both(operation: str, argument: Any) -> None:
+        for cache in (ours, theirs):
+            getattr(cache, operation)(argument)
+
+    for _ in range(random.randint(4, 16)):
+        kind = random.choice(["update"] * 4 + ["crop", "reorder", "select", "repeat", "copy"])
+        if kind == "update" or not theirs.layers or theirs.get_seq_length() == 0:
+            tokens = random.choice([1, 1, 1, 2, 9])
+            with random.choice([torch.no_grad, torch.inference_mode])():
+                for layer in range(4):
+                    shapes = [(batch, tokens, heads, width) for width in widths]
+                    new = [torch.randn(shape).to(dtype).transpose(1, 2) for shape in shapes]
+                    actual, expected = ours.update(*new, layer), theirs.update(*new, layer)
+                    for mine, other in zip(actual, expected, strict=True):
+                        assert torch.equal(mine, other) and mine.stride() == other.stride()
+        elif kind == "crop":
+            both("crop", -random.randint(0, 12))
+        elif kind == "reorder":
+            both("reorder_cache", torch.randint(0, batch, (batch,)))
+        elif kind == "select":
+            batch, rows = 2, torch.randint(-batch, batch, (2,))
+            both("batch_select_indices", rows)
+        elif kind == "repeat" and batch < 4:
+            batch *= 2
+            both("batch_repeat_interleave", 2)
+        elif kind == "copy":
+            ours = copy.deepcopy(ours)
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        assert mine.get_seq_length() == other.get_seq_length()
+        assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
+
+
 def test_other_batches_and_dtypes_are_as_in_memory() -> None:
     ours, theirs = ts.FileCache("28KiB"), DynamicCache()
     for cache in (ours, theirs):
@@ -278,35 +395,54 @@ def test_files_go_with_the_cache(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with monkeypatch.context() as patch:
-
-        def pwrite(*args: Any) -> int:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        patch.setattr(_stored_tensor.os, "pwrite", pwrite)
-        yield
-
-
-def test_a_full_disk_loses_nothing(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    ours, theirs = ts.FileCache("28KiB", directory=tmp_path), DynamicCache()
+def test_a_full_disk_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = ts.FileCache("28KiB"), DynamicCache()
     for cache in (ours, theirs):
         fill(cache)
-    request.getfixturevalue("full_disk")
     new = torch.randn(3, HEADS, 1, WIDTH), torch.randn(3, HEADS, 1, WIDTH + 8)
-    with pytest.raises(ts.StorageError, match=r"cannot write .*No space left .*; give it another"):
-        ours.update(*new, 0)
+    own, left = os.pwrite, 0
+
+    def pwrite(*args: Any) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return own(*args)
+
+    monkeypatch.setattr(_stored_tensor.os, "pwrite", pwrite)
+    rows = 3 * HEADS  # of each file, which takes a write for each
+    for left in (0, 1, rows, 2 * rows - 1):  # noqa: B007  # a variable of pwrite
+        with pytest.raises(ts.StorageError, match=r"cannot write .*No space left .*; give it"):
+            ours.update(*new, 0)
+    for left in (0, rows, 2 * rows - 1):  # noqa: B007
+        with pytest.raises(ts.StorageError, match="cannot write"):
+            ours.reorder_cache(torch.tensor([0, 0, 1]))
+    left = 0
+    grown = torch.randn(3, HEADS, 9, WIDTH).double(), torch.randn(3, HEADS, 9, WIDTH + 8)
     with pytest.raises(ts.StorageError, match="cannot write"):
-        ours.reorder_cache(torch.tensor([0, 0, 1]))
+        ours.update(*grown, 0)
+    left = 1000
     assert_same_layers(ours, theirs)
+    first = ts.FileCache("1KiB")
+    for left in (0, 1000):
+        with pytest.raises(ts.StorageError) if left == 0 else nullcontext():
+            first.update(*new, 0)
+    assert first.get_seq_length() == 1
+
+
+def test_too_many_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(_stored_tensor.tempfile, "TemporaryFile", full)
+    with pytest.raises(ts.StorageError, match=r"Too many open files; .*ulimit -n"):
+        fill(ts.FileCache("28KiB"))
 
 
 def test_a_truncated_file_is_reported() -> None:
     cache = ts.FileCache("28KiB")
     fill(cache)
     for layer in cache.layers:
-        layer._forget_ahead()
         os.truncate(layer._keys._file.fileno(), 100)
     with pytest.raises(ts.StorageError, match=r"cannot read .*truncated"):
         fill(cache, (1,))
@@ -327,6 +463,8 @@ def test_what_is_refused(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     assert cache.get_seq_length() == 0
     with pytest.raises(ts.ModelError, match="cannot be pickled"):
         pickle.dumps(cache)
+    states = ts.FileCache("1MiB", config=transformers.MambaConfig(num_hidden_layers=2))
+    assert repr(states).startswith("FileCache(2 layers, 0 tokens, 0 of 1048576 bytes in memory")
 
 
 def test_a_forked_process_is_refused() -> None:
@@ -335,6 +473,9 @@ def test_a_forked_process_is_refused() -> None:
     child = os.fork()
     if child == 0:
         try:
+            cache.crop(-1)  # with a read under way
+            copied = copy.deepcopy(cache)
+            fill(copied, (1,))
             fill(cache, (1,))
         except ts.ModelError as error:
             os._exit(0 if "forked" in str(error) else 1)
@@ -342,16 +483,16 @@ def test_a_forked_process_is_refused() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_mounts_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tmpfs", "devtmpfs", "ext4", "overlay"])
+def test_mounts_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    device = tmp_path.stat().st_dev
     mounts = tmp_path / "mounts"
     mounts.write_text(
-        f"disk / ext4 rw 0 0\ntmpfs {tmp_path}/in\\040memory tmpfs rw 0 0\n"
-        f"tmpfs {tmp_path}/both tmpfs rw 0 0\ndisk {tmp_path}/both ext4 rw 0 0\n"
+        "21 1 0:9999 / / rw,relatime shared:1 - tmpfs tmpfs rw\n"
+        f"22 1 {os.major(device)}:{os.minor(device)} / /mnt rw - {kind} disk rw\n"
     )
     monkeypatch.setattr(_file_cache, "open", lambda _, **how: mounts.open(**how), raising=False)
-    assert _file_cache._is_in_memory(str(tmp_path / "in memory" / "deep"))
-    assert not _file_cache._is_in_memory(str(tmp_path / "in"))
-    assert not _file_cache._is_in_memory(str(tmp_path / "both"))
+    assert _file_cache._is_in_memory(str(tmp_path)) == (kind in ("tmpfs", "devtmpfs"))
 
 
 def test_many_prompts_with_a_budget_for_their_cache(
@@ -374,5 +515,7 @@ def test_many_prompts_with_a_budget_for_their_cache(
     # The batch size follows from the layer that has to fit twice: here two texts.
     ts.generate_many(llama, tokenizer(), PROMPTS, max_new_tokens=20, cache_budget="30KiB")
     assert len(made) == 3
+    with pytest.raises(ts.ConfigurationError, match="not both"):
+        ts.generate_many(llama, tokenizer(), PROMPTS, cache_budget="30KiB", cache=made[0])
     with pytest.raises(ts.ConfigurationError, match="invalid cache_budget"):
         ts.generate_many(llama, tokenizer(), PROMPTS, cache_budget="little")

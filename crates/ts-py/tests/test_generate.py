@@ -149,6 +149,7 @@ def test_what_cannot_run_is_said(chat: Path, run: Run, tmp_path: Path) -> None:
         ([str(tmp_path), "--prompt", "x"], 2, "BertModel cannot generate"),
         ([str(chat), "--prompt", "x", "--budget", "1KiB"], 2, "smallest budget"),
         ([str(chat), "--prompt", "x", "--cache-budget", "1KiB"], 2, "give it at least"),
+        (["no/such/model", "--prompt", "x", "--cache-budget", "little"], 2, "--cache-budget"),
         ([str(chat), "--prompt", "x", "--prompts", "y"], 2, "not both"),
         ([str(chat), "--prompts", str(tmp_path / "none")], 2, "No such file"),
         ([str(chat)], 2, "no prompt"),

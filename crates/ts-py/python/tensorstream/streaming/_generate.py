@@ -104,6 +104,8 @@ def batches(
             "one text is generated for each prompt: leave out `return_dict_in_generate` and "
             "`num_return_sequences`"
         )
+    if cache_budget is not None and {"cache", "past_key_values"} & options.keys():
+        raise ConfigurationError("give a cache or a cache_budget, not both")
     if options.get("prompt_lookup_num_tokens") or options.get("assistant_model"):
         # transformers generates one sequence at a time then.
         if batch_size not in (None, 1):
@@ -161,20 +163,18 @@ def fitting(
     available = _native.available_memory()
     if available is None:
         return 1
-    cache = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
-    length = max(1, len(row))
-    layers = [
-        size * (length + _new_tokens(model, row, options)) // length for size in _sizes(cache)
-    ]
+    length, longest = max(1, len(row)), len(row) + _new_tokens(model, row, options)
     text = model.config.get_text_config(decoder=True)
     width = max(text.vocab_size, 8 * text.hidden_size)
     each = 8 * width + 16 * len(row) * width // 8
-    if cache_budget is None:
-        return _most(available - HEADROOM, each + sum(layers))
-    # A layer is used and another one read ahead.
-    budget = parse_size(cache_budget, "cache_budget")
-    by_cache = max(1, budget // max(1, 2 * max(layers, default=0)))
-    return min(by_cache, _most(available - HEADROOM - budget, each))
+    if cache_budget is not None:
+        (cache,) = given.values()
+        by_cache = int(min(part.batches_that_fit(longest) for part in _parts(cache)))
+        budget = parse_size(cache_budget, "cache_budget")
+        return max(1, min(by_cache, _most(available - HEADROOM - budget, each)))
+    cache = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
+    cached = sum(tensor.nbytes for part in _parts(cache) for tensor in _tensors(part))
+    return _most(available - HEADROOM, each + cached * longest // length)
 
 
 def _most(available: int, each: int) -> int:
@@ -183,7 +183,7 @@ def _most(available: int, each: int) -> int:
 
 
 def cache_argument(model: Any, budget: int | str | None) -> dict[str, Any]:
-    """Returns the argument for a cache that keeps to a budget, or none."""
+    """Returns the argument of ``generate`` for a cache that keeps to a budget, or none."""
     if budget is None:
         return {}
     from transformers import EncoderDecoderCache, GenerationMixin
@@ -191,9 +191,16 @@ def cache_argument(model: Any, budget: int | str | None) -> dict[str, Any]:
     from ._file_cache import FileCache
 
     size = parse_size(budget, "cache_budget")
+    cache: Any = None
     if model.config.is_encoder_decoder:
-        parts = [FileCache(max(1, size // 2)) for _ in range(2)]
-        cache = EncoderDecoderCache(*parts)
+
+        class CrossCache(FileCache):
+            """Some models create it again, with these arguments."""
+
+            def __init__(self, *, config: Any = None, offloading: bool = False) -> None:
+                super().__init__(max(1, size // 2), config=config)
+
+        cache = EncoderDecoderCache(FileCache(max(1, size // 2), config=model.config), CrossCache())
     else:
         cache = FileCache(size, config=model.config)
     # transformers has renamed it.
@@ -214,21 +221,17 @@ def _new_tokens(model: Any, row: list[int], options: dict[str, Any]) -> int:
     return len(row)
 
 
-def _sizes(cache: Any) -> list[int]:
-    """Returns the size of each layer of a cache of transformers, in bytes."""
-    parts = [
-        getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")
-    ]
-    if any(part is not None for part in parts):
-        return [size for part in parts for size in _sizes(part)]
-    return [
-        layer.nbytes() if hasattr(layer, "nbytes") else _size(vars(layer))
-        for layer in getattr(cache, "layers", [])
-    ] or [_size(cache)]
+def _parts(cache: Any) -> list[Any]:
+    """Returns the caches of an encoder-decoder, or the one of another model."""
+    own = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    return [cache] if None in own else own
 
 
-def _size(held: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor))
+def _tensors(cache: Any) -> list[torch.Tensor]:
+    """Returns the tensors of a cache of transformers."""
+    layers = getattr(cache, "layers", None)
+    held = [vars(layer) for layer in layers] if layers is not None else cache
+    return [leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor)]
 
 
 def _until_padding(tokens: torch.Tensor, pad: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+from ..budget import parse_size
 from ..errors import ConfigurationError, TensorStreamError
 from ._generate import batches, cache_argument
 from ._hub import HubModel
@@ -68,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.prompt_lookup is not None and options.batch_size not in (None, 1):
         parser.error("--prompt-lookup needs --batch-size 1")
     try:
+        if options.cache_budget is not None:
+            parse_size(options.cache_budget, "--cache-budget")
         _run(options)
     except KeyboardInterrupt:
         print(file=sys.stderr)
