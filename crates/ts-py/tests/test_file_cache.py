@@ -172,13 +172,13 @@ def test_the_budget_holds_while_tensors_are_alive() -> None:
 
 
 def test_a_window_takes_the_room_of_what_is_read_ahead() -> None:
-    kinds = ["sliding_attention", "full_attention"]
-    config = transformers.Gemma3TextConfig(num_hidden_layers=2, sliding_window=8, layer_types=kinds)
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(num_hidden_layers=3, sliding_window=8, layer_types=kinds)
     token = 2 * 2 * HEADS * WIDTH * 4
     alive, budget = Alive(), 212 * token + 8  # for the number of the window
     cache = ts.FileCache(budget, config=config)
     for tokens in (100, 1, 100):
-        for layer in range(2):
+        for layer in range(3):
             new = torch.ones(2, HEADS, tokens, WIDTH), torch.ones(2, HEADS, tokens, WIDTH)
             with alive:
                 layers = cache.update(*new, layer)
