@@ -280,11 +280,15 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_units_that_do_not_fit_are_kept_apart(checkpoint: Path, small: Path) -> None:
     expected = result(offloaded(checkpoint, False))
     model = offloaded(checkpoint, small / "cache")
-    assert [result(model) for _ in range(3)] == [expected] * 3
-    units = ts.stats(model)["units"]
-    there = sum(unit["slot_bytes"] for unit in units if unit["shared"])
+    for _ in range(12):
+        assert result(model) == expected
+        units = ts.stats(model)["units"]
+        there = sum(unit["slot_bytes"] for unit in units if unit["shared"])
+        apart = any(unit["resident"] and not unit["shared"] for unit in units)
+        if there and apart:
+            break  # a new plan reads its units in the next pass
     assert 0 < there <= 2 << 20, "some units are shared"
-    assert any(unit["resident"] and not unit["shared"] for unit in units), "others are not"
+    assert apart, "others are not"
 
     # Others fill it. New units are kept apart, and a second process works, too.
     other = (small / "other").open("wb", buffering=0)
