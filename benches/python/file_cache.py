@@ -19,7 +19,7 @@ from models import child, drop_caches, memory_cap, peak_rss
 LAYERS, TOKENS = 16, 16384
 SHAPE = (1, 8, TOKENS, 128)
 STEPS = 8
-ROUNDS = 3
+ROUNDS = 2
 LIMIT = 900_000_000
 
 
