@@ -27,7 +27,7 @@ PASSES = 6
 
 
 class Block(nn.Module):
-    """Uses a parameter of its own, a child, and the bias of this child."""
+    """Uses its own parameter, a child, and the bias of this child."""
 
     def __init__(self) -> None:
         super().__init__()

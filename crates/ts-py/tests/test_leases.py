@@ -177,7 +177,7 @@ def test_a_deleted_model_is_freed_without_the_cycle_collector(
             with torch.inference_mode():
                 model(torch.randn(1, 128))
             del model
-            if number == 0:  # PyTorch has started threads of its own
+            if number == 0:  # PyTorch has started its threads
                 before = threads()
         assert threads() == before
     finally:

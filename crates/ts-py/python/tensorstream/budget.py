@@ -204,7 +204,7 @@ def parse_size(size: int | str, what: str) -> int:
 
     Args:
         size: A number of bytes, or a size such as ``"6GiB"``.
-        what: What has this size, for the error.
+        what: The name of the size in error messages.
 
     Raises:
         ConfigurationError: The size is neither, or not positive.

@@ -32,7 +32,7 @@ except ImportError as error:
 
 
 class FileCache(DynamicCache):  # type: ignore[misc]  # transformers has no types
-    """Keys and values of a model of transformers, in memory up to a budget and else in files.
+    """A KV cache for transformers that keeps to a memory budget and stores the rest in files.
 
     A ``DynamicCache`` that can grow larger than memory. Give it to ``generate`` or to the model, as
     ``cache`` (``past_key_values`` in older versions of transformers). Results have the bits that
@@ -44,7 +44,7 @@ class FileCache(DynamicCache):  # type: ignore[misc]  # transformers has no type
     files have no names and are gone with the cache, also after a crash. The ``keys`` and ``values``
     of a layer in files are copies. ``copy.deepcopy`` copies the files.
 
-    Not safe for use by several threads at a time, like other caches.
+    Not safe for use by several threads at a time, like other caches. Tested with models on the CPU.
 
     Args:
         budget: The memory for keys and values, as bytes or as a size such as ``"2GiB"``. It covers
@@ -124,7 +124,9 @@ class FileCache(DynamicCache):  # type: ignore[misc]  # transformers has no type
             All keys and all values of the layer.
         """
         if os.getpid() != self._process:
-            raise ModelError("a FileCache is for the process that made it, not for forked ones")
+            raise ModelError(
+                "a FileCache cannot be used in a forked process; create another one there"
+            )
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ModelError(
                 "a FileCache keeps no gradients: generate under torch.no_grad(), or train with "
@@ -284,7 +286,7 @@ class FileCache(DynamicCache):  # type: ignore[misc]  # transformers has no type
         self._ahead = None
 
 
-class _LayerWithFiles:
+class _LayerWithFiles(DynamicLayer):  # type: ignore[misc]  # transformers has no types
     """Mixed into a layer of transformers: its keys and values can be in files.
 
     The methods of the layer use ``keys`` and ``values`` as attributes, which here read and write
@@ -334,7 +336,7 @@ class _LayerWithFiles:
     def get_seq_length(self) -> int:
         if isinstance(self._keys, StoredTensor):
             return self._keys.shape[-2]
-        return int(super().get_seq_length())  # type: ignore[misc]  # of the layer
+        return int(super().get_seq_length())
 
     def can_append(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Returns whether the layer is in files, and the new tokens are like its own."""
@@ -386,12 +388,12 @@ class _LayerWithFiles:
         self._directory = None
         try:
             result: tuple[torch.Tensor, torch.Tensor]
-            result = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+            result = super().update(key_states, value_states, *args, **kwargs)
             if directory is not None:
                 self.store(directory)
         except BaseException:
-            vars(self).clear()
-            vars(self).update(before)
+            self.__dict__.clear()
+            self.__dict__.update(before)
             raise
         return result
 
@@ -408,7 +410,7 @@ class _LayerWithFiles:
         self._rearrange("batch_select_indices", indices)
 
     def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
+        super().reset()
         self._directory = None
 
     def read_ahead(self, reader: ThreadPoolExecutor, tokens: int) -> _Ahead | None:
@@ -416,7 +418,7 @@ class _LayerWithFiles:
         keys, values = self._keys, self._values
         if not (isinstance(keys, StoredTensor) and isinstance(values, StoredTensor)):
             return None
-        # Allocated by this thread, because another one would take memory of its own arena.
+        # Allocated by the calling thread: the C library gives each thread a separate arena.
         tensors = keys.with_room(tokens), values.with_room(tokens)
         ahead = _Ahead(self, (keys, values), (keys.changes, values.changes), tensors)
         try:

@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--image", metavar="FILE", action="append", default=[], help="an image for the prompt")
     add("--raw", action="store_true", help="do not apply the chat template of the tokenizer")
     add("--budget", metavar="SIZE", help='memory for weights, such as "6GB" (default: "auto")')
-    add("--cache-budget", metavar="SIZE", help="memory for keys and values; the rest is in files")
+    add("--cache-budget", metavar="SIZE", help="memory for the KV cache; the rest is in files")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
     add("--greedy", action="store_true", help="choose the most likely token; do not sample")
     add("--temperature", type=float, metavar="T", help="default: that of the model")

@@ -36,7 +36,7 @@ class StoredTensor:
         self.changes = 0
         self._room = shape[-2] + max(_ROOM, shape[-2] // 2)
         try:
-            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  # open as long as the tensor
         except OSError as error:
             raise self._failed("create", error) from error
 
@@ -175,7 +175,7 @@ class StoredTensor:
     def _failed(self, what: str, error: OSError) -> StorageError:
         do = "give it another directory"
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            do = "each layer needs two; raise the limit (ulimit -n) or delete other caches"
+            do = "each layer in files needs two; raise the limit (ulimit -n) or delete other caches"
         return StorageError(
             f"cannot {what} a file of a FileCache in {self._directory}: "
             f"{error.strerror or error}; {do}"
