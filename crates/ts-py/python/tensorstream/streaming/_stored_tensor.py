@@ -36,7 +36,8 @@ class StoredTensor:
         self.changes = 0
         self._room = shape[-2] + max(_ROOM, shape[-2] // 2)
         try:
-            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115  # open as long as the tensor
+            # Open as long as the tensor lives.
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise self._failed("create", error) from error
 
