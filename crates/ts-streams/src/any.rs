@@ -2,11 +2,14 @@
 //! Devices whose kind is chosen at run time.
 
 use std::alloc::Layout;
+use std::ffi::c_void;
 use std::time::Duration;
 
-use crate::cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
 #[cfg(feature = "cuda")]
-use crate::cuda::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
+use crate::accelerator::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
+#[cfg(feature = "runtime")]
+use crate::accelerator::{RuntimeDevice, RuntimeEvent, RuntimeMemory, RuntimeStream};
+use crate::cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
 use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
 use crate::id::StreamId;
 use crate::priority::StreamPriority;
@@ -38,6 +41,9 @@ pub enum AnyDevice {
     /// An NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda(CudaDevice),
+    /// An accelerator behind a library like CUDA's runtime.
+    #[cfg(feature = "runtime")]
+    Runtime(RuntimeDevice),
 }
 
 /// A stream of an [`AnyDevice`].
@@ -51,6 +57,9 @@ pub enum AnyStream {
     /// A stream on an NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda(CudaStream),
+    /// A stream on such an accelerator.
+    #[cfg(feature = "runtime")]
+    Runtime(RuntimeStream),
 }
 
 /// An event of an [`AnyDevice`].
@@ -64,6 +73,9 @@ pub enum AnyEvent {
     /// An event on an NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda(CudaEvent),
+    /// An event of such an accelerator.
+    #[cfg(feature = "runtime")]
+    Runtime(RuntimeEvent),
 }
 
 /// Memory of an [`AnyDevice`].
@@ -77,6 +89,9 @@ pub enum AnyMemory {
     /// Memory of an NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda(CudaMemory),
+    /// Memory of such an accelerator.
+    #[cfg(feature = "runtime")]
+    Runtime(RuntimeMemory),
 }
 
 /// Evaluates an expression for the value inside an enum, whatever its variant.
@@ -87,6 +102,8 @@ macro_rules! dispatch {
             $of::Sim($inner) => $result,
             #[cfg(feature = "cuda")]
             $of::Cuda($inner) => $result,
+            #[cfg(feature = "runtime")]
+            $of::Runtime($inner) => $result,
         }
     };
 }
@@ -99,6 +116,8 @@ macro_rules! dispatch_into {
             $of::Sim($inner) => $result.map($into::Sim),
             #[cfg(feature = "cuda")]
             $of::Cuda($inner) => $result.map($into::Cuda),
+            #[cfg(feature = "runtime")]
+            $of::Runtime($inner) => $result.map($into::Runtime),
         }
     };
 }
@@ -114,6 +133,8 @@ macro_rules! dispatch_pair {
             ($of::Sim($inner), $with::Sim($inner_other)) => $result,
             #[cfg(feature = "cuda")]
             ($of::Cuda($inner), $with::Cuda($inner_other)) => $result,
+            #[cfg(feature = "runtime")]
+            ($of::Runtime($inner), $with::Runtime($inner_other)) => $result,
             (value, other) => Err(Error::MixedDevices {
                 expected: value.device_kind(),
                 actual: other.device_kind(),
@@ -131,6 +152,8 @@ macro_rules! device_kind {
                     $of::Sim(_) => DeviceKind::Sim,
                     #[cfg(feature = "cuda")]
                     $of::Cuda(_) => DeviceKind::Cuda,
+                    #[cfg(feature = "runtime")]
+                    $of::Runtime(_) => DeviceKind::Runtime,
                 }
             }
         }
@@ -141,6 +164,36 @@ impl AnyDevice {
     /// Returns the current and peak number of bytes allocated through this handle and its clones.
     pub fn memory(&self) -> MemoryMetrics {
         dispatch!(AnyDevice, self, device => device.memory())
+    }
+
+    /// Returns a stream that other code created, by the driver's handle of it, such as a
+    /// `CUstream`. Work can be submitted to it, and it can wait for events. Dropping the result
+    /// does not destroy the stream.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] if streams of the device have no such handles.
+    ///
+    /// # Safety
+    /// The handle must be that of a stream of this device, and the stream must exist as long as
+    /// the result or a clone of it.
+    pub unsafe fn external_stream(&self, handle: *mut c_void) -> Result<AnyStream, Error> {
+        let _ = handle;
+        match self {
+            AnyDevice::Cpu(_) | AnyDevice::Sim(_) => Err(Error::Unsupported {
+                device: self.info().name.clone(),
+                what: "streams of other code",
+            }),
+            // SAFETY: the caller guarantees that the handle is that of a stream of this device.
+            #[cfg(feature = "cuda")]
+            AnyDevice::Cuda(device) => {
+                Ok(AnyStream::Cuda(unsafe { device.external_stream(handle) }))
+            }
+            // SAFETY: as above.
+            #[cfg(feature = "runtime")]
+            AnyDevice::Runtime(device) => {
+                Ok(AnyStream::Runtime(unsafe { device.external_stream(handle) }))
+            }
+        }
     }
 }
 
@@ -160,6 +213,8 @@ impl Device for AnyDevice {
             (AnyDevice::Sim(device), AnyStream::Sim(stream)) => device.owns(stream),
             #[cfg(feature = "cuda")]
             (AnyDevice::Cuda(device), AnyStream::Cuda(stream)) => device.owns(stream),
+            #[cfg(feature = "runtime")]
+            (AnyDevice::Runtime(device), AnyStream::Runtime(stream)) => device.owns(stream),
             _ => false,
         }
     }
@@ -198,6 +253,12 @@ impl Device for AnyDevice {
             (AnyDevice::Cuda(device), AnyMemory::Cuda(memory), AnyStream::Cuda(stream)) => {
                 device.free_async(memory, stream)
             }
+            #[cfg(feature = "runtime")]
+            (
+                AnyDevice::Runtime(device),
+                AnyMemory::Runtime(memory),
+                AnyStream::Runtime(stream),
+            ) => device.free_async(memory, stream),
             (device, memory, stream) => {
                 let kinds = [memory.device_kind(), stream.device_kind()];
                 let of = device.device_kind();
@@ -324,4 +385,6 @@ from! {
     SimMemory => AnyMemory::Sim,
     #[cfg(feature = "cuda")] CudaDevice => AnyDevice::Cuda,
     #[cfg(feature = "cuda")] CudaMemory => AnyMemory::Cuda,
+    #[cfg(feature = "runtime")] RuntimeDevice => AnyDevice::Runtime,
+    #[cfg(feature = "runtime")] RuntimeMemory => AnyMemory::Runtime,
 }

@@ -23,7 +23,7 @@ impl GpuStatus {
     /// ```
     pub fn detect() -> Self {
         #[cfg(feature = "cuda")]
-        return crate::cuda::status();
+        return crate::accelerator::status();
         #[cfg(not(feature = "cuda"))]
         Self::NotCompiled
     }

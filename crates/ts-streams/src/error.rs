@@ -150,12 +150,13 @@ pub enum Error {
         /// The error message of the operating system.
         reason: String,
     },
-    /// A call to the CUDA driver failed.
-    #[error("CUDA driver call {call} failed: {name} (code {code})")]
+    /// A call to the driver of a device failed.
+    #[error("driver call {call} failed: {name} (code {code})")]
     Driver {
-        /// Name of the driver function, for example `cuMemcpyAsync`.
+        /// Name of the driver function, for example `cuMemcpyAsync`. For a `RuntimeDevice`, without
+        /// the prefix.
         call: &'static str,
-        /// The CUDA result code.
+        /// The result code.
         code: i32,
         /// Name of the result code, for example `CUDA_ERROR_INVALID_VALUE`.
         name: String,

@@ -13,6 +13,9 @@ pub enum DeviceKind {
     Sim,
     /// An NVIDIA GPU, as a `CudaDevice`. Requires the feature `cuda`.
     Cuda,
+    /// An accelerator behind a library like CUDA's runtime, as a `RuntimeDevice`. Requires the
+    /// feature `runtime`.
+    Runtime,
 }
 
 /// Identifies a stream. Each identifier is unique within the process and never reused.

@@ -49,14 +49,17 @@
 //! ([`StreamProfiler`], [`Profile`]) are for embedders: programs that use this crate directly.
 //!
 //! # Features
-//! `cuda` (off by default) adds `CudaDevice`. The driver is loaded at run time, so the same program
-//! also runs on machines without it; [`GpuStatus::detect`] reports whether GPUs can be used.
+//! - `cuda` (off by default) adds `CudaDevice`. The driver is loaded at run time, so the same
+//!   program also runs on machines without it; [`GpuStatus::detect`] reports whether GPUs can be
+//!   used.
+//! - `runtime` (off by default) adds `RuntimeDevice`: other accelerators, through a library that
+//!   has the functions of CUDA's runtime under another prefix.
 
+#[cfg(any(feature = "cuda", feature = "runtime"))]
+mod accelerator;
 mod any;
 mod coordinator;
 mod cpu;
-#[cfg(feature = "cuda")]
-mod cuda;
 mod detect;
 mod device;
 mod error;
@@ -77,11 +80,19 @@ mod sync;
 
 pub mod conformance;
 
+#[cfg(any(feature = "cuda", feature = "runtime"))]
+pub use accelerator::{
+    AcceleratorDevice, AcceleratorEvent, AcceleratorMemory, AcceleratorStream,
+};
+#[cfg(feature = "cuda")]
+pub use accelerator::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
+#[cfg(feature = "runtime")]
+pub use accelerator::{
+    RuntimeDevice, RuntimeEvent, RuntimeLibrary, RuntimeMemory, RuntimeStream,
+};
 pub use any::{AnyDevice, AnyEvent, AnyMemory, AnyStream};
 pub use coordinator::{CancelToken, Execution, MultiStreamCoordinator};
 pub use cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
-#[cfg(feature = "cuda")]
-pub use cuda::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
 pub use detect::GpuError;
 pub use device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
 pub use error::{Error, ErrorKind};

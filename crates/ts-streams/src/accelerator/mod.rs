@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Support for NVIDIA GPUs. The CUDA driver is loaded at run time. The module `driver` calls the
-//! raw functions of cudarc and checks their results.
+//! Devices with their own memory, streams and events behind an [`Api`]: NVIDIA GPUs through the
+//! CUDA driver, and other accelerators through a library like CUDA's runtime.
 
-mod driver;
+mod api;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "runtime")]
+mod runtime;
 
 use std::alloc::Layout;
 use std::ffi::c_void;
@@ -10,73 +14,87 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
-use self::driver::{Context, RawEvent, RawStream, Unavailable};
+use self::api::Api;
+use self::api::{RawEvent, RawStream};
+#[cfg(feature = "cuda")]
+pub use self::cuda::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
+#[cfg(feature = "cuda")]
+pub(crate) use self::cuda::status;
+#[cfg(feature = "runtime")]
+pub use self::runtime::{
+    RuntimeDevice, RuntimeEvent, RuntimeLibrary, RuntimeMemory, RuntimeStream,
+};
 use crate::cpu::monotonic_ns;
 use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
-use crate::id::{DeviceKind, StreamId};
+use crate::id::StreamId;
 use crate::memory::{HostBlock, check_copy};
 use crate::metrics::{MemoryCounters, MemoryMetrics, StreamMetrics};
-use crate::priority::{PriorityRange, StreamPriority};
+use crate::priority::StreamPriority;
 use crate::queue::{Work, check_may_block, next_stream_id};
 use crate::range::{MemoryKind, MemoryRange};
-use crate::{Error, GpuStatus};
+use crate::Error;
 
-/// Implements [`GpuStatus::detect`].
-pub(crate) fn status() -> GpuStatus {
-    match driver::load() {
-        Ok(device_count) => GpuStatus::Available { device_count: *device_count },
-        Err(Unavailable::NoDevices) => GpuStatus::NoDevices,
-        Err(Unavailable::NoDriver(reason)) => GpuStatus::NoCuda(reason.clone()),
-    }
-}
-
-/// An NVIDIA GPU, used through its primary context. This code has not yet run on a GPU.
+/// A device with its own memory behind an [`Api`]: a `CudaDevice` or a `RuntimeDevice`.
 ///
-/// Host functions run on a thread of the driver. If work on the GPU fails, for example because of
-/// an invalid address, the error is permanent: this process can no longer use the GPU.
+/// Host functions run on a thread of the driver. If work on the device fails, for example because
+/// of an invalid address, the error is permanent: this process can no longer use the device.
 ///
 /// When a host function panics, later host functions on its stream, and on streams that wait for
 /// the function, are skipped. Copies and fills that were submitted before the failure is known
-/// still run, because they are already queued on the GPU.
-#[derive(Debug, Clone)]
-pub struct CudaDevice {
-    shared: Arc<CudaShared>,
+/// still run, because they are already queued on the device.
+#[derive(Debug)]
+pub struct AcceleratorDevice<A: Api> {
+    shared: Arc<Shared<A>>,
+}
+
+impl<A: Api> Clone for AcceleratorDevice<A> {
+    fn clone(&self) -> Self {
+        Self { shared: Arc::clone(&self.shared) }
+    }
 }
 
 #[derive(Debug)]
-struct CudaShared {
+struct Shared<A: Api> {
     info: DeviceInfo,
-    context: Context,
-    streams: Mutex<Vec<Weak<StreamHandle>>>,
+    api: A,
+    streams: Mutex<Vec<Weak<StreamHandle<A>>>>,
     memory: MemoryCounters,
-    /// Memory that was dropped or freed in host functions, where calls to the driver are forbidden.
-    deferred_frees: Mutex<Vec<DeferredFree>>,
+    /// What was dropped or freed in host functions, where calls to the driver are forbidden.
+    deferred: Mutex<Vec<Deferred<A>>>,
     /// Whether the default memory pool keeps freed memory. Set by the first stream-ordered
     /// allocation. If `false`, stream-ordered allocation is not supported.
     pool_keeps_memory: OnceLock<bool>,
 }
 
-/// Memory to free when calls to the driver are allowed again.
+/// What to free or destroy when calls to the driver are allowed again.
 #[derive(Debug)]
-struct DeferredFree {
-    allocation: Allocation,
-    /// The stream whose earlier work must end before the memory is freed, or `None` to free it
-    /// directly.
-    stream: Option<Arc<StreamHandle>>,
+enum Deferred<A: Api> {
+    /// Memory to free. If there is a stream, after the earlier work of the stream.
+    Memory(Allocation, Option<Arc<StreamHandle<A>>>),
+    Stream(RawStream),
+    Event(RawEvent),
 }
 
-impl CudaShared {
-    /// Frees the memory that was dropped or freed in host functions. Has no effect if called from a
-    /// host function.
-    fn run_deferred_frees(&self) {
+impl<A: Api> Shared<A> {
+    /// Frees what was dropped or freed in host functions. Has no effect if called from a host
+    /// function.
+    fn run_deferred(&self) {
         if check_may_block().is_err() {
             return;
         }
-        let deferred_frees = std::mem::take(&mut *lock(&self.deferred_frees));
-        for DeferredFree { allocation, stream } in deferred_frees {
-            // SAFETY: the owner has dropped or freed the memory, and `take` removed it from the
-            // list, so it is freed once.
-            unsafe { self.free(&allocation, stream.as_deref()) };
+        let deferred = std::mem::take(&mut *lock(&self.deferred));
+        for each in deferred {
+            // SAFETY: its owner has dropped or freed it, and `take` removed it from the list, so
+            // it is freed or destroyed once.
+            unsafe {
+                match each {
+                    Deferred::Memory(allocation, stream) => {
+                        self.free(&allocation, stream.as_deref());
+                    }
+                    Deferred::Stream(raw) => self.api.destroy_stream(&raw),
+                    Deferred::Event(raw) => self.api.destroy_event(&raw),
+                }
+            }
         }
     }
 
@@ -84,61 +102,69 @@ impl CudaShared {
     /// so far.
     ///
     /// # Safety
-    /// The allocation must belong to this context and must not be freed twice. Only work that was
+    /// The allocation must belong to this device and must not be freed twice. Only work that was
     /// submitted to `stream` before this call may use it.
-    unsafe fn free(&self, allocation: &Allocation, stream: Option<&StreamHandle>) {
+    unsafe fn free(&self, allocation: &Allocation, stream: Option<&StreamHandle<A>>) {
         match (allocation, stream) {
             // Memory that the driver refuses to free is leaked.
             (Allocation::Driver { start, .. }, Some(stream)) => {
-                // SAFETY: the caller guarantees that the allocation belongs to this context, and
-                // that only earlier work on `stream` uses it.
-                let _ = unsafe { self.context.free_async(*start, &stream.raw) };
+                // SAFETY: the caller guarantees that the allocation belongs to this device, and that
+                // only earlier work on `stream` uses it.
+                let _ = unsafe { self.api.free_async(*start, &stream.raw) };
             }
             // SAFETY: the caller guarantees that nothing uses the allocation, since there is no
             // stream. `allocate` sets `pinned` for memory from `allocate_pinned`.
             (Allocation::Driver { start, pinned: true }, None) => unsafe {
-                self.context.free_pinned(*start);
+                self.api.free_pinned(*start);
             },
             // SAFETY: the caller guarantees that nothing uses the allocation, since there is no
             // stream. `pinned` is false for device and managed memory.
             (Allocation::Driver { start, pinned: false }, None) => unsafe {
-                self.context.free(*start);
+                self.api.free(*start);
             },
             (Allocation::Host(_) | Allocation::Released, _) => {}
         }
     }
 }
 
-impl CudaDevice {
-    /// Opens the GPU with index `ordinal`, counted from 0 among those that `CUDA_VISIBLE_DEVICES`
-    /// makes visible. May block while the driver loads.
-    ///
-    /// # Errors
-    /// Returns [`Error::NoGpu`] with the reason if there is no such GPU or no driver, and
-    /// [`Error::Driver`] if a CUDA driver call fails.
-    pub fn new(ordinal: usize) -> Result<Self, Error> {
-        status().require(ordinal)?;
-        let context = Context::new(ordinal)?;
-        let (least, greatest) = context.priority_range()?;
-        let info = DeviceInfo {
-            kind: DeviceKind::Cuda,
-            name: context.name()?,
-            ordinal: ordinal as u32,
-            total_bytes: Some(context.total_bytes()?),
-            priorities: PriorityRange { least, greatest },
-            host_memory: false,
-            runs_by_itself: true,
-            can_prefetch: context.supports_concurrent_managed_access()?,
-        };
-        let shared = CudaShared {
+impl<A: Api> AcceleratorDevice<A> {
+    fn open(api: A) -> Result<Self, Error> {
+        let info = api.info()?;
+        let shared = Shared {
             info,
-            context,
+            api,
             streams: Mutex::default(),
             memory: MemoryCounters::default(),
             pool_keeps_memory: OnceLock::new(),
-            deferred_frees: Mutex::default(),
+            deferred: Mutex::default(),
         };
         Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// Returns a stream that other code created, by the driver's handle of it. Work can be
+    /// submitted to it, and it can wait for events. Dropping the result does not destroy it.
+    ///
+    /// # Safety
+    /// The handle must be that of a stream of this device, and the stream must exist as long as
+    /// the result or a clone of it.
+    pub unsafe fn external_stream(&self, handle: *mut c_void) -> AcceleratorStream<A> {
+        self.stream(RawStream(handle), 0, Ownership::External)
+    }
+
+    fn stream(&self, raw: RawStream, level: i32, ownership: Ownership) -> AcceleratorStream<A> {
+        let handle = Arc::new(StreamHandle {
+            id: next_stream_id(),
+            level,
+            raw,
+            ownership,
+            dependencies: Mutex::new(Dependencies::default()),
+            counts: Counts::default(),
+            shared: Arc::clone(&self.shared),
+        });
+        let mut streams = lock(&self.shared.streams);
+        streams.retain(|stream| stream.strong_count() > 0);
+        streams.push(Arc::downgrade(&handle));
+        AcceleratorStream { handle }
     }
 
     /// Returns the current and peak number of bytes allocated through this handle and its clones.
@@ -147,12 +173,12 @@ impl CudaDevice {
     }
 }
 
-impl Device for CudaDevice {
-    type Stream = CudaStream;
-    type Event = CudaEvent;
-    type Memory = CudaMemory;
+impl<A: Api> Device for AcceleratorDevice<A> {
+    type Stream = AcceleratorStream<A>;
+    type Event = AcceleratorEvent<A>;
+    type Memory = AcceleratorMemory<A>;
 
-    fn owns(&self, stream: &CudaStream) -> bool {
+    fn owns(&self, stream: &AcceleratorStream<A>) -> bool {
         Arc::ptr_eq(&self.shared, &stream.handle.shared)
     }
 
@@ -160,48 +186,32 @@ impl Device for CudaDevice {
         &self.shared.info
     }
 
-    fn create_stream(&self, priority: StreamPriority) -> Result<CudaStream, Error> {
+    fn create_stream(&self, priority: StreamPriority) -> Result<AcceleratorStream<A>, Error> {
         let level = self.info().priorities.level(priority);
-        let raw = self.shared.context.create_stream(level)?;
-        let handle = Arc::new(StreamHandle {
-            id: next_stream_id(),
-            level,
-            raw,
-            dependencies: Mutex::new(Dependencies::default()),
-            counts: Counts::default(),
-            shared: Arc::clone(&self.shared),
-        });
-        let mut streams = lock(&self.shared.streams);
-        streams.retain(|stream| stream.strong_count() > 0);
-        streams.push(Arc::downgrade(&handle));
-        Ok(CudaStream { handle })
+        let raw = self.shared.api.create_stream(level)?;
+        Ok(self.stream(raw, level, Ownership::Own))
     }
 
-    fn create_event(&self) -> Result<CudaEvent, Error> {
-        let raw = self.shared.context.create_event()?;
+    fn create_event(&self) -> Result<AcceleratorEvent<A>, Error> {
+        let raw = self.shared.api.create_event()?;
         let handle =
             EventHandle { raw, recorded: Mutex::new(None), shared: Arc::clone(&self.shared) };
-        Ok(CudaEvent { handle: Arc::new(handle) })
+        Ok(AcceleratorEvent { handle: Arc::new(handle) })
     }
 
-    fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<CudaMemory, Error> {
+    fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<AcceleratorMemory<A>, Error> {
         let (shared, bytes) = (&self.shared, layout.size());
-        shared.run_deferred_frees();
+        shared.run_deferred();
         let out_of_memory =
             || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
         // The driver aligns to at least 256 bytes. For a larger alignment, the code below allocates
         // extra bytes.
-        let take = |bytes: usize| match kind {
-            MemoryKind::Device => shared.context.allocate_device(bytes),
-            MemoryKind::Managed => shared.context.allocate_managed(bytes),
-            MemoryKind::PinnedHost => shared.context.allocate_pinned(bytes),
-            MemoryKind::Host => unreachable!("`HostBlock` allocates this kind, not the driver"),
-        };
+        let take = |bytes: usize| shared.api.allocate(bytes, kind);
         if kind == MemoryKind::Host {
             let block = HostBlock::new(layout).ok_or_else(out_of_memory)?;
             let range = block.range();
             shared.memory.allocated(bytes);
-            return Ok(CudaMemory {
+            return Ok(AcceleratorMemory {
                 allocation: Allocation::Host(block),
                 range,
                 kind,
@@ -211,7 +221,7 @@ impl Device for CudaDevice {
         let allocation =
             |start| Allocation::Driver { start, pinned: kind == MemoryKind::PinnedHost };
         let start = take(bytes.max(1))?.ok_or_else(out_of_memory)?;
-        let mut memory = CudaMemory {
+        let mut memory = AcceleratorMemory {
             allocation: allocation(start),
             range: MemoryRange::new(start, bytes),
             kind,
@@ -223,7 +233,7 @@ impl Device for CudaDevice {
             let start = take(bytes + layout.align())?.ok_or_else(out_of_memory)?;
             let range =
                 MemoryRange::new(start.wrapping_add(start.align_offset(layout.align())), bytes);
-            memory = CudaMemory {
+            memory = AcceleratorMemory {
                 allocation: allocation(start),
                 range,
                 kind,
@@ -234,24 +244,24 @@ impl Device for CudaDevice {
         Ok(memory)
     }
 
-    fn allocate_async(&self, layout: Layout, stream: &CudaStream) -> Result<CudaMemory, Error> {
+    fn allocate_async(&self, layout: Layout, stream: &AcceleratorStream<A>) -> Result<AcceleratorMemory<A>, Error> {
         let (shared, bytes) = (&self.shared, layout.size());
-        shared.run_deferred_frees();
-        if !shared.pool_keeps_memory.get_or_init(|| shared.context.keep_freed_memory().is_ok()) {
+        shared.run_deferred();
+        if !shared.pool_keeps_memory.get_or_init(|| shared.api.keep_freed_memory().is_ok()) {
             let device = self.info().name.clone();
             return Err(Error::Unsupported { device, what: "stream-ordered allocation" });
         }
         let out_of_memory =
             || Error::OutOfMemory { device: self.info().name.clone(), requested_bytes: bytes };
         let start = shared
-            .context
+            .api
             .allocate_async(bytes.max(1), &stream.handle.raw)?
             .ok_or_else(out_of_memory)?;
         shared.memory.allocated(bytes);
         let (allocation, range) =
             (Allocation::Driver { start, pinned: false }, MemoryRange::new(start, bytes));
         let memory =
-            CudaMemory { allocation, range, kind: MemoryKind::Device, shared: Arc::clone(shared) };
+            AcceleratorMemory { allocation, range, kind: MemoryKind::Device, shared: Arc::clone(shared) };
         if !start.addr().is_multiple_of(layout.align()) {
             // The driver aligns to 512 bytes.
             let device = self.info().name.clone();
@@ -264,19 +274,19 @@ impl Device for CudaDevice {
         Ok(memory)
     }
 
-    fn free_async(&self, mut memory: CudaMemory, stream: &CudaStream) -> Result<(), Error> {
+    fn free_async(&self, mut memory: AcceleratorMemory<A>, stream: &AcceleratorStream<A>) -> Result<(), Error> {
         let Allocation::Driver { start, pinned: false } = memory.allocation else { return Ok(()) };
         let StreamHandle { raw, shared, .. } = &*stream.handle;
         if check_may_block().is_err() {
             let allocation = std::mem::replace(&mut memory.allocation, Allocation::Released);
-            lock(&shared.deferred_frees)
-                .push(DeferredFree { allocation, stream: Some(Arc::clone(&stream.handle)) });
+            let stream = Some(Arc::clone(&stream.handle));
+            lock(&shared.deferred).push(Deferred::Memory(allocation, stream));
             return Ok(());
         }
         stream.handle.submit_even_if_failed(|_| {
             // SAFETY: the owner passed the memory to this call, so only earlier work on the stream
             // uses it. `memory.allocation` is replaced below, so the memory is freed once.
-            unsafe { shared.context.free_async(start, raw) }
+            unsafe { shared.api.free_async(start, raw) }
         })?;
         memory.allocation = Allocation::Released;
         Ok(())
@@ -284,10 +294,10 @@ impl Device for CudaDevice {
 
     fn synchronize(&self) -> Result<(), Error> {
         check_may_block()?;
-        self.shared.run_deferred_frees();
+        self.shared.run_deferred();
         let streams: Vec<_> = lock(&self.shared.streams).iter().filter_map(Weak::upgrade).collect();
         let results: Vec<_> =
-            streams.into_iter().map(|handle| CudaStream { handle }.synchronize()).collect();
+            streams.into_iter().map(|handle| AcceleratorStream { handle }.synchronize()).collect();
         results.into_iter().collect()
     }
 }
@@ -351,33 +361,55 @@ struct Completions {
     latency_ns: u64,
 }
 
-/// A [`Stream`] of a [`CudaDevice`].
+/// A [`Stream`] of an [`AcceleratorDevice`].
 ///
 /// Its metrics count completions only when the stream is queried or synchronized, or the metrics
 /// are read. Latencies are therefore upper bounds.
-#[derive(Debug, Clone)]
-pub struct CudaStream {
-    handle: Arc<StreamHandle>,
-}
-
 #[derive(Debug)]
-struct StreamHandle {
-    id: StreamId,
-    level: i32,
-    raw: RawStream,
-    dependencies: Mutex<Dependencies>,
-    counts: Counts,
-    shared: Arc<CudaShared>,
+pub struct AcceleratorStream<A: Api> {
+    handle: Arc<StreamHandle<A>>,
 }
 
-impl Drop for StreamHandle {
-    fn drop(&mut self) {
-        // SAFETY: the context created the stream, and no other handle to it exists.
-        unsafe { self.shared.context.destroy_stream(&self.raw) };
+impl<A: Api> Clone for AcceleratorStream<A> {
+    fn clone(&self) -> Self {
+        Self { handle: Arc::clone(&self.handle) }
     }
 }
 
-impl StreamHandle {
+#[derive(Debug)]
+struct StreamHandle<A: Api> {
+    id: StreamId,
+    level: i32,
+    raw: RawStream,
+    ownership: Ownership,
+    dependencies: Mutex<Dependencies>,
+    counts: Counts,
+    shared: Arc<Shared<A>>,
+}
+
+/// Whether the drop of the last handle destroys a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ownership {
+    Own,
+    External,
+}
+
+impl<A: Api> Drop for StreamHandle<A> {
+    fn drop(&mut self) {
+        if self.ownership == Ownership::External {
+            return;
+        }
+        let raw = self.raw.take();
+        if check_may_block().is_err() {
+            lock(&self.shared.deferred).push(Deferred::Stream(raw));
+            return;
+        }
+        // SAFETY: the API created the stream, and no other handle to it exists.
+        unsafe { self.shared.api.destroy_stream(&raw) };
+    }
+}
+
+impl<A: Api> StreamHandle<A> {
     /// Submits work, or returns the error of the stream if it has failed.
     fn submit(
         &self,
@@ -427,23 +459,26 @@ impl StreamHandle {
     }
 }
 
-impl CudaStream {
-    /// Returns the driver's `CUstream`, for kernels and libraries. The pointer is valid as long as
-    /// a handle to this stream exists.
+impl<A: Api> AcceleratorStream<A> {
+    /// Returns the driver's handle of the stream, such as a `CUstream`, for kernels and libraries.
+    /// It is valid as long as a handle to this stream exists.
     pub fn as_ptr(&self) -> *mut c_void {
-        self.handle.raw.as_ptr()
+        self.handle.raw.0
     }
 
     fn wait_for(
         &self,
-        event: &CudaEvent,
+        event: &AcceleratorEvent<A>,
         join: impl FnOnce(&mut Dependencies, &Dependencies),
     ) -> Result<(), Error> {
         let StreamHandle { raw, shared, .. } = &*self.handle;
         self.handle.submit(|dependencies| {
             let recorded = lock(&event.handle.recorded);
             let Some(history) = &*recorded else { return Ok(()) };
-            shared.context.wait(raw, &event.handle.raw)?;
+            if !shared.api.combines_with(&event.handle.shared.api) {
+                return Err(Error::MixedDevices { expected: A::KIND, actual: A::KIND });
+            }
+            shared.api.wait(raw, &event.handle.raw)?;
             join(dependencies, history);
             Ok(())
         })
@@ -455,8 +490,8 @@ impl CudaStream {
     }
 }
 
-impl Stream for CudaStream {
-    type Event = CudaEvent;
+impl<A: Api> Stream for AcceleratorStream<A> {
+    type Event = AcceleratorEvent<A>;
 
     fn id(&self) -> StreamId {
         self.handle.id
@@ -466,23 +501,23 @@ impl Stream for CudaStream {
         self.handle.level
     }
 
-    fn record(&self, event: &CudaEvent) -> Result<(), Error> {
+    fn record(&self, event: &AcceleratorEvent<A>) -> Result<(), Error> {
         let StreamHandle { raw, shared, .. } = &*self.handle;
         self.handle.submit_even_if_failed(|dependencies| {
             // The event and its dependencies change under one lock, so that no other thread
             // combines the new point with the dependencies of the previous one, or the reverse.
             let mut recorded = lock(&event.handle.recorded);
-            shared.context.record(raw, &event.handle.raw)?;
+            shared.api.record(raw, &event.handle.raw)?;
             *recorded = Some(dependencies.clone());
             Ok(())
         })
     }
 
-    fn wait(&self, event: &CudaEvent) -> Result<(), Error> {
+    fn wait(&self, event: &AcceleratorEvent<A>) -> Result<(), Error> {
         self.wait_for(event, Dependencies::join)
     }
 
-    fn wait_ignoring_failure(&self, event: &CudaEvent) -> Result<(), Error> {
+    fn wait_ignoring_failure(&self, event: &AcceleratorEvent<A>) -> Result<(), Error> {
         self.wait_for(event, |_, _| ())
     }
 
@@ -495,7 +530,7 @@ impl Stream for CudaStream {
             // for all earlier work.
             // SAFETY: the caller meets the requirements of `Stream::copy`. `check_copy` found equal
             // lengths.
-            unsafe { shared.context.copy(raw, to, from) }?;
+            unsafe { shared.api.copy(raw, to, from) }?;
         }
         self.transferred(to.len());
         Ok(())
@@ -506,7 +541,7 @@ impl Stream for CudaStream {
         self.handle.submit(|_| match to.is_empty() {
             true => Ok(()),
             // SAFETY: the caller meets the requirements of `Stream::fill`.
-            false => unsafe { shared.context.fill(raw, to, byte) },
+            false => unsafe { shared.api.fill(raw, to, byte) },
         })?;
         self.transferred(to.len());
         Ok(())
@@ -527,7 +562,7 @@ impl Stream for CudaStream {
                     let _ = dependencies.own.set((dependencies.operations, error));
                 }
             };
-            shared.context.launch_host_fn(raw, Box::new(run))
+            shared.api.launch_host_fn(raw, Box::new(run))
         })?;
         self.handle.counts.launches.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -541,13 +576,13 @@ impl Stream for CudaStream {
                 what: "prefetching managed memory",
             });
         }
-        self.handle.submit(|_| shared.context.prefetch(raw, range, to == MemoryLocation::Device))
+        self.handle.submit(|_| shared.api.prefetch(raw, range, to == MemoryLocation::Device))
     }
 
     fn query(&self) -> Result<Status, Error> {
         let (operations, submitted_ns) = self.handle.counted();
         // Work that was submitted before the failure was known may still be running.
-        if !self.handle.shared.context.is_done(&self.handle.raw)? {
+        if !self.handle.shared.api.is_done(&self.handle.raw)? {
             return Ok(Status::Pending);
         }
         self.handle.completed(operations, submitted_ns);
@@ -557,7 +592,7 @@ impl Stream for CudaStream {
     fn synchronize(&self) -> Result<(), Error> {
         check_may_block()?;
         let (operations, submitted_ns) = self.handle.counted();
-        self.handle.shared.context.synchronize(&self.handle.raw)?;
+        self.handle.shared.api.synchronize(&self.handle.raw)?;
         self.handle.completed(operations, submitted_ns);
         self.handle.error()
     }
@@ -591,31 +626,42 @@ impl Stream for CudaStream {
     }
 }
 
-/// An [`Event`] of a [`CudaDevice`]. Its times come from the GPU.
-#[derive(Debug, Clone)]
-pub struct CudaEvent {
-    handle: Arc<EventHandle>,
-}
-
+/// An [`Event`] of an [`AcceleratorDevice`]. Its times come from the device.
 #[derive(Debug)]
-struct EventHandle {
-    raw: RawEvent,
-    /// The dependencies of the point that was recorded last, or `None` before the first record.
-    recorded: Mutex<Option<Dependencies>>,
-    shared: Arc<CudaShared>,
+pub struct AcceleratorEvent<A: Api> {
+    handle: Arc<EventHandle<A>>,
 }
 
-impl Drop for EventHandle {
-    fn drop(&mut self) {
-        // SAFETY: the context created the event, and no other handle to it exists.
-        unsafe { self.shared.context.destroy_event(&self.raw) };
+impl<A: Api> Clone for AcceleratorEvent<A> {
+    fn clone(&self) -> Self {
+        Self { handle: Arc::clone(&self.handle) }
     }
 }
 
-impl CudaEvent {
+#[derive(Debug)]
+struct EventHandle<A: Api> {
+    raw: RawEvent,
+    /// The dependencies of the point that was recorded last, or `None` before the first record.
+    recorded: Mutex<Option<Dependencies>>,
+    shared: Arc<Shared<A>>,
+}
+
+impl<A: Api> Drop for EventHandle<A> {
+    fn drop(&mut self) {
+        let raw = self.raw.take();
+        if check_may_block().is_err() {
+            lock(&self.shared.deferred).push(Deferred::Event(raw));
+            return;
+        }
+        // SAFETY: the API created the event, and no other handle to it exists.
+        unsafe { self.shared.api.destroy_event(&raw) };
+    }
+}
+
+impl<A: Api> AcceleratorEvent<A> {
     /// Returns the error of the work before the recorded point, if that work failed.
     ///
-    /// The driver's `CUevent` is not exposed, because this method would miss records made through
+    /// The driver's handle is not exposed, because this method would miss records made through
     /// it.
     fn error(&self) -> Result<(), Error> {
         let recorded = lock(&self.handle.recorded);
@@ -631,12 +677,12 @@ impl CudaEvent {
     }
 }
 
-impl Event for CudaEvent {
+impl<A: Api> Event for AcceleratorEvent<A> {
     fn query(&self) -> Result<Status, Error> {
         if lock(&self.handle.recorded).is_none() {
             return Ok(Status::Ready);
         }
-        if !self.handle.shared.context.is_reached(&self.handle.raw)? {
+        if !self.handle.shared.api.is_reached(&self.handle.raw)? {
             return Ok(Status::Pending);
         }
         self.error().map(|()| Status::Ready)
@@ -645,7 +691,7 @@ impl Event for CudaEvent {
     fn synchronize(&self) -> Result<(), Error> {
         check_may_block()?;
         if lock(&self.handle.recorded).is_some() {
-            self.handle.shared.context.wait_for_event(&self.handle.raw)?;
+            self.handle.shared.api.wait_for_event(&self.handle.raw)?;
         }
         self.error()
     }
@@ -657,18 +703,18 @@ impl Event for CudaEvent {
         }
         self.error()?;
         let milliseconds =
-            self.handle.shared.context.elapsed_ms(&start.handle.raw, &self.handle.raw)?;
+            self.handle.shared.api.elapsed_ms(&start.handle.raw, &self.handle.raw)?;
         Ok(Duration::from_secs_f64(f64::from(milliseconds.ok_or(not_yet)?.max(0.0)) / 1e3))
     }
 }
 
-/// Memory that a [`CudaDevice`] allocated, of any [`MemoryKind`].
+/// Memory that an [`AcceleratorDevice`] allocated, of any [`MemoryKind`].
 #[derive(Debug)]
-pub struct CudaMemory {
+pub struct AcceleratorMemory<A: Api> {
     allocation: Allocation,
     range: MemoryRange,
     kind: MemoryKind,
-    shared: Arc<CudaShared>,
+    shared: Arc<Shared<A>>,
 }
 
 #[derive(Debug)]
@@ -687,15 +733,15 @@ unsafe impl Send for Allocation {}
 // SAFETY: as above.
 unsafe impl Sync for Allocation {}
 
-impl Drop for CudaMemory {
+impl<A: Api> Drop for AcceleratorMemory<A> {
     fn drop(&mut self) {
         self.shared.memory.freed(self.range.len());
         let allocation = std::mem::replace(&mut self.allocation, Allocation::Released);
         if check_may_block().is_err() && matches!(allocation, Allocation::Driver { .. }) {
-            lock(&self.shared.deferred_frees).push(DeferredFree { allocation, stream: None });
+            lock(&self.shared.deferred).push(Deferred::Memory(allocation, None));
             return;
         }
-        // SAFETY: the allocation belongs to this context. `replace` took it from its owner, so it
+        // SAFETY: the allocation belongs to this device. `replace` took it from its owner, so it
         // is freed once. The owner guarantees that no stream uses the memory when it drops the
         // value.
         unsafe { self.shared.free(&allocation, None) };
@@ -704,7 +750,7 @@ impl Drop for CudaMemory {
 
 // SAFETY: this value alone owns the allocation, which stays valid until the value is dropped. The
 // host can access pinned, managed and ordinary host memory.
-unsafe impl RawMemory for CudaMemory {
+unsafe impl<A: Api> RawMemory for AcceleratorMemory<A> {
     fn range(&self) -> MemoryRange {
         self.range
     }
@@ -720,7 +766,7 @@ unsafe impl RawMemory for CudaMemory {
         }
         // SAFETY: `slice` checked that `from` lies in the allocation. The caller guarantees that no
         // stream writes to it during the call. `bytes` is exclusively borrowed.
-        unsafe { self.shared.context.copy_now(MemoryRange::of(bytes), from) }
+        unsafe { self.shared.api.copy_now(MemoryRange::of(bytes), from) }
     }
 
     unsafe fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
@@ -731,7 +777,7 @@ unsafe impl RawMemory for CudaMemory {
         let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
         // SAFETY: `slice` checked that `to` lies in the allocation. The caller guarantees that no
         // stream accesses it during the call. The copy only reads `bytes`, which is borrowed.
-        unsafe { self.shared.context.copy_now(to, from) }
+        unsafe { self.shared.api.copy_now(to, from) }
     }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls to the CUDA driver with checked results.
+//! NVIDIA GPUs, through the CUDA driver, which is loaded at run time.
 //!
 //! The raw functions of cudarc look up their symbol on the first call and panic if it is missing.
 //! No other function of this module may be called before [`load`] has found all symbols.
@@ -8,16 +8,53 @@ use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
 use std::sync::OnceLock;
 
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUevent, CUresult, CUstream};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUresult};
 
-use crate::Error;
+use super::api::{Api, RawEvent, RawStream, host_call, take_back};
+use super::{AcceleratorDevice, AcceleratorEvent, AcceleratorMemory, AcceleratorStream};
+use crate::device::DeviceInfo;
+use crate::id::DeviceKind;
+use crate::priority::PriorityRange;
 use crate::range::MemoryRange;
+use crate::{Error, GpuStatus, MemoryKind};
+
+/// An NVIDIA GPU, used through its primary context. This code has not yet run on a GPU.
+pub type CudaDevice = AcceleratorDevice<CudaApi>;
+/// A [`Stream`](crate::Stream) of a [`CudaDevice`].
+pub type CudaStream = AcceleratorStream<CudaApi>;
+/// An [`Event`](crate::Event) of a [`CudaDevice`].
+pub type CudaEvent = AcceleratorEvent<CudaApi>;
+/// Memory that a [`CudaDevice`] allocated.
+pub type CudaMemory = AcceleratorMemory<CudaApi>;
+
+impl CudaDevice {
+    /// Opens the GPU with index `ordinal`, counted from 0 among those that `CUDA_VISIBLE_DEVICES`
+    /// makes visible. May block while the driver loads.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoGpu`] with the reason if there is no such GPU or no driver, and
+    /// [`Error::Driver`] if a CUDA driver call fails.
+    pub fn new(ordinal: usize) -> Result<Self, Error> {
+        status().require(ordinal)?;
+        Self::open(CudaApi::new(ordinal)?)
+    }
+}
+
+/// Implements [`GpuStatus::detect`].
+pub(crate) fn status() -> GpuStatus {
+    match load() {
+        Ok(device_count) => GpuStatus::Available { device_count: *device_count },
+        Err(Unavailable::NoDevices) => GpuStatus::NoDevices,
+        Err(Unavailable::NoDriver(reason)) => GpuStatus::NoCuda(reason.clone()),
+    }
+}
 
 /// The driver functions that this module calls, together with [`MORE_SYMBOLS`].
-const SYMBOLS: [&str; 34] = [
+const SYMBOLS: [&str; 35] = [
     "cuInit",
     "cuCtxGetStreamPriorityRange",
-    "cuCtxSetCurrent",
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
@@ -57,7 +94,7 @@ const MORE_SYMBOLS: [&str; 2] = ["cuStreamQuery", "cuStreamSynchronize"];
 ///
 /// # Errors
 /// Returns the reason why CUDA cannot be used.
-pub(super) fn load() -> &'static Result<usize, Unavailable> {
+fn load() -> &'static Result<usize, Unavailable> {
     static LOADED: OnceLock<Result<usize, Unavailable>> = OnceLock::new();
     LOADED.get_or_init(|| {
         // SAFETY: opening libcuda runs its initializers, which every CUDA program does.
@@ -95,7 +132,7 @@ pub(super) fn load() -> &'static Result<usize, Unavailable> {
 
 /// The reason why CUDA cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Unavailable {
+enum Unavailable {
     NoDriver(String),
     NoDevices,
 }
@@ -131,38 +168,53 @@ fn is_complete(call: &'static str, code: CUresult) -> Result<bool, Error> {
     }
 }
 
-/// A device and its primary context. Methods that need the context make it current on the calling
-/// thread. Dropping this value releases the context.
+/// A device and its primary context. Methods that need the context make it current during the
+/// call. Dropping this value releases the context.
 #[derive(Debug)]
-pub(super) struct Context {
+pub struct CudaApi {
     device: CUdevice,
+    ordinal: u32,
     raw: CUcontext,
 }
 
 // SAFETY: a context may be current on several threads; the driver synchronizes its calls.
-unsafe impl Send for Context {}
+unsafe impl Send for CudaApi {}
 // SAFETY: as above.
-unsafe impl Sync for Context {}
+unsafe impl Sync for CudaApi {}
 
-impl Context {
+/// Makes the previous context of this thread current again when it is dropped.
+struct Current;
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        let mut ours = null_mut();
+        // SAFETY: `ours` is valid for writes. `make_current` has pushed the context.
+        let _ = unsafe { sys::cuCtxPopCurrent_v2(&raw mut ours) };
+    }
+}
+
+impl CudaApi {
     /// Retains the primary context of the device `ordinal`. [`load`] must have succeeded before.
-    pub(super) fn new(ordinal: usize) -> Result<Self, Error> {
+    fn new(ordinal: usize) -> Result<Self, Error> {
         let (mut device, mut raw) = (0, null_mut());
-        let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        let number = i32::try_from(ordinal).unwrap_or(i32::MAX);
         // SAFETY: both variables are valid for writes.
         unsafe {
-            check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal))?;
+            check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, number))?;
             check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&raw mut raw, device))?;
         }
-        Ok(Self { device, raw })
+        Ok(Self { device, ordinal: ordinal as u32, raw })
     }
 
-    fn make_current(&self) -> Result<(), Error> {
+    /// Makes the context current on this thread until the result is dropped. PyTorch's current
+    /// device is that of the current context, so it must not change.
+    fn make_current(&self) -> Result<Current, Error> {
         // SAFETY: the context is retained until this value is dropped.
-        check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.raw) })
+        check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(self.raw) })?;
+        Ok(Current)
     }
 
-    pub(super) fn name(&self) -> Result<String, Error> {
+    fn name(&self) -> Result<String, Error> {
         let mut text = [0; 128];
         let len = text.len() as i32;
         // SAFETY: the driver writes at most `len` bytes, including a terminating zero.
@@ -172,7 +224,7 @@ impl Context {
         Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
     }
 
-    pub(super) fn total_bytes(&self) -> Result<u64, Error> {
+    fn total_bytes(&self) -> Result<u64, Error> {
         let mut bytes = 0;
         // SAFETY: `bytes` is valid for writes.
         check("cuDeviceTotalMem", unsafe {
@@ -182,7 +234,7 @@ impl Context {
     }
 
     /// Returns whether managed memory can migrate while host and device use it.
-    pub(super) fn supports_concurrent_managed_access(&self) -> Result<bool, Error> {
+    fn supports_concurrent_managed_access(&self) -> Result<bool, Error> {
         let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
         let mut value = 0;
         // SAFETY: `value` is valid for writes.
@@ -192,8 +244,8 @@ impl Context {
     }
 
     /// Returns the least and the most urgent priority level, in this order.
-    pub(super) fn priority_range(&self) -> Result<(i32, i32), Error> {
-        self.make_current()?;
+    fn priority_range(&self) -> Result<(i32, i32), Error> {
+        let _current = self.make_current()?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: both variables are valid for writes.
         let code = unsafe { sys::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) };
@@ -202,17 +254,68 @@ impl Context {
     }
 
     /// Allocates device memory. Returns `None` if there is not enough memory.
-    pub(super) fn allocate_device(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
-        self.make_current()?;
+    fn allocate_device(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
+        let _current = self.make_current()?;
         let mut address = 0;
         // SAFETY: `address` is valid for writes.
         let code = unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes) };
         memory("cuMemAlloc", code, address)
     }
 
-    /// Makes the default memory pool keep freed memory. Otherwise the pool returns freed memory to
-    /// the system at each synchronization.
-    pub(super) fn keep_freed_memory(&self) -> Result<(), Error> {
+    /// Allocates managed memory. Returns `None` if there is not enough memory.
+    fn allocate_managed(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
+        let _current = self.make_current()?;
+        let mut address = 0;
+        let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL as u32;
+        // SAFETY: `address` is valid for writes.
+        let code = unsafe { sys::cuMemAllocManaged(&raw mut address, bytes, flags) };
+        memory("cuMemAllocManaged", code, address)
+    }
+
+    /// Allocates page-locked host memory that all devices can access. Returns `None` if there is
+    /// not enough memory. The memory is not write-combined, because the host reads such memory
+    /// slowly.
+    fn allocate_pinned(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
+        const PORTABLE: u32 = 1;
+        let _current = self.make_current()?;
+        let mut start = null_mut();
+        // SAFETY: `start` is valid for writes.
+        let code = unsafe { sys::cuMemHostAlloc(&raw mut start, bytes, PORTABLE) };
+        memory("cuMemHostAlloc", code, start.addr() as u64)
+    }
+}
+
+impl Api for CudaApi {
+    const KIND: DeviceKind = DeviceKind::Cuda;
+
+    fn info(&self) -> Result<DeviceInfo, Error> {
+        let (least, greatest) = self.priority_range()?;
+        Ok(DeviceInfo {
+            kind: DeviceKind::Cuda,
+            name: self.name()?,
+            ordinal: self.ordinal,
+            total_bytes: Some(self.total_bytes()?),
+            priorities: PriorityRange { least, greatest },
+            host_memory: false,
+            runs_by_itself: true,
+            can_prefetch: self.supports_concurrent_managed_access()?,
+        })
+    }
+
+    fn combines_with(&self, _: &Self) -> bool {
+        true
+    }
+
+    fn allocate(&self, bytes: usize, kind: MemoryKind) -> Result<Option<*mut u8>, Error> {
+        match kind {
+            MemoryKind::Device => self.allocate_device(bytes),
+            MemoryKind::Managed => self.allocate_managed(bytes),
+            MemoryKind::PinnedHost => self.allocate_pinned(bytes),
+            MemoryKind::Host => unreachable!("`HostBlock` allocates this kind, not the driver"),
+        }
+    }
+
+    fn keep_freed_memory(&self) -> Result<(), Error> {
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
         let (mut pool, mut threshold) = (null_mut(), u64::MAX);
         // SAFETY: `pool` is valid for writes, and `threshold` for reads of 64 bits, the size of the
@@ -227,93 +330,48 @@ impl Context {
         }
     }
 
-    /// Allocates device memory from the default pool, for later work on the stream. Returns `None`
-    /// if there is not enough memory.
-    pub(super) fn allocate_async(
+    fn allocate_async(
         &self,
         bytes: usize,
         stream: &RawStream,
     ) -> Result<Option<*mut u8>, Error> {
-        self.make_current()?;
+        let _current = self.make_current()?;
         let mut address = 0;
         // SAFETY: `address` is valid for writes. The stream exists, because only the drop of its
         // last handle destroys it.
-        let code = unsafe { sys::cuMemAllocAsync(&raw mut address, bytes, stream.0) };
+        let code = unsafe { sys::cuMemAllocAsync(&raw mut address, bytes, stream.0.cast()) };
         memory("cuMemAllocAsync", code, address)
     }
 
-    /// Frees memory after the work submitted to the stream so far.
-    ///
-    /// # Safety
-    /// The memory must come from [`allocate_async`](Self::allocate_async). Only work that was
-    /// submitted to the stream before this call may use it.
-    pub(super) unsafe fn free_async(
+    unsafe fn free_async(
         &self,
         start: *mut u8,
         stream: &RawStream,
     ) -> Result<(), Error> {
-        self.make_current()?;
+        let _current = self.make_current()?;
         // SAFETY: the caller guarantees that `start` comes from `allocate_async`, and that only
         // earlier work on the stream uses the memory.
-        check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(start.addr() as u64, stream.0) })
+        check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(start.addr() as u64, stream.0.cast()) })
     }
 
-    /// Allocates managed memory. Returns `None` if there is not enough memory.
-    pub(super) fn allocate_managed(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
-        self.make_current()?;
-        let mut address = 0;
-        let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL as u32;
-        // SAFETY: `address` is valid for writes.
-        let code = unsafe { sys::cuMemAllocManaged(&raw mut address, bytes, flags) };
-        memory("cuMemAllocManaged", code, address)
-    }
-
-    /// Allocates page-locked host memory that all devices can access. Returns `None` if there is
-    /// not enough memory. The memory is not write-combined, because the host reads such memory
-    /// slowly.
-    pub(super) fn allocate_pinned(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
-        const PORTABLE: u32 = 1;
-        self.make_current()?;
-        let mut start = null_mut();
-        // SAFETY: `start` is valid for writes.
-        let code = unsafe { sys::cuMemHostAlloc(&raw mut start, bytes, PORTABLE) };
-        memory("cuMemHostAlloc", code, start.addr() as u64)
-    }
-
-    /// Frees device or managed memory.
-    ///
-    /// # Safety
-    /// The memory must come from [`allocate_device`](Self::allocate_device),
-    /// [`allocate_async`](Self::allocate_async) or
-    /// [`allocate_managed`](Self::allocate_managed), and nothing may use it any more.
-    pub(super) unsafe fn free(&self, start: *mut u8) {
-        if self.make_current().is_ok() {
+    unsafe fn free(&self, start: *mut u8) {
+        if let Ok(_current) = self.make_current() {
             // SAFETY: the caller guarantees that `start` comes from a function that `cuMemFree`
             // accepts, and that nothing uses the memory any more.
             let _ = unsafe { sys::cuMemFree_v2(start.addr() as u64) };
         }
     }
 
-    /// Frees page-locked memory.
-    ///
-    /// # Safety
-    /// The memory must come from [`allocate_pinned`](Self::allocate_pinned), and nothing may use it
-    /// any more.
-    pub(super) unsafe fn free_pinned(&self, start: *mut u8) {
-        if self.make_current().is_ok() {
+    unsafe fn free_pinned(&self, start: *mut u8) {
+        if let Ok(_current) = self.make_current() {
             // SAFETY: the caller guarantees that `start` comes from `allocate_pinned`, and that
             // nothing uses the memory any more.
             let _ = unsafe { sys::cuMemFreeHost(start.cast()) };
         }
     }
 
-    /// Copies `from` to `to`, and blocks until the copy is done.
-    ///
-    /// # Safety
-    /// The requirements of [`Stream::copy`](crate::Stream::copy) must hold during the call, and the
-    /// ranges must have equal lengths.
-    pub(super) unsafe fn copy_now(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
-        self.make_current()?;
+    unsafe fn copy_now(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
+        let _current = self.make_current()?;
         // SAFETY: the caller guarantees that both ranges are valid, equally long and not changed by
         // other code during the call.
         check("cuMemcpy", unsafe {
@@ -321,185 +379,153 @@ impl Context {
         })
     }
 
-    pub(super) fn create_stream(&self, level: i32) -> Result<RawStream, Error> {
+    fn create_stream(&self, level: i32) -> Result<RawStream, Error> {
         const NON_BLOCKING: u32 = 1;
-        self.make_current()?;
+        let _current = self.make_current()?;
         let mut raw = null_mut();
         // SAFETY: `raw` is valid for writes.
         let code = unsafe { sys::cuStreamCreateWithPriority(&raw mut raw, NON_BLOCKING, level) };
         check("cuStreamCreateWithPriority", code)?;
-        Ok(RawStream(raw))
+        Ok(RawStream(raw.cast()))
     }
 
-    pub(super) fn create_event(&self) -> Result<RawEvent, Error> {
-        self.make_current()?;
+    fn create_event(&self) -> Result<RawEvent, Error> {
+        let _current = self.make_current()?;
         let mut raw = null_mut();
         // SAFETY: `raw` is valid for writes.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut raw, 0) })?;
-        Ok(RawEvent(raw))
+        Ok(RawEvent(raw.cast()))
     }
 
-    pub(super) fn record(&self, stream: &RawStream, event: &RawEvent) -> Result<(), Error> {
-        self.make_current()?;
+    fn record(&self, stream: &RawStream, event: &RawEvent) -> Result<(), Error> {
+        let _current = self.make_current()?;
         // SAFETY: the stream and the event exist, because only the drop of the last handle destroys
         // each of them.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(event.0, stream.0) })
+        check("cuEventRecord", unsafe { sys::cuEventRecord(event.0.cast(), stream.0.cast()) })
     }
 
-    pub(super) fn wait(&self, stream: &RawStream, event: &RawEvent) -> Result<(), Error> {
-        self.make_current()?;
+    fn wait(&self, stream: &RawStream, event: &RawEvent) -> Result<(), Error> {
+        let _current = self.make_current()?;
         // SAFETY: the stream and the event exist, because only the drop of the last handle destroys
         // each of them.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.0, event.0, 0) })
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.0.cast(), event.0.cast(), 0) })
     }
 
-    /// Submits a copy of `from` to `to`.
-    ///
-    /// # Safety
-    /// The requirements of [`Stream::copy`](crate::Stream::copy) must hold, and the ranges must
-    /// have equal lengths.
-    pub(super) unsafe fn copy(
+    unsafe fn copy(
         &self,
         stream: &RawStream,
         to: MemoryRange,
         from: MemoryRange,
     ) -> Result<(), Error> {
-        self.make_current()?;
+        let _current = self.make_current()?;
         // SAFETY: the caller guarantees that both ranges are equally long, and that they are valid
         // and not changed by other code until the copy is done.
         let code = unsafe {
-            sys::cuMemcpyAsync(to.address() as u64, from.address() as u64, to.len(), stream.0)
+            sys::cuMemcpyAsync(to.address() as u64, from.address() as u64, to.len(), stream.0.cast())
         };
         check("cuMemcpyAsync", code)
     }
 
-    /// Submits a fill, which sets every byte of `to` to `byte`.
-    ///
-    /// # Safety
-    /// The requirements of [`Stream::fill`](crate::Stream::fill) must hold.
-    pub(super) unsafe fn fill(
+    unsafe fn fill(
         &self,
         stream: &RawStream,
         to: MemoryRange,
         byte: u8,
     ) -> Result<(), Error> {
-        self.make_current()?;
+        let _current = self.make_current()?;
         // SAFETY: the caller guarantees that `to` is valid and not used by other code until the
         // fill is done.
-        let code = unsafe { sys::cuMemsetD8Async(to.address() as u64, byte, to.len(), stream.0) };
+        let code = unsafe { sys::cuMemsetD8Async(to.address() as u64, byte, to.len(), stream.0.cast()) };
         check("cuMemsetD8Async", code)
     }
 
-    /// Submits a migration of managed memory, to the device or to the host.
-    pub(super) fn prefetch(
+    fn prefetch(
         &self,
         stream: &RawStream,
         range: MemoryRange,
         to_device: bool,
     ) -> Result<(), Error> {
         const HOST: CUdevice = -1;
-        self.make_current()?;
+        let _current = self.make_current()?;
         let to = if to_device { self.device } else { HOST };
         let (address, len) = (range.address() as u64, range.len());
         // SAFETY: the stream exists, because only the drop of its last handle destroys it. The
         // driver returns an error for addresses outside managed memory.
-        let code = unsafe { sys::cuMemPrefetchAsync(address, len, to, stream.0) };
+        let code = unsafe { sys::cuMemPrefetchAsync(address, len, to, stream.0.cast()) };
         check("cuMemPrefetchAsync", code)
     }
 
-    /// Submits a function that the driver calls on one of its threads after the work submitted so
-    /// far. The function must not panic.
-    pub(super) fn launch_host_fn(
+    fn launch_host_fn(
         &self,
         stream: &RawStream,
         run: Box<dyn FnOnce() + Send>,
     ) -> Result<(), Error> {
-        /// Calls and frees the function.
-        ///
-        /// # Safety
-        /// `run` must come from the `Box::into_raw` below. Each pointer may be passed only once.
-        unsafe extern "C" fn call(run: *mut c_void) {
-            // SAFETY: the caller guarantees that `run` comes from `Box::into_raw` and is passed
-            // only once, so no other code owns the box.
-            let run = unsafe { Box::from_raw(run.cast::<Box<dyn FnOnce() + Send>>()) };
-            // A panic here would abort the process, because it cannot unwind into the driver.
-            run();
-        }
-        self.make_current()?;
-        let run = Box::into_raw(Box::new(run));
+        let _current = self.make_current()?;
+        let (call, run) = host_call(run);
         // SAFETY: `call` takes ownership of `run`, and the driver calls it at most once.
-        let code = unsafe { sys::cuLaunchHostFunc(stream.0, Some(call), run.cast()) };
+        let code = unsafe { sys::cuLaunchHostFunc(stream.0.cast(), Some(call), run) };
         if code != CUresult::CUDA_SUCCESS {
             // SAFETY: the driver did not accept the function, so it never calls it.
-            drop(unsafe { Box::from_raw(run) });
+            unsafe { take_back(run) };
         }
         check("cuLaunchHostFunc", code)
     }
 
-    pub(super) fn is_done(&self, stream: &RawStream) -> Result<bool, Error> {
-        self.make_current()?;
+    fn is_done(&self, stream: &RawStream) -> Result<bool, Error> {
+        let _current = self.make_current()?;
         // SAFETY: the stream exists, because only the drop of its last handle destroys it.
-        is_complete("cuStreamQuery", unsafe { sys::cuStreamQuery(stream.0) })
+        is_complete("cuStreamQuery", unsafe { sys::cuStreamQuery(stream.0.cast()) })
     }
 
-    pub(super) fn synchronize(&self, stream: &RawStream) -> Result<(), Error> {
-        self.make_current()?;
+    fn synchronize(&self, stream: &RawStream) -> Result<(), Error> {
+        let _current = self.make_current()?;
         // SAFETY: the stream exists, because only the drop of its last handle destroys it.
-        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream.0) })
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream.0.cast()) })
     }
 
-    pub(super) fn is_reached(&self, event: &RawEvent) -> Result<bool, Error> {
-        self.make_current()?;
+    fn is_reached(&self, event: &RawEvent) -> Result<bool, Error> {
+        let _current = self.make_current()?;
         // SAFETY: the event exists, because only the drop of its last handle destroys it.
-        is_complete("cuEventQuery", unsafe { sys::cuEventQuery(event.0) })
+        is_complete("cuEventQuery", unsafe { sys::cuEventQuery(event.0.cast()) })
     }
 
-    pub(super) fn wait_for_event(&self, event: &RawEvent) -> Result<(), Error> {
-        self.make_current()?;
+    fn wait_for_event(&self, event: &RawEvent) -> Result<(), Error> {
+        let _current = self.make_current()?;
         // SAFETY: the event exists, because only the drop of its last handle destroys it.
-        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event.0) })
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event.0.cast()) })
     }
 
-    /// Returns the milliseconds between two recorded events, or `None` if one is not reached yet.
-    pub(super) fn elapsed_ms(
+    fn elapsed_ms(
         &self,
         start: &RawEvent,
         end: &RawEvent,
     ) -> Result<Option<f32>, Error> {
-        self.make_current()?;
+        let _current = self.make_current()?;
         let mut milliseconds = 0.0;
         // SAFETY: both events exist, because only the drop of the last handle destroys each of
         // them. `milliseconds` is valid for writes.
-        let code = unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, start.0, end.0) };
+        let code = unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, start.0.cast(), end.0.cast()) };
         Ok(is_complete("cuEventElapsedTime", code)?.then_some(milliseconds))
     }
 
-    /// Destroys a stream.
-    ///
-    /// # Safety
-    /// The stream must belong to this context, and must not be used after this call.
-    pub(super) unsafe fn destroy_stream(&self, stream: &RawStream) {
-        if self.make_current().is_ok() {
+    unsafe fn destroy_stream(&self, stream: &RawStream) {
+        if let Ok(_current) = self.make_current() {
             // SAFETY: the caller guarantees that the stream belongs to this context and is not used
             // again. The driver itself keeps the resources of pending work.
-            let _ = unsafe { sys::cuStreamDestroy_v2(stream.0) };
+            let _ = unsafe { sys::cuStreamDestroy_v2(stream.0.cast()) };
         }
     }
 
-    /// Destroys an event.
-    ///
-    /// # Safety
-    /// The event must belong to this context, and must not be used after this call.
-    pub(super) unsafe fn destroy_event(&self, event: &RawEvent) {
-        if self.make_current().is_ok() {
+    unsafe fn destroy_event(&self, event: &RawEvent) {
+        if let Ok(_current) = self.make_current() {
             // SAFETY: the caller guarantees that the event belongs to this context and is not used
             // again. The driver itself keeps the resources of pending waits.
-            let _ = unsafe { sys::cuEventDestroy_v2(event.0) };
+            let _ = unsafe { sys::cuEventDestroy_v2(event.0.cast()) };
         }
     }
 }
 
-impl Drop for Context {
+impl Drop for CudaApi {
     fn drop(&mut self) {
         // SAFETY: `new` retained the context once. Streams, events and memory keep this value
         // alive, so none of them exists any more.
@@ -514,27 +540,3 @@ fn memory(call: &'static str, code: CUresult, address: u64) -> Result<Option<*mu
             .map(|()| Some(std::ptr::with_exposed_provenance_mut(address as usize))),
     }
 }
-
-/// The driver's handle to a stream. The owner must pass it to [`Context::destroy_stream`].
-#[derive(Debug)]
-pub(super) struct RawStream(CUstream);
-
-// SAFETY: this is only a handle, which the driver accepts from any thread.
-unsafe impl Send for RawStream {}
-// SAFETY: as above.
-unsafe impl Sync for RawStream {}
-
-impl RawStream {
-    pub(super) fn as_ptr(&self) -> *mut c_void {
-        self.0.cast()
-    }
-}
-
-/// The driver's handle to an event. The owner must pass it to [`Context::destroy_event`].
-#[derive(Debug)]
-pub(super) struct RawEvent(CUevent);
-
-// SAFETY: this is only a handle, which the driver accepts from any thread.
-unsafe impl Send for RawEvent {}
-// SAFETY: as above.
-unsafe impl Sync for RawEvent {}
