@@ -232,13 +232,14 @@ impl Checkpoint {
         Ok(Engine::new(units, self.sources.clone(), config)?)
     }
 
-    /// Creates an engine like [`engine`](Self::engine), but with units in the memory of `device`.
+    /// Creates an engine like [`engine`](Self::engine), but with units in the memory of `device`, if
+    /// there is one.
     ///
     /// # Errors
     /// Returns the errors of [`Engine::with_device`].
-    pub fn engine_on<D: Device>(
+    pub fn engine_on<'a, D: Device>(
         &self,
-        device: &D,
+        device: impl Into<Option<&'a D>>,
         units: Vec<Unit>,
         config: EngineConfig,
     ) -> Result<Engine<D>, Error> {

@@ -49,6 +49,8 @@ pub struct EngineConfig {
     /// Reads then go through bounce buffers. Used only for devices with their own memory; 0, the
     /// default, keeps none.
     pub host_bytes: usize,
+    /// Whether plans without an engine are for a device with its own memory.
+    pub device_memory: bool,
     /// The number of passes that may run at the same time; 0 counts as 1.
     pub max_passes: usize,
     /// The units that a pass is expected to use, in order. `None` means each unit once, by
@@ -124,6 +126,7 @@ impl EngineConfig {
             budget_bytes,
             staging_units: 2,
             host_bytes: 0,
+            device_memory: false,
             max_passes: 1,
             order: None,
             together: Vec::new(),
@@ -174,6 +177,12 @@ impl EngineConfig {
     #[must_use]
     pub fn with_host_bytes(self, host_bytes: usize) -> Self {
         Self { host_bytes, ..self }
+    }
+
+    /// Sets [`device_memory`](Self::device_memory).
+    #[must_use]
+    pub fn with_device_memory(self, device_memory: bool) -> Self {
+        Self { device_memory, ..self }
     }
 
     /// Sets [`max_passes`](Self::max_passes).

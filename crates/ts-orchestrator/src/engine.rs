@@ -101,8 +101,9 @@ impl Engine {
         Self::build(None, units, sources, config)
     }
 
-    /// Returns the plan that an engine in host memory would start with, and the initial statistics
-    /// of each unit.
+    /// Returns the plan that an engine would start with, and the initial statistics of each unit.
+    /// The engine is one in host memory, unless the configuration has
+    /// [`device_memory`](EngineConfig::device_memory).
     ///
     /// Reserves no memory for weights, starts no threads and reads nothing.
     ///
@@ -114,7 +115,7 @@ impl Engine {
         config: &EngineConfig,
     ) -> Result<(Plan, Vec<UnitStats>), Error> {
         let Sizing { units, plan, least_buffer_bytes, .. } =
-            Sizing::new(units, sources, config, false)?;
+            Sizing::new(units, sources, config, config.device_memory)?;
         let stats = units.iter().zip(&plan.residency).map(|(unit, &residency)| UnitStats {
             resident: residency == Residency::Resident,
             ..unit.initial_stats()
@@ -123,8 +124,9 @@ impl Engine {
         Ok((plan.with_buffers(least_buffer_bytes), stats))
     }
 
-    /// Returns what passes of an engine in host memory would be like with each of these budgets, in
-    /// bytes. Leaves out budgets that are too small. Ignores the budget in `config`.
+    /// Returns what passes of an engine like that of [`preview`](Self::preview) would be like with
+    /// each of these budgets, in bytes. Leaves out budgets that are too small. Ignores the budget in
+    /// `config`.
     ///
     /// Reserves no memory for weights, starts no threads and reads nothing.
     ///
@@ -137,7 +139,7 @@ impl Engine {
         budgets: &[usize],
     ) -> Result<Vec<CurvePoint>, Error> {
         let Preparation { units, order, overhead, .. } =
-            Preparation::new(units, sources, config, false)?;
+            Preparation::new(units, sources, config, config.device_memory)?;
         let demands = PreparedUnit::demands(&units, &config.compute, config.rates);
         let request = config.plan_request(&demands, &order);
         Ok(overhead.curve(request, &config.tables, config.prefetch, budgets))
@@ -145,20 +147,21 @@ impl Engine {
 }
 
 impl<D: Device> Engine<D> {
-    /// Creates an engine whose units live in the memory of `device`.
+    /// Creates an engine whose units live in the memory of `device`. Without a device, they live in
+    /// host memory.
     ///
     /// The other parameters are those of [`new`](Engine::new).
     ///
     /// # Errors
     /// Returns the errors of [`new`](Engine::new). [`Error::System`] also reports that the device
     /// refuses memory or a stream.
-    pub fn with_device(
-        device: &D,
+    pub fn with_device<'a>(
+        device: impl Into<Option<&'a D>>,
         units: Vec<Unit>,
         sources: Vec<Arc<Source>>,
         config: EngineConfig,
     ) -> Result<Self, Error> {
-        let separate = (!device.info().host_memory).then_some(device);
+        let separate = device.into().filter(|device| !device.info().host_memory);
         Self::build(separate, units, sources, config)
     }
 

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 use std::thread::ThreadId;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ts_format::Chunk;
 use ts_io::Completion;
@@ -53,7 +53,10 @@ pub(crate) enum Event<D: Device> {
         work: Work,
     },
     JobPanicked(PanickedJob),
+    /// The copy of a unit to its device was submitted.
     Uploaded(UploadResult<D>),
+    /// The copy of a unit to its device has ended.
+    Copied(CopyResult),
     /// A lease was dropped on a thread that must not take the engine's lock.
     Released {
         unit: UnitId,
@@ -117,13 +120,19 @@ pub(crate) enum PanickedJob {
     Encode(u32),
 }
 
-/// The result of copying a unit to its device.
+/// The copy of a unit to its device, which may still be running.
 #[derive(Debug)]
 pub(crate) struct UploadResult<D: Device> {
     pub(crate) load: u32,
     pub(crate) slot: DeviceBuffer<D>,
-    /// The number of bytes that were copied, and how long this took.
-    pub(crate) copied_bytes: u64,
-    pub(crate) copy_ns: u64,
-    pub(crate) result: Result<(), ts_pool::Error>,
+    /// The event that is reached when the copy is done, or why it was not submitted.
+    pub(crate) result: Result<D::Event, ts_pool::Error>,
+}
+
+/// The end of the copy of a unit to its device.
+#[derive(Debug)]
+pub(crate) struct CopyResult {
+    pub(crate) unit: UnitId,
+    /// The number of copied bytes, and how long this took on the device.
+    pub(crate) result: Result<(u64, Duration), ts_pool::Error>,
 }

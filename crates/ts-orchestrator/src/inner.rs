@@ -267,6 +267,7 @@ impl<D: Device> EngineInner<D> {
                 }
                 Event::JobPanicked(job) => state.on_job_panicked(&self.context, job, now_ns),
                 Event::Uploaded(upload) => state.on_uploaded(&self.context, upload, now_ns),
+                Event::Copied(copy) => state.on_copied(&self.context, copy),
                 Event::Released { unit, user, used_ns } => {
                     state.release(unit, user, used_ns, now_ns);
                 }

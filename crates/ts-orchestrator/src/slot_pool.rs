@@ -14,6 +14,7 @@ use ts_streams::{Device, MemoryKind, StreamPriority};
 
 use crate::event::Event;
 use crate::sharing::Pages;
+use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
 use crate::upload::{Upload, Uploader};
 
@@ -51,7 +52,8 @@ fn total(aside: &[SetAside]) -> usize {
 #[derive(Debug)]
 pub(crate) enum Slot<D: Device> {
     Host(Buffer),
-    Device(DeviceBuffer<D>),
+    /// A slot on a device, and the event that is reached when its contents are complete.
+    Device(DeviceBuffer<D>, Option<D::Event>),
 }
 
 impl<D: Device> Slot<D> {
@@ -59,7 +61,7 @@ impl<D: Device> Slot<D> {
     pub(crate) fn into_host(self) -> Option<SharedBuffer> {
         match self {
             Slot::Host(buffer) => Some(buffer.freeze()),
-            Slot::Device(_) => None,
+            Slot::Device(..) => None,
         }
     }
 }
@@ -83,7 +85,7 @@ impl<D: Device> LoadBuffers<D> {
     /// Returns the slot, and frees staging memory.
     pub(crate) fn into_slot(self) -> Slot<D> {
         match self.device {
-            Some(slot) => Slot::Device(slot),
+            Some(slot) => Slot::Device(slot, None),
             None => Slot::Host(self.host),
         }
     }
@@ -210,7 +212,7 @@ impl<D: Device> SlotPool<D> {
             return self.host.allocate(len).map(Slot::Host).map_err(|_| AllocationError::SlotsFull);
         };
         match pool.allocate_for_stream(len, uploader.stream()) {
-            Ok(buffer) => Ok(Slot::Device(buffer)),
+            Ok(buffer) => Ok(Slot::Device(buffer, None)),
             Err(error) if error.kind() == ts_pool::ErrorKind::Full => {
                 Err(AllocationError::SlotsFull)
             }
@@ -233,18 +235,24 @@ impl<D: Device> SlotPool<D> {
         let slot = reserved.take().map_or_else(|| self.allocate(len), Ok)?;
         Ok(match (slot, staging) {
             (Slot::Host(host), _) => LoadBuffers::on_host(host),
-            (Slot::Device(device), Some(host)) => {
+            (Slot::Device(device, _), Some(host)) => {
                 LoadBuffers { device: Some(device), ..LoadBuffers::on_host(host) }
             }
-            (Slot::Device(_), None) => unreachable!("a pool in host memory has no device slots"),
+            (Slot::Device(..), None) => unreachable!("a pool in host memory has no device slots"),
         })
     }
 
-    /// Starts to copy a unit from staging memory to its slot on the device. The result is an
-    /// [`Event::Uploaded`].
-    pub(crate) fn upload(&self, load: u32, staging: Buffer, slot: DeviceBuffer<D>) {
+    /// Starts to copy a unit from staging memory to its slot on the device. Causes an
+    /// [`Event::Uploaded`], and an [`Event::Copied`] if the copy was submitted.
+    pub(crate) fn upload(
+        &self,
+        load: u32,
+        unit: UnitId,
+        staging: Buffer,
+        slot: DeviceBuffer<D>,
+    ) {
         let slots = self.device.as_ref().expect("only units on a device are uploaded");
-        slots.uploader.submit(Upload { load, staging, slot });
+        slots.uploader.submit(Upload { load, unit, staging, slot });
     }
 
     /// Returns the memory of a unit whose slot was filled. Watches it for writes only if the unit
@@ -267,10 +275,10 @@ impl<D: Device> SlotPool<D> {
                 let references = Arc::clone(&self.stream_references);
                 UnitMemory::host(buffer, watched, references, events)
             }
-            (Slot::Device(buffer), Some(slots)) => {
-                UnitMemory::device(buffer, slots.pool.clone(), events)
+            (Slot::Device(buffer, copied), Some(slots)) => {
+                UnitMemory::device(buffer, copied, slots.pool.clone(), events)
             }
-            (Slot::Device(_), None) => unreachable!("a pool in host memory has no device slots"),
+            (Slot::Device(..), None) => unreachable!("a pool in host memory has no device slots"),
         }
     }
 

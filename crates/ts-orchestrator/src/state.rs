@@ -71,6 +71,8 @@ pub(crate) struct EngineState<D: Device> {
     /// Whether prefetching is paused until loads in flight have ended.
     pub(crate) paused: bool,
     pub(crate) counters: EngineCounters,
+    /// The number of copies to the device that have not ended.
+    copies_running: usize,
     pub(crate) pass_log: PassLog,
     /// The trace that is being recorded.
     pub(crate) trace: Option<TraceLog>,
@@ -268,6 +270,7 @@ impl<D: Device> EngineState<D> {
             waited_limit: None,
             paused: false,
             counters: EngineCounters::default(),
+            copies_running: 0,
             pass_log: PassLog::default(),
             trace: None,
             waiting_for_memory: HashSet::new(),
@@ -509,7 +512,7 @@ impl<D: Device> EngineState<D> {
 
     /// Returns whether any unit is being loaded.
     pub(crate) fn is_loading(&self) -> bool {
-        !self.loads.is_empty()
+        !self.loads.is_empty() || self.copies_running > 0
     }
 
     /// Returns the units in memory that are watched for writes, with their memory.

@@ -38,6 +38,8 @@ enum Bytes<D: Device> {
     },
     Device {
         buffer: DeviceBuffer<D>,
+        /// The event that is reached when the unit was copied to the device.
+        copied: Option<D::Event>,
         pool: StreamOrderedPool<D>,
     },
 }
@@ -57,10 +59,11 @@ impl<D: Device> UnitMemory<D> {
 
     pub(crate) fn device(
         buffer: DeviceBuffer<D>,
+        copied: Option<D::Event>,
         pool: StreamOrderedPool<D>,
         events: Sender<Event<D>>,
     ) -> Self {
-        Self::new(Bytes::Device { buffer, pool }, None, events)
+        Self::new(Bytes::Device { buffer, copied, pool }, None, events)
     }
 
     fn new(bytes: Bytes<D>, watched: Option<Arc<WatchedBuffer>>, events: Sender<Event<D>>) -> Self {
@@ -133,11 +136,15 @@ impl<D: Device> UnitMemory<D> {
         }
     }
 
-    /// Delays the reuse of the memory. After this value is dropped, the memory is not reused until
-    /// the stream has finished all work that was submitted to it before the drop.
+    /// Makes the stream wait for the copy of the unit to the device, and delays the reuse of the
+    /// memory. After this value is dropped, the memory is not reused until the stream has finished
+    /// all work that was submitted to it before the drop.
     pub(crate) fn use_on(&self, stream: &D::Stream) -> Result<(), ts_pool::Error> {
         match self.bytes() {
-            Bytes::Device { buffer, pool } => pool.record_use(buffer, stream),
+            Bytes::Device { buffer, copied, pool } => {
+                pool.record_use(buffer, stream)?;
+                copied.as_ref().map_or(Ok(()), |copied| Ok(stream.wait(copied)?))
+            }
             Bytes::Host { streams, .. } => {
                 let mut streams = streams.lock();
                 if streams.iter().all(|(id, _)| *id != stream.id()) {

@@ -2,30 +2,31 @@
 //! Copies units from staging memory on the host to their device.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Instant;
 
-use ts_pool::{Buffer, DeviceBuffer};
+use ts_pool::{Buffer, DeviceBuffer, PendingWrite};
 use ts_streams::{Device, Stream, check_may_block};
 
-use crate::event::{Event, UploadResult};
+use crate::event::{CopyResult, Event, UploadResult};
+use crate::unit::UnitId;
 
 /// A unit to copy to its device.
 #[derive(Debug)]
 pub(crate) struct Upload<D: Device> {
     pub(crate) load: u32,
+    pub(crate) unit: UnitId,
     pub(crate) staging: Buffer,
     pub(crate) slot: DeviceBuffer<D>,
 }
 
-/// A thread that copies units to a device, one at a time. Dropping the uploader finishes submitted
-/// copies.
+/// Two threads that copy units to a device: one submits the copies, and the other waits for them
+/// and frees the staging memory. Dropping the uploader finishes submitted copies.
 #[derive(Debug)]
 pub(crate) struct Uploader<D: Device> {
     stream: D::Stream,
     queue: Option<Sender<Upload<D>>>,
-    thread: Option<JoinHandle<()>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 impl<D: Device> Uploader<D> {
@@ -34,33 +35,24 @@ impl<D: Device> Uploader<D> {
         events: &Sender<Event<D>>,
     ) -> Result<Self, ts_streams::Error> {
         let (queue, inbox) = channel::<Upload<D>>();
-        let (copies, events) = (stream.clone(), events.clone());
-        let run = move || {
-            for Upload { load, staging, mut slot } in inbox {
-                let began = Instant::now();
-                let copy = catch_unwind(AssertUnwindSafe(|| slot.write(0, &staging)));
-                let result = copy.unwrap_or_else(|_| {
-                    let (stream, what) =
-                        (copies.id(), "copying the unit panicked (a bug in TensorStream)".into());
-                    Err(ts_streams::Error::Failed { stream, what }.into())
-                });
-                if result.is_err() {
-                    // Clears the error of the stream, so that later uploads can run. The error is
-                    // reported for this unit.
-                    drop(copies.take_error());
-                }
-                let copied_bytes = if result.is_ok() { staging.len() as u64 } else { 0 };
-                let copy_ns = began.elapsed().as_nanos() as u64;
-                let copy_ns = if result.is_ok() { copy_ns } else { 0 };
-                drop(staging);
-                let upload = UploadResult { load, slot, copied_bytes, copy_ns, result };
-                let _ = events.send(Event::Uploaded(upload));
-            }
-        };
-        let thread =
-            std::thread::Builder::new().name("ts-uploads".into()).stack_size(512 << 10).spawn(run);
+        let (running, copies) = channel::<(UnitId, PendingWrite<D>)>();
+        let mut this = Self { stream, queue: Some(queue), threads: Vec::new() };
+        let (stream, sink) = (this.stream.clone(), events.clone());
+        this.spawn("ts-uploads", move || submit_all(&stream, &inbox, &running, &sink))?;
+        let (stream, sink) = (this.stream.clone(), events.clone());
+        this.spawn("ts-copied", move || finish_all(&stream, &copies, &sink))?;
+        Ok(this)
+    }
+
+    fn spawn(
+        &mut self,
+        name: &str,
+        run: impl FnOnce() + Send + 'static,
+    ) -> Result<(), ts_streams::Error> {
+        let thread = std::thread::Builder::new().name(name.into()).stack_size(512 << 10).spawn(run);
         let thread = thread.map_err(|e| ts_streams::Error::Thread { reason: e.to_string() })?;
-        Ok(Self { stream, queue: Some(queue), thread: Some(thread) })
+        self.threads.push(thread);
+        Ok(())
     }
 
     /// Returns the stream that copies. Slots must be allocated for this stream, so that a copy into
@@ -75,13 +67,72 @@ impl<D: Device> Uploader<D> {
     }
 }
 
+/// Submits the copy of each upload, and announces the unit.
+fn submit_all<D: Device>(
+    stream: &D::Stream,
+    inbox: &Receiver<Upload<D>>,
+    running: &Sender<(UnitId, PendingWrite<D>)>,
+    events: &Sender<Event<D>>,
+) {
+    for Upload { load, unit, staging, mut slot } in inbox {
+        let begun = catch_unwind(AssertUnwindSafe(|| slot.begin_write(0, staging)));
+        let begun = match begun {
+            Ok(begun) => begun.map_err(|(error, _)| error),
+            Err(_) => Err(panicked(stream)),
+        };
+        if begun.is_err() {
+            // Clears the error of the stream, so that later uploads can run. The error is reported
+            // for this unit.
+            drop(stream.take_error());
+        }
+        let (copy, result) = match begun {
+            Ok(copy) => {
+                let done = copy.done().clone();
+                (Some(copy), Ok(done))
+            }
+            Err(error) => (None, Err(error)),
+        };
+        // The unit is announced before the end of its copy is.
+        let _ = events.send(Event::Uploaded(UploadResult { load, slot, result }));
+        if let Some(copy) = copy {
+            running.send((unit, copy)).expect("the thread receives until the sender is dropped");
+        }
+    }
+}
+
+/// Waits for each copy, frees its staging memory, and reports how long it took.
+fn finish_all<D: Device>(
+    stream: &D::Stream,
+    copies: &Receiver<(UnitId, PendingWrite<D>)>,
+    events: &Sender<Event<D>>,
+) {
+    for (unit, copy) in copies {
+        let ended = catch_unwind(AssertUnwindSafe(|| copy.wait()));
+        let (took, staging) = ended.unwrap_or_else(|_| (Err(panicked(stream)), None));
+        if took.is_err() {
+            drop(stream.take_error());
+        }
+        let bytes = staging.as_ref().map_or(0, |staging| staging.len() as u64);
+        drop(staging);
+        let result = took.map(|took| (bytes, took));
+        let _ = events.send(Event::Copied(CopyResult { unit, result }));
+    }
+}
+
+fn panicked(stream: &impl Stream) -> ts_pool::Error {
+    let what = "copying the unit panicked (a bug in TensorStream)".into();
+    ts_streams::Error::Failed { stream: stream.id(), what }.into()
+}
+
 impl<D: Device> Drop for Uploader<D> {
     fn drop(&mut self) {
         self.queue = None;
-        // In a host function of a stream, waiting for the thread could deadlock, because the copy
-        // of the thread may be queued after that function. The thread then ends on its own.
-        if let Some(thread) = self.thread.take().filter(|_| check_may_block().is_ok()) {
-            let _ = thread.join();
+        // In a host function of a stream, waiting for the threads could deadlock, because a copy
+        // may be queued after that function. The threads then end on their own.
+        if check_may_block().is_ok() {
+            for thread in self.threads.drain(..) {
+                let _ = thread.join();
+            }
         }
     }
 }

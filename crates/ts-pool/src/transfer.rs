@@ -2,11 +2,13 @@
 //! Copies between host memory and device buffers.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use ts_streams::{Device, Event, MemoryKind, MemoryRange, Stream, check_may_block};
 
 use crate::error::range_in;
-use crate::{DeviceBuffer, Error, PinnedMemoryPool, PooledBuffer};
+use crate::ordered::CopyGuard;
+use crate::{Buffer, DeviceBuffer, Error, PinnedMemoryPool, PooledBuffer};
 
 impl<D: Device> DeviceBuffer<D> {
     /// Copies host bytes into the buffer, starting at byte `offset`.
@@ -30,6 +32,47 @@ impl<D: Device> DeviceBuffer<D> {
             // on the buffer's own stream, after its other uses.
             unsafe { stream.copy(range.slice(part), from) }
         })
+    }
+
+    /// Copies host bytes into the buffer, starting at byte `offset`. Does not block, unless the
+    /// driver waits for the copy because `from` is not pinned.
+    ///
+    /// The copy runs on the stream that the buffer was allocated for, after all work submitted to
+    /// it. Other streams must wait for [`PendingWrite::done`] before they use the bytes.
+    ///
+    /// # Errors
+    /// The same as [`write`](Self::write). Then the caller gets `from` back.
+    pub fn begin_write(
+        &mut self,
+        offset: usize,
+        from: Buffer,
+    ) -> Result<PendingWrite<D>, (Error, Buffer)> {
+        let begun = || {
+            let part = range_in(self.len(), offset, from.len())?;
+            let source = MemoryRange::new(from.as_ptr().cast_mut(), from.len());
+            let device = self.device();
+            let (started, done) = (device.create_event()?, device.create_event()?);
+            let guard = self.begin_transfer(|stream, range| {
+                stream.record(&started)?;
+                // SAFETY: `PendingWrite` owns the source until the copy is done, and the target is
+                // freed in the order of this stream. Only this value uses the buffer, and the copy
+                // runs on the buffer's own stream, after its other uses.
+                unsafe { stream.copy(range.slice(part), source) }?;
+                // If this fails, the copy may still run, so the source must not be freed.
+                if let Err(error) = stream.record(&done) {
+                    let _ = stream.synchronize();
+                    return Err(error);
+                }
+                Ok(())
+            })?;
+            Ok((started, done, guard))
+        };
+        match begun() {
+            Ok((started, done, guard)) => {
+                Ok(PendingWrite { started, done, source: Some(from), _guard: guard })
+            }
+            Err(error) => Err((error, from)),
+        }
     }
 
     /// Fills `bytes` with bytes of the buffer, starting at byte `offset`. Blocks like
@@ -84,6 +127,51 @@ impl<D: Device> DeviceBuffer<D> {
         let range = range_in(self.len(), offset, len)?;
         check_may_block()?;
         Ok(range)
+    }
+}
+
+/// A copy of host memory into a [`DeviceBuffer`] that may still be running, from
+/// [`DeviceBuffer::begin_write`]. Dropping it waits for the copy.
+#[derive(Debug)]
+pub struct PendingWrite<D: Device> {
+    started: D::Event,
+    done: D::Event,
+    /// `None` after the wait.
+    source: Option<Buffer>,
+    _guard: CopyGuard<D>,
+}
+
+impl<D: Device> PendingWrite<D> {
+    /// Returns the event that is reached when the copy is done.
+    pub fn done(&self) -> &D::Event {
+        &self.done
+    }
+
+    /// Blocks until the copy is done. Returns how long it took on the device, and the host memory
+    /// that was copied.
+    ///
+    /// # Errors
+    /// Returns [`Error::Device`] if the copy failed or the call was made in a host function. In a
+    /// host function, the host memory is lost.
+    pub fn wait(mut self) -> (Result<Duration, Error>, Option<Buffer>) {
+        if let Err(error) = check_may_block() {
+            return (Err(error.into()), None);
+        }
+        let ended = self.done.synchronize();
+        let took = ended.and_then(|()| self.done.elapsed_since(&self.started));
+        (took.map_err(Error::from), self.source.take())
+    }
+}
+
+impl<D: Device> Drop for PendingWrite<D> {
+    fn drop(&mut self) {
+        let Some(source) = self.source.take() else { return };
+        match check_may_block() {
+            // Even if this fails, the copy has ended.
+            Ok(()) => drop(self.done.synchronize()),
+            // The copy may be queued after this host function, so nothing can wait for it here.
+            Err(_) => std::mem::forget(source),
+        }
     }
 }
 

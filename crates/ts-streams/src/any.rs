@@ -223,6 +223,10 @@ impl Device for AnyDevice {
         dispatch!(AnyDevice, self, device => device.info())
     }
 
+    fn available_bytes(&self) -> Result<Option<u64>, Error> {
+        dispatch!(AnyDevice, self, device => device.available_bytes())
+    }
+
     fn create_stream(&self, priority: StreamPriority) -> Result<AnyStream, Error> {
         dispatch_into!(AnyDevice, self, device => device.create_stream(priority), AnyStream)
     }

@@ -82,6 +82,14 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Returns the properties of the device.
     fn info(&self) -> &DeviceInfo;
 
+    /// Returns how many bytes of the device's memory no program uses now, if this is known.
+    ///
+    /// # Errors
+    /// Returns [`Error::Driver`] if a driver call fails.
+    fn available_bytes(&self) -> Result<Option<u64>, Error> {
+        Ok(None)
+    }
+
     /// Creates a stream. Its priority is clamped to the range of the device.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use ts_streams::Device;
 use crate::Error;
 use crate::config::Verify;
 use crate::context::EngineContext;
-use crate::event::{ChecksumMismatch, DamagedChunk, Event, PanickedJob, UploadResult, Work};
+use crate::event::{ChecksumMismatch, CopyResult, DamagedChunk, Event, PanickedJob, UploadResult, Work};
 use crate::image::{ImageLayout, KeptImage};
 use crate::layout::ReadKind;
 use crate::plan::Residency;
@@ -415,31 +415,53 @@ impl<D: Device> EngineState<D> {
         let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
         match (host, load.device.take()) {
             (Some(staging), Some(slot)) if load.error.is_none() && !load.cancelled => {
-                context.slots.upload(load_id, staging, slot);
+                let unit = load.id.expect("gathered rows are in host memory");
+                self.copies_running += 1;
+                context.slots.upload(load_id, unit, staging, slot);
             }
-            (_, Some(slot)) => self.finish(context, load_id, Some(Slot::Device(slot)), now_ns),
+            (_, Some(slot)) => {
+                self.finish(context, load_id, Some(Slot::Device(slot, None)), now_ns);
+            }
             (host, None) => self.finish(context, load_id, host.map(Slot::Host), now_ns),
         }
     }
 
-    /// Handles the end of a copy to the device.
+    /// Handles the submission of a copy to the device. The unit can be used from now on, by streams
+    /// that wait for the copy.
     pub(crate) fn on_uploaded(
         &mut self,
         context: &EngineContext<D>,
         upload: UploadResult<D>,
         now_ns: u64,
     ) {
-        let UploadResult { load: load_id, slot, copied_bytes, copy_ns, result } = upload;
-        self.counters.copy_ns += copy_ns;
-        if copied_bytes >= MEASURED_COPY_BYTES && copy_ns > 0 {
-            let rate = copied_bytes as f64 / (copy_ns as f64 / 1e9);
-            self.counters.copy_bytes_per_s = self.counters.copy_bytes_per_s.max(rate);
-        }
+        let UploadResult { load: load_id, slot, result } = upload;
         let load = self.loads.get_mut(&load_id).expect("a load exists until its upload has ended");
-        if let Err(error) = result {
-            load.error = Some(Error::device(&load.name(), error));
+        let copied = match result {
+            Ok(copied) => Some(copied),
+            Err(error) => {
+                self.copies_running -= 1;
+                load.error = Some(Error::device(&load.name(), error));
+                None
+            }
+        };
+        self.finish(context, load_id, Some(Slot::Device(slot, copied)), now_ns);
+    }
+
+    /// Handles the end of a copy to the device. If it failed, the unit is loaded again for its next
+    /// use. Streams that have waited for the copy have failed.
+    pub(crate) fn on_copied(&mut self, context: &EngineContext<D>, copy: CopyResult) {
+        let CopyResult { unit, result } = copy;
+        self.copies_running -= 1;
+        match result {
+            Ok((bytes, took)) => {
+                self.counters.copy_ns += took.as_nanos() as u64;
+                if bytes >= MEASURED_COPY_BYTES && !took.is_zero() {
+                    let rate = bytes as f64 / took.as_secs_f64();
+                    self.counters.copy_bytes_per_s = self.counters.copy_bytes_per_s.max(rate);
+                }
+            }
+            Err(_) => self.discard(context, unit),
         }
-        self.finish(context, load_id, Some(Slot::Device(slot)), now_ns);
     }
 
     /// Ends a load. `slot` is `None` if the load has lost its memory. Such a load always has an

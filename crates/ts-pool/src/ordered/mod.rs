@@ -586,6 +586,10 @@ impl<D: Device> DeviceBuffer<D> {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    pub(crate) fn device(&self) -> &D {
+        &self.inner.device
+    }
 }
 
 impl<D: Device> DeviceBuffer<D> {
@@ -607,6 +611,22 @@ impl<D: Device> DeviceBuffer<D> {
         submit(&stream, range)?;
         // Even if this fails, the submitted work has ended.
         Ok(stream.synchronize()?)
+    }
+
+    /// Calls `submit` with the stream and the address range of the buffer, like
+    /// [`transfer`](Self::transfer), but does not wait. The result must exist until the submitted
+    /// work is done.
+    pub(crate) fn begin_transfer(
+        &self,
+        submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), ts_streams::Error>,
+    ) -> Result<CopyGuard<D>, Error> {
+        let mut state = self.inner.lock();
+        let (range, owner) = state.locate(&self.inner, self)?;
+        let stream = state.streams[usize::from(owner.0)].clone();
+        let guard = CopyGuard::begin(&self.inner, &mut state, &[self.block]);
+        drop(state);
+        submit(&stream, range)?;
+        Ok(guard)
     }
 
     /// Does the same as [`transfer`](Self::transfer) for work that also uses the buffer `other`.
@@ -637,19 +657,20 @@ impl<D: Device> DeviceBuffer<D> {
 }
 
 /// Keeps [`free_for_stream`](StreamOrderedPool::free_for_stream) from freeing blocks during a copy.
-struct CopyGuard<'a, D: Device> {
-    inner: &'a PoolInner<D>,
+#[derive(Debug)]
+pub(crate) struct CopyGuard<D: Device> {
+    inner: Arc<PoolInner<D>>,
     blocks: Vec<BlockId>,
 }
 
-impl<'a, D: Device> CopyGuard<'a, D> {
-    fn begin(inner: &'a PoolInner<D>, state: &mut PoolState<D>, blocks: &[BlockId]) -> Self {
+impl<D: Device> CopyGuard<D> {
+    fn begin(inner: &Arc<PoolInner<D>>, state: &mut PoolState<D>, blocks: &[BlockId]) -> Self {
         state.copying.extend(blocks);
-        Self { inner, blocks: blocks.to_vec() }
+        Self { inner: Arc::clone(inner), blocks: blocks.to_vec() }
     }
 }
 
-impl<D: Device> Drop for CopyGuard<'_, D> {
+impl<D: Device> Drop for CopyGuard<D> {
     fn drop(&mut self) {
         let mut state = self.inner.lock();
         for block in &self.blocks {

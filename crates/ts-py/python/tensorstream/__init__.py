@@ -22,6 +22,7 @@ from ._native import (
 if TYPE_CHECKING:
     from .budget import Budget
     from .config import BackendType, Config, MemoryMode, MemoryPressureMode, PrefetchStrategy
+    from .devices import register_accelerator
     from .errors import (
         BudgetError,
         BudgetWarning,
@@ -137,6 +138,7 @@ __all__ = [
     "metrics",
     "offload",
     "plan",
+    "register_accelerator",
     "restore",
     "safe_open",
     "save",
@@ -148,6 +150,7 @@ __all__ = [
 
 _HOMES = {
     "budget": ("Budget",),
+    "devices": ("register_accelerator",),
     "files._convert": ("Conversion", "compact", "convert"),
     "files._state_dict": (
         "append_file",

@@ -180,6 +180,20 @@ class Checkpoint:
     def files(self) -> list[tuple[str, int, dict[str, str]]]: ...
 
 @final
+class Accelerator:
+    def __new__(
+        cls,
+        ordinal: int,
+        current_stream: Callable[[], int],
+        library: tuple[str, str] | None = None,
+    ) -> Accelerator: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def total_bytes(self) -> int | None: ...
+    def available_bytes(self) -> int | None: ...
+
+@final
 class Streamer:
     def __new__(
         cls,

@@ -12,11 +12,15 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from . import _native
 from .budget import Budget
+from .devices import accelerator, device_of
 from .errors import BudgetError, BudgetWarning, ConfigurationError, NotBuiltWarning
+
+if TYPE_CHECKING:
+    import torch
 
 E = TypeVar("E", bound=enum.Enum)
 
@@ -118,6 +122,8 @@ class Settings(TypedDict):
     verify: str
     keep_compressed: bool
     shared_cache: str | None
+    device: _native.Accelerator | None
+    host_bytes: int
 
 
 #: The default budget as a share of the available memory. The rest is for activations.
@@ -147,6 +153,12 @@ class Config:
             share of the available memory such as ``"50%"``, or a ``Budget`` that models share. The
             default, ``"auto"``, is the share that ``memory_mode`` sets. A share is logged to the
             logger "tensorstream" at level INFO.
+        device: The device on which the model runs, such as "cuda" or "cuda:1". The budget is memory
+            of this device, and weights are copied to it while others compute. The default is the
+            CPU. Accelerators other than NVIDIA GPUs need ``register_accelerator``.
+        host_budget: For a ``device`` with its own memory: the memory on the host in which weights
+            are kept, so that they are not read again for each pass. Bytes, a size, or a share of
+            the available memory. The default keeps none.
         storage_path: A directory. Its purpose depends on the call:
 
             - ``offload`` of a model with weights, without a ``checkpoint``, writes the weights to
@@ -203,6 +215,8 @@ class Config:
     """
 
     budget: int | str | Budget | None = None
+    device: str | int | torch.device | None = None
+    host_budget: int | str | None = None
     storage_path: str | os.PathLike[str] | None = None
     max_passes: int = 1
     backend: BackendType | str = BackendType.AUTO
@@ -228,6 +242,8 @@ class Config:
             if not isinstance(self.storage_path, str | os.PathLike):
                 raise invalid("storage_path", self.storage_path, "a path")
             object.__setattr__(self, "storage_path", expanded(self.storage_path))
+        if self.host_budget is not None:
+            parse_budget(self.host_budget, "host_budget")
         _check_int("max_passes", self.max_passes, 1, 64)
         self._check_io_depth()
         if not isinstance(self.verify_checksums, bool) and self.verify_checksums != "once":
@@ -253,6 +269,11 @@ class Config:
         object.__setattr__(self, "backend", backend.lower())
         if backend.lower() in FALLBACKS:
             not_built(f"BackendType.{backend.upper()}", FALLBACKS[backend.lower()][1])
+        on_device = self.device is not None and str(self.device) != "cpu"
+        if on_device and pressure != MemoryPressureMode.STRICT:
+            raise invalid("memory_pressure_mode", pressure.value, "strict on an accelerator")
+        if isinstance(self.budget, Budget) and on_device:
+            raise invalid("budget", self.budget, "a size, because models on an accelerator share none")
         if isinstance(self.budget, Budget) and pressure != MemoryPressureMode.STRICT:
             raise invalid(
                 "memory_pressure_mode", pressure.value, "strict, because the budget is shared"
@@ -331,10 +352,11 @@ class Config:
         return self.share_bytes() if requested is None else requested
 
     def _available_bytes(self, freed_bytes: int) -> int:
-        available = _native.available_memory()
+        device = self.accelerator()
+        available = _native.available_memory() if device is None else device.available_bytes()
         if available is None:
             raise invalid("budget", None, "a size, because the available memory cannot be detected")
-        return available + freed_bytes
+        return available if device is not None else available + freed_bytes
 
     def fitted_bytes(
         self, smallest: int, whole: int, freed_bytes: int = 0, shared_bytes: int = 0
@@ -362,7 +384,8 @@ class Config:
             BudgetWarning: The configured budget was reduced.
         """
         requested = self.requested_bytes()
-        if requested is not None and (requested < smallest or _native.available_memory() is None):
+        unknown = self.accelerator() is None and _native.available_memory() is None
+        if requested is not None and (requested < smallest or unknown):
             return requested  # if it is too small, the engine refuses it
         wanted = self.share_bytes(freed_bytes) if requested is None else requested
         if requested is not None:
@@ -437,7 +460,27 @@ class Config:
             "verify": VERIFY[self.verify_checksums],
             "keep_compressed": self.compression == "auto",
             "shared_cache": self.shared_directory(),
+            "device": self.accelerator(),
+            "host_bytes": self.host_bytes(),
         }
+
+    def torch_device(self) -> torch.device:
+        """Returns the device on which the model runs."""
+        return device_of("cpu" if self.device is None else self.device)
+
+    def accelerator(self) -> _native.Accelerator | None:
+        """Returns the device on which the model runs, or ``None`` for the CPU."""
+        return None if self.device is None else accelerator(self.torch_device())
+
+    def host_bytes(self) -> int:
+        """Returns the memory on the host in which weights for a device are kept, in bytes."""
+        if self.host_budget is None or self.accelerator() is None:
+            return 0
+        budget = parse_budget(self.host_budget)
+        if isinstance(budget, int):
+            return budget
+        share = SHARES[MemoryMode(self.memory_mode)] if budget is None else budget
+        return int((_native.available_memory() or 0) * share)
 
     def shared_directory(self) -> str | None:
         """Returns the directory through which weights are shared, or ``None``."""
@@ -467,12 +510,11 @@ _REMOVED_FIELDS = {
     "cache_size_layers": "the plan decides how many layers stay in memory; set `budget`",
     "cache_size_gb": "set `budget`",
     "chunk_size_mb": "reads are sized for the storage; set `io_depth` to limit their number",
-    "pin_memory": "weights are not copied to a GPU",
+    "pin_memory": "weights are copied to a device from pinned memory anyway",
     "temp_dir": "set `storage_path`",
     "enable_profiling": "tensorstream.stats(model) is always available",
     "debug_mode": "omit it, because errors always contain all details",
     "dtype": "pass it to from_pretrained, or call model.to(dtype) before offload",
-    "device": "models stream into CPU memory",
     "metadata": "pass it to tensorstream.save_file",
 }
 
@@ -512,7 +554,7 @@ def _mib(count: int) -> str:
     return f"{count / 2**20:.0f}"
 
 
-def parse_budget(budget: int | str) -> int | float | None:
+def parse_budget(budget: int | str, field: str = "budget") -> int | float | None:
     """Converts a budget to bytes (``int``) or to a share of the available memory (``float``).
 
     Args:
@@ -537,13 +579,13 @@ def parse_budget(budget: int | str) -> int | float | None:
             else:
                 budget = _native.parse_bytes(text)
         except ValueError as error:
-            raise invalid("budget", budget, wanted) from error
+            raise invalid(field, budget, wanted) from error
         if share is not None:
             if not 0 < share <= 1:
-                raise invalid("budget", budget, "a share above 0% and up to 100%")
+                raise invalid(field, budget, "a share above 0% and up to 100%")
             return share
     if isinstance(budget, bool) or not isinstance(budget, int) or not 0 < budget < 2**63:
-        raise invalid("budget", budget, wanted)
+        raise invalid(field, budget, wanted)
     return budget
 
 

@@ -3,16 +3,16 @@
 
 use std::any::Any;
 use std::ffi::{CStr, c_void};
-use std::ops::Deref;
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use tensorstream::exec::contiguous_strides;
 use tensorstream::format::{Dtype, TensorMeta};
+use tensorstream::streams::MemoryRange;
 
 use super::abi::{
-    CPU, DataType, Device, EXTENSION, IS_COPIED, ManagedTensor, ManagedTensorVersioned, READ_ONLY,
+    DataType, Device, EXTENSION, IS_COPIED, ManagedTensor, ManagedTensorVersioned, READ_ONLY,
     Tensor, UNVERSIONED, VERSION, VERSIONED, has_unversioned_code, unversioned_type,
     versioned_type,
 };
@@ -43,28 +43,30 @@ struct ExportBox<M> {
     _owner: Box<dyn Any + Send>,
 }
 
-/// Creates an unversioned capsule over `bytes`, which stay alive until the consumer calls the
-/// deleter, or until the capsule is freed without a consumer.
+/// Creates an unversioned capsule over `bytes`. `owner` keeps them alive. It is dropped when the
+/// consumer calls the deleter, or when the capsule is freed without a consumer.
 ///
-/// If the unversioned structure has no code for the dtype, the capsule contains a one-dimensional
-/// tensor of bytes.
+/// `device` is DLPack's device type and device number. If the unversioned structure has no code for
+/// the dtype, the capsule contains a one-dimensional tensor of bytes.
 pub(crate) fn tensor_capsule<'py>(
     py: Python<'py>,
-    bytes: impl Deref<Target = [u8]> + Send + 'static,
+    bytes: MemoryRange,
+    device: (i32, i32),
     meta: &TensorMeta,
+    owner: impl Send + 'static,
 ) -> PyResult<Bound<'py, PyAny>> {
     let as_bytes = TensorMeta { dtype: Dtype::U8, shape: vec![bytes.len() as u64] };
     let TensorMeta { dtype, shape } =
         if has_unversioned_code(meta.dtype) { meta } else { &as_bytes };
     let exported = Exported {
-        data: bytes.as_ptr().cast_mut().cast(),
-        device: (CPU, 0),
+        data: bytes.as_ptr().cast(),
+        device,
         dtype: *dtype,
         shape: shape.iter().map(|&n| n as i64).collect(),
         strides: contiguous_strides(shape),
         read_only: false,
         copied: false,
-        owner: Box::new(bytes),
+        owner: Box::new(owner),
     };
     unversioned_capsule(py, exported)
 }

@@ -10,10 +10,11 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use tensorstream::format::{ByteRange, FileId, Tensor, TensorEntry};
 use tensorstream::io::{FileMapping, Source};
+use tensorstream::streams::MemoryRange;
 use tensorstream::{Error, LoadOptions, Loaded};
 
 use super::progress::watched;
-use crate::dlpack::{CapsuleBytes, tensor_capsule};
+use crate::dlpack::{CPU, CapsuleBytes, tensor_capsule};
 use crate::dtype::tensor_meta;
 use crate::errors::to_python;
 
@@ -329,7 +330,8 @@ pub(crate) fn kept_bytes() -> usize {
 
 fn loaded_spec(py: Python<'_>, loaded: Loaded) -> PyResult<LoadedSpec<'_>> {
     let Loaded { name, meta, bytes, .. } = loaded;
-    let capsule = tensor_capsule(py, bytes, &meta)?;
+    let range = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
+    let capsule = tensor_capsule(py, range, (CPU, 0), &meta, bytes)?;
     Ok((name, meta.dtype.name(), meta.shape, capsule))
 }
 

@@ -8,9 +8,11 @@ use pyo3::prelude::*;
 use tensorstream::Speeds;
 use tensorstream::io::{BackendOptions, Tuner};
 use tensorstream::orchestrator::{
-    Access, Engine, EngineConfig, Phase, Prefetch, Routing, Table, Unit, UnitId, UnitTensor, Verify,
+    Access, EngineConfig, Phase, Prefetch, Routing, Table, Unit, UnitId, UnitTensor, Verify,
 };
 
+use super::Engine;
+use super::accelerator::Accelerator;
 use super::sharing::page_store;
 use crate::errors::to_python;
 use crate::files::checkpoint::{Checkpoint, Part};
@@ -61,6 +63,8 @@ pub(super) fn engine_factory(
     let engine_tables = tables.clone();
     let scores = scores.into_iter().map(|(unit, score)| (UnitId(unit), score)).collect();
     let routing = Routing::default().with_scores(scores);
+    let accelerator = settings.as_ref().and_then(|settings| settings.device.as_ref());
+    let device = accelerator.map(|accelerator| accelerator.get().device().clone());
     let factory = move |py: Python<'_>| {
         let config = config(budget, settings.as_ref())?
             .with_request_bytes(request_bytes)
@@ -69,7 +73,8 @@ pub(super) fn engine_factory(
             .with_tables(engine_tables.clone())
             .with_routing(routing.clone());
         let config = Speeds::default().recall(&checkpoint, &engine_units, config);
-        py.detach(|| checkpoint.engine(engine_units.clone(), config)).map_err(|e| to_python(py, &e))
+        let new = || checkpoint.engine_on(device.as_ref(), engine_units.clone(), config);
+        py.detach(new).map_err(|e| to_python(py, &e))
     };
     Ok((units, tables, Box::new(factory)))
 }
@@ -87,6 +92,10 @@ pub(crate) struct Settings {
     keep_compressed: bool,
     /// The directory in which to share memory with other processes; None to share nothing.
     shared_cache: Option<PathBuf>,
+    /// The device on which the model runs. None for the CPU.
+    pub(super) device: Option<Py<Accelerator>>,
+    /// The memory on the host in which units are kept for a device with its own memory, in bytes.
+    host_bytes: usize,
 }
 
 /// Returns the configuration of an engine, with defaults if there are no settings.
@@ -124,6 +133,9 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
     io.in_flight = in_flight.unwrap_or(io.in_flight);
     let config = config.with_max_passes(*max_passes).with_backend(backend.clone()).with_io(io);
     let config = config.with_prefetch(prefetch).with_verify(verify).with_watch_writes(true);
+    let config = config
+        .with_device_memory(settings.device.is_some())
+        .with_host_bytes(settings.host_bytes);
     let store = settings.shared_cache.as_deref().map(page_store).transpose()?;
     Ok(config.with_keep_compressed(settings.keep_compressed).with_shared_pages(store))
 }

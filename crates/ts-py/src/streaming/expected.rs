@@ -4,15 +4,16 @@
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use tensorstream::orchestrator::Expectation;
+use tensorstream::streams::AnyDevice;
 
 /// An announcement of routed units. Ends when it is closed or dropped.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Expected {
-    expectation: Mutex<Option<Expectation>>,
+    expectation: Mutex<Option<Expectation<AnyDevice>>>,
 }
 
 impl Expected {
-    pub(super) fn new(expectation: Expectation) -> Self {
+    pub(super) fn new(expectation: Expectation<AnyDevice>) -> Self {
         Self { expectation: Mutex::new(Some(expectation)) }
     }
 }

@@ -87,6 +87,7 @@ impl UnitForward {
             return Ok(None);
         }
         let Some(tensors) = self.inner.use_kept(self.unit) else { return Ok(None) };
+        self.inner.use_on_stream(py, &tensors)?;
         tensors.begin_forward();
         Ok(Some((method, tensors)))
     }

@@ -11,12 +11,15 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use tensorstream::PressureMonitor;
 use tensorstream::format::TensorMeta;
-use tensorstream::orchestrator::{Engine, Lease, PassId, Table, TableId, UnitId};
+use tensorstream::orchestrator::{PassId, Table, TableId, UnitId};
 
+use super::accelerator::Accelerator;
 use super::engine::EngineFactory;
 use super::torch::Torch;
 use super::unit_tensors::{UnitEntry, UnitTensors};
 use super::weight::Weight;
+use super::{Engine, Lease};
+use crate::dlpack::CPU;
 use crate::errors::to_python;
 use crate::heap;
 #[cfg(target_os = "linux")]
@@ -65,6 +68,8 @@ pub(super) struct StreamerInner {
     tables: Vec<(Table, Py<PyAny>)>,
     entries: Vec<Mutex<UnitEntry>>,
     pub(super) torch: Torch,
+    /// The device with the memory of units. None if they are in host memory.
+    accelerator: Option<Py<Accelerator>>,
     /// Present if some weights do not fit into the budget.
     #[cfg(target_os = "linux")]
     _idle_team: Option<Arc<IdleTeam>>,
@@ -107,6 +112,7 @@ impl StreamerInner {
         tables: Vec<(Table, Py<PyAny>)>,
         unit_count: usize,
         torch: Torch,
+        accelerator: Option<Py<Accelerator>>,
     ) -> PyResult<Self> {
         let engine = new_engine(py)?;
         #[cfg(target_os = "linux")]
@@ -114,7 +120,7 @@ impl StreamerInner {
             let stats = engine.stats();
             let streams = stats.units.iter().map(|unit| unit.slot_bytes).sum::<usize>()
                 > stats.plan.peak_bytes();
-            if streams { IdleTeam::shared() } else { None }
+            if streams && accelerator.is_none() { IdleTeam::shared() } else { None }
         };
         Ok(Self {
             keeps_leases: AtomicBool::new(false),
@@ -125,6 +131,7 @@ impl StreamerInner {
             tables,
             entries: (0..unit_count).map(|_| Mutex::default()).collect(),
             torch,
+            accelerator,
             #[cfg(target_os = "linux")]
             _idle_team,
         })
@@ -372,7 +379,7 @@ impl StreamerInner {
         let mut shape = table.meta().shape.clone();
         shape[0] = rows.len() as u64;
         let meta = TensorMeta { dtype: table.meta().dtype, shape };
-        self.torch.row_major(py, bytes, &meta, dtype)
+        self.torch.row_major(py, bytes, (CPU, 0), &meta, dtype)
     }
 
     pub(super) fn entry(&self, unit: usize) -> &Mutex<UnitEntry> {
@@ -516,11 +523,21 @@ impl StreamerInner {
             |weight: &Weight| self.torch.tensor(py, leases[0].tensor(weight.index), weight);
         weights.into_iter().map(tensor).collect()
     }
+
+    /// Lets PyTorch's current stream use a unit, if the unit is on a device with its own memory.
+    pub(super) fn use_on_stream(&self, py: Python<'_>, tensors: &UnitTensors) -> PyResult<()> {
+        let Some(accelerator) = &self.accelerator else { return Ok(()) };
+        // Calls into Python, so it comes before the lock.
+        let stream = accelerator.get().current_stream(py)?;
+        let state = tensors.lock();
+        let lease = state.lease.as_ref().expect("a unit in use has a lease");
+        lease.record_stream(&stream).map_err(|e| to_python(py, &e.into()))
+    }
 }
 
 /// Returns the address of the first tensor of a leased unit.
 fn address(lease: &Lease) -> usize {
-    if lease.tensor_count() == 0 { 0 } else { lease.tensor(0).as_ptr().addr() }
+    if lease.tensor_count() == 0 { 0 } else { lease.tensor(0).range().address() }
 }
 
 /// Returns whether an exception is a `UnitReferencedError`.

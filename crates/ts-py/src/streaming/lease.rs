@@ -7,8 +7,9 @@ use std::thread::ThreadId;
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
-use tensorstream::orchestrator::{Lease, UnitId};
+use tensorstream::orchestrator::UnitId;
 
+use super::Lease;
 use super::inner::{Streamer, StreamerInner};
 use super::recurrent::{FlatWeights, Recurrent, set_flat_weights};
 use super::unit_tensors::UnitTensors;
@@ -99,8 +100,8 @@ impl Use {
         for (unit, lease) in &state.leaked {
             let weights = streamer.inner.weights.iter().enumerate();
             for (key, weight) in weights.filter(|(_, weight)| weight.unit == *unit) {
-                let bytes = lease.tensor(weight.index);
-                found.push((key, bytes.as_ptr().addr(), bytes.len()));
+                let range = lease.tensor(weight.index).range();
+                found.push((key, range.address(), range.len()));
             }
         }
         found
@@ -173,6 +174,7 @@ impl Use {
         lend: bool,
         recurrent: Option<&Recurrent>,
     ) -> PyResult<Self> {
+        inner.use_on_stream(py, &tensors)?;
         let forward_thread = lend.then(|| std::thread::current().id());
         if lend {
             tensors.begin_forward();
@@ -232,6 +234,10 @@ impl Use {
                 state.extra_leases.extend(extra);
                 state.tensors.push(tensors);
             }
+        }
+        let leased = this.lock().tensors.clone();
+        for tensors in leased {
+            inner.use_on_stream(py, &tensors)?;
         }
         Ok(this)
     }

@@ -20,6 +20,7 @@ use super::recurrent::Recurrent;
 use super::stats::{curve_list, stats_dict};
 use super::torch::Torch;
 use super::weight::{Weight, WeightSpec};
+use crate::dlpack::CPU;
 use crate::errors::to_python;
 use crate::files::checkpoint::Checkpoint;
 use crate::signals::interruptible;
@@ -44,6 +45,8 @@ impl Streamer {
         limits: Option<(usize, usize)>,
     ) -> PyResult<Self> {
         let (specs, dtypes): (Vec<_>, Vec<_>) = tables.into_iter().unzip();
+        let accelerator = settings.as_ref().and_then(|settings| settings.device.as_ref());
+        let accelerator = accelerator.map(|device| device.clone_ref(py));
         let (units, tables, new_engine) =
             engine_factory(py, checkpoint, units, specs, budget, together, settings, scores)?;
         let tables = tables.into_iter().zip(dtypes).collect();
@@ -57,8 +60,9 @@ impl Streamer {
             })
         };
         let weights = weights.into_iter().map(weight).collect::<PyResult<_>>()?;
-        let torch = Torch::new(py, weight_class)?;
-        let inner = StreamerInner::new(py, new_engine, weights, tables, units.len(), torch)?;
+        let device = accelerator.as_ref().map_or((CPU, 0), |device| device.get().dlpack());
+        let torch = Torch::new(py, weight_class, device)?;
+        let inner = StreamerInner::new(py, new_engine, weights, tables, units.len(), torch, accelerator)?;
         let inner = Arc::new(inner);
         let monitor = limits.map(|(least, limit)| {
             let engine = inner.engine(py)?;

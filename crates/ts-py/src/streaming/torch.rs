@@ -4,8 +4,8 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use tensorstream::format::TensorMeta;
-use tensorstream::orchestrator::TensorBytes;
 
+use super::TensorBytes;
 use super::weight::Weight;
 use crate::dlpack::{has_unversioned_code, tensor_capsule};
 
@@ -21,10 +21,16 @@ pub(super) struct Torch {
     storage_use_count: Py<PyAny>,
     /// The class of the parameters that forwards receive.
     weight_class: Py<PyAny>,
+    /// DLPack's device type and device number of weights.
+    device: (i32, i32),
 }
 
 impl Torch {
-    pub(super) fn new(py: Python<'_>, weight_class: Py<PyAny>) -> PyResult<Self> {
+    pub(super) fn new(
+        py: Python<'_>,
+        weight_class: Py<PyAny>,
+        device: (i32, i32),
+    ) -> PyResult<Self> {
         let torch = py.import("torch")?;
         let native = torch.getattr("_C")?;
         Ok(Self {
@@ -37,6 +43,7 @@ impl Torch {
             clear_autocast_cache: torch.getattr("clear_autocast_cache")?.unbind(),
             storage_use_count: native.getattr("_storage_Use_Count")?.unbind(),
             weight_class,
+            device,
         })
     }
 
@@ -68,7 +75,7 @@ impl Torch {
         bytes: TensorBytes,
         weight: &Weight,
     ) -> PyResult<Py<PyAny>> {
-        let tensor = self.row_major(py, bytes, &weight.meta, &weight.dtype)?;
+        let tensor = self.row_major(py, bytes, self.device, &weight.meta, &weight.dtype)?;
         match &weight.strided {
             None => Ok(tensor),
             Some((shape, strides)) => {
@@ -79,11 +86,13 @@ impl Torch {
         }
     }
 
-    /// Creates a row-major tensor over bytes, without a copy.
+    /// Creates a row-major tensor over bytes, without a copy. `device` is DLPack's device type and
+    /// device number.
     pub(super) fn row_major(
         &self,
         py: Python<'_>,
         bytes: TensorBytes,
+        device: (i32, i32),
         meta: &TensorMeta,
         dtype: &Py<PyAny>,
     ) -> PyResult<Py<PyAny>> {
@@ -96,7 +105,7 @@ impl Torch {
         if let Some(guard) = &guard {
             guard.call_method0(intern!(py, "__enter__"))?;
         }
-        let tensor = self.row_major_in_mode(py, bytes, meta, dtype);
+        let tensor = self.row_major_in_mode(py, bytes, device, meta, dtype);
         if let Some(guard) = &guard {
             guard.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()))?;
         }
@@ -107,10 +116,11 @@ impl Torch {
         &self,
         py: Python<'_>,
         bytes: TensorBytes,
+        device: (i32, i32),
         meta: &TensorMeta,
         dtype: &Py<PyAny>,
     ) -> PyResult<Py<PyAny>> {
-        let capsule = tensor_capsule(py, bytes, meta)?;
+        let capsule = tensor_capsule(py, bytes.range(), device, meta, bytes)?;
         let mut tensor = self.from_dlpack.bind(py).call1((capsule,))?;
         if !has_unversioned_code(meta.dtype) {
             let shape: Vec<i64> = meta.shape.iter().map(|&n| n as i64).collect();

@@ -8,8 +8,8 @@ use std::thread::ThreadId;
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::intern;
 use pyo3::prelude::*;
-use tensorstream::orchestrator::Lease;
 
+use super::Lease;
 use super::torch::Torch;
 use super::weight::Weight;
 

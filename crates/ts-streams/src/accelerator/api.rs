@@ -49,6 +49,9 @@ pub trait Api: fmt::Debug + Send + Sync + 'static {
     /// Returns the properties of the device.
     fn info(&self) -> Result<DeviceInfo, Error>;
 
+    /// Returns how many bytes of the device's memory no program uses now, if this is known.
+    fn available_bytes(&self) -> Result<Option<u64>, Error>;
+
     /// Returns whether streams of this API can wait for events of the other one.
     fn combines_with(&self, other: &Self) -> bool;
 

@@ -50,7 +50,7 @@ pub(crate) fn status() -> GpuStatus {
 }
 
 /// The driver functions that this module calls, together with [`MORE_SYMBOLS`].
-const SYMBOLS: [&str; 35] = [
+const SYMBOLS: [&str; 36] = [
     "cuInit",
     "cuCtxGetStreamPriorityRange",
     "cuCtxPopCurrent_v2",
@@ -77,6 +77,7 @@ const SYMBOLS: [&str; 35] = [
     "cuMemFreeAsync",
     "cuMemFreeHost",
     "cuMemFree_v2",
+    "cuMemGetInfo_v2",
     "cuMemHostAlloc",
     "cuMemPoolSetAttribute",
     "cuMemPrefetchAsync",
@@ -300,6 +301,16 @@ impl Api for CudaApi {
             runs_by_itself: true,
             can_prefetch: self.supports_concurrent_managed_access()?,
         })
+    }
+
+    fn available_bytes(&self) -> Result<Option<u64>, Error> {
+        let _current = self.make_current()?;
+        let (mut available, mut total) = (0, 0);
+        // SAFETY: both variables are valid for writes.
+        check("cuMemGetInfo", unsafe {
+            sys::cuMemGetInfo_v2(&raw mut available, &raw mut total)
+        })?;
+        Ok(Some(available as u64))
     }
 
     fn combines_with(&self, _: &Self) -> bool {

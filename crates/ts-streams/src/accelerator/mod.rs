@@ -186,6 +186,10 @@ impl<A: Api> Device for AcceleratorDevice<A> {
         &self.shared.info
     }
 
+    fn available_bytes(&self) -> Result<Option<u64>, Error> {
+        self.shared.api.available_bytes()
+    }
+
     fn create_stream(&self, priority: StreamPriority) -> Result<AcceleratorStream<A>, Error> {
         let level = self.info().priorities.level(priority);
         let raw = self.shared.api.create_stream(level)?;

@@ -270,6 +270,16 @@ impl RuntimeApi {
         self.library.functions()
     }
 
+    /// Returns how many bytes of memory are available, and how many there are, if this is known.
+    fn memory_bytes(&self) -> Result<Option<(u64, u64)>, Error> {
+        let Some(mem_info) = self.functions().mem_info else { return Ok(None) };
+        let _current = self.make_current()?;
+        let (mut available, mut total) = (0, 0);
+        // SAFETY: both variables are valid for writes.
+        let code = unsafe { mem_info(&raw mut available, &raw mut total) };
+        self.check("MemGetInfo", code).map(|()| Some((available as u64, total as u64)))
+    }
+
     fn check(&self, call: &'static str, code: Code) -> Result<(), Error> {
         self.library.check(call, code)
     }
@@ -289,12 +299,7 @@ impl Api for RuntimeApi {
         self.check("DeviceGetStreamPriorityRange", unsafe {
             (self.functions().priority_range)(&raw mut least, &raw mut greatest)
         })?;
-        let total_bytes = self.functions().mem_info.and_then(|mem_info| {
-            let (mut free, mut total) = (0, 0);
-            // SAFETY: both variables are valid for writes.
-            let code = unsafe { mem_info(&raw mut free, &raw mut total) };
-            (code == SUCCESS).then_some(total as u64)
-        });
+        let total_bytes = self.memory_bytes()?.map(|(_, total)| total);
         Ok(DeviceInfo {
             kind: DeviceKind::Runtime,
             name: format!("{}:{}", self.library.name(), self.ordinal),
@@ -305,6 +310,10 @@ impl Api for RuntimeApi {
             runs_by_itself: true,
             can_prefetch: false,
         })
+    }
+
+    fn available_bytes(&self) -> Result<Option<u64>, Error> {
+        Ok(self.memory_bytes()?.map(|(available, _)| available))
     }
 
     fn combines_with(&self, other: &Self) -> bool {

@@ -11,9 +11,10 @@ import torch
 
 from ..budget import Budget
 from ..config import Config, parse_budget
+from ..devices import default_device, device_of
 from ..errors import ConfigurationError
 from ._hub import OPTIONS
-from ._offload import checked
+from ._offload import checked, with_shorthands
 
 #: Arguments for the class of the model. The others change its configuration.
 _FOR_THE_CLASS = frozenset(
@@ -81,8 +82,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
 }
 
-#: Values of ``device_map`` for which a machine without an accelerator uses CPU memory and storage.
-_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "disk")
+#: Values of ``device_map`` that let the library choose.
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,12 @@ class Arguments:
 
     @classmethod
     def of(
-        cls, budget: int | str | Budget | None, config: Any, kwargs: dict[str, Any]
+        cls,
+        budget: int | str | Budget | None,
+        config: Any,
+        kwargs: dict[str, Any],
+        device: str | int | torch.device | None = None,
+        host_budget: int | str | None = None,
     ) -> Arguments:
         """Translates the arguments of a call.
 
@@ -137,9 +143,16 @@ class Arguments:
                 )
             config, model_config = None, config
         device_map = kwargs.pop("device_map", None)
-        check_device_map(device_map)
+        mapped = device_of_map(device_map)
+        if device is None:
+            device = mapped
+        elif mapped is not None and device_of(mapped) != device_of(device):
+            raise ConfigurationError(
+                f"the device is given twice: {device} as `device`, and {mapped} by `device_map`"
+            )
+        settings = _settings(budget, config, kwargs)
         return cls(
-            settings=_settings(budget, config, kwargs),
+            settings=with_shorthands(settings, None, device, host_budget),
             has_device_map=device_map is not None,
             model_config=model_config,
             hub={name: kwargs.pop(name) for name in OPTIONS if name in kwargs},
@@ -175,18 +188,41 @@ def _settings(budget: int | str | Budget | None, config: Any, kwargs: dict[str, 
     return settings
 
 
+def device_of_map(device_map: Any) -> str | int | torch.device | None:
+    """Returns the device to which weights stream with a device map. ``None`` for the CPU.
+
+    Weights that the map leaves on the CPU or the disk stream to the device, too.
+
+    Raises:
+        ConfigurationError: The map has several devices, or something else than devices.
+    """
+    devices = device_map.values() if isinstance(device_map, dict) else [device_map]
+    found: dict[torch.device, Any] = {}
+    for device in devices:
+        if device is None or str(device) in ("cpu", "disk"):
+            continue
+        if isinstance(device, str) and device in _AUTOMATIC:
+            return default_device()
+        if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
+            raise ConfigurationError(
+                f"invalid device_map: {device_map!r}: expected a device such as 'cuda:0', 'auto', "
+                "or a dictionary with the device of each module"
+            )
+        found[device_of(device)] = device
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"cannot stream to several devices ({', '.join(map(str, found))}): give one device"
+        )
+    return next(iter(found.values()), None)
+
+
 def check_device_map(device_map: Any) -> None:
     """Refuses a device map that names another device than the CPU and the disk."""
-    if device_map is None:
-        return
-    devices = device_map.values() if isinstance(device_map, dict) else [device_map]
-    for device in devices:
-        name = str(device) if isinstance(device, str | torch.device) else None
-        if name not in _DEVICE_MAPS:
-            raise ConfigurationError(
-                f"invalid device_map: {device_map!r}: weights stream from storage into CPU memory, "
-                "and the model runs on the CPU; leave it out, or use 'auto' or 'cpu'"
-            )
+    if device_of_map(device_map) is not None:
+        raise ConfigurationError(
+            f"invalid device_map: {device_map!r}: this function streams weights into CPU memory; "
+            "use 'cpu', or tensorstream.offload(model, device=...)"
+        )
 
 
 def cpu_memory(max_memory: Any) -> int | str | None:

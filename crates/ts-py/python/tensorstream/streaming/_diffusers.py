@@ -39,7 +39,7 @@ def load_diffusers(model_class: Any, path: Path, arguments: Arguments) -> Any:
     model.eval()
     attach(model, arguments.settings, checkpoint)
     if arguments.has_device_map:
-        set_device_map(model)
+        set_device_map(model, arguments.settings.torch_device())
     if not arguments.loading_info:
         return model
     unexpected = sorted(set(checkpoint.names()) - set(model.state_dict()))

@@ -53,13 +53,15 @@ class Apply(ReplacedMethod):
     def _require_no_change(self, fn: Any, stand_in: StreamedTensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             order = memory_order(stand_in)
-            probe = torch.empty_permuted([2] * len(order), order).fill_(3).to(stand_in.dtype)
+            probe = torch.empty_permuted([2] * len(order), order).fill_(3).to(
+                stand_in.dtype
+            ).to(stand_in.device)
             before, version = probe.clone(), probe._version
             outcome = fn(probe)
             if _is_unchanged(probe, before, version, outcome):
                 return
         wanted, advice = "changed", "restore(model) first"
-        if isinstance(outcome, torch.Tensor) and outcome.device.type != "cpu":
+        if isinstance(outcome, torch.Tensor) and outcome.device != probe.device:
             wanted = f"moved to {outcome.device}"
         elif isinstance(outcome, torch.Tensor) and outcome.dtype != probe.dtype:
             wanted = f"cast from {probe.dtype} to {outcome.dtype}"
@@ -77,7 +79,7 @@ class Apply(ReplacedMethod):
 
 
 def _is_unchanged(probe: torch.Tensor, before: torch.Tensor, version: int, outcome: Any) -> bool:
-    """Returns whether a function has returned its argument, or an equal tensor on the CPU.
+    """Returns whether a function has returned its argument, or an equal tensor on its device.
 
     Args:
         probe: The argument.
@@ -89,7 +91,7 @@ def _is_unchanged(probe: torch.Tensor, before: torch.Tensor, version: int, outco
         return False
     return outcome is probe or (
         type(outcome) is torch.Tensor
-        and outcome.device.type == "cpu"
+        and outcome.device == before.device
         and (outcome.dtype, outcome.stride()) == (before.dtype, before.stride())
         and torch.equal(_bytes(outcome), _bytes(before))
     )

@@ -48,13 +48,15 @@ from ._saving import save_in_pieces
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
 from ._stored_weights import StoredWeights
-from ._streamed_tensor import StreamedWeight, parameter_of
+from ._streamed_tensor import StreamedTensor, StreamedWeight, parameter_of
 from ._symbolic_tensor import Source
 from ._units import TensorSpec, UnitBuilder, units_for_budget
 from ._weights import Divided, Weight, Weights
 
 Path = str | os.PathLike[str]
 M = TypeVar("M", bound=nn.Module)
+
+_CPU = torch.device("cpu")
 
 
 def offload(
@@ -63,6 +65,8 @@ def offload(
     *,
     checkpoint: Path | None = None,
     budget: int | str | Budget | None = None,
+    device: str | int | torch.device | None = None,
+    host_budget: int | str | None = None,
 ) -> M:
     """Streams the parameters of a model from disk under a hard memory budget.
 
@@ -83,9 +87,11 @@ def offload(
         checkpoint: A directory, ``.safetensors`` or ``.ts`` file, shard index, URL, or name of a
             model on the Hugging Face Hub, whose tensors have the names of the model's parameters.
         budget: Shorthand for ``Config(budget=...)``.
+        device: Shorthand for ``Config(device=...)``.
+        host_budget: Shorthand for ``Config(host_budget=...)``.
 
     Raises:
-        ConfigurationError: There is neither a checkpoint nor a storage path, the budget is given
+        ConfigurationError: There is neither a checkpoint nor a storage path, a setting is given
             twice, or another argument is invalid.
         CheckpointNotFoundError: There is no checkpoint at this path.
         MissingTensorError: The checkpoint lacks a parameter.
@@ -109,13 +115,7 @@ def offload(
         1
         >>> model = ts.restore(model)
     """
-    config = checked(config)
-    if budget is not None:
-        if config.budget is not None or config.vram_budget_gb is not None:
-            raise ConfigurationError(
-                "the budget is given twice, as `budget` and in `config`; give only one"
-            )
-        config = replace(config, budget=budget)
+    config = with_shorthands(checked(config), budget, device, host_budget)
     path = checkpoint if checkpoint is not None else config.storage_path
     if path is None:
         raise ConfigurationError(
@@ -143,6 +143,28 @@ def offload(
     # A directory that does not exist yet is not the name of a model on the Hub.
     weights = expanded(path) if checkpoint is None else find(expanded(path)).weights
     return attach(model, config, _native.Checkpoint(weights), freed_bytes=freed, kept=kept)
+
+
+def with_shorthands(
+    config: Config,
+    budget: int | str | Budget | None,
+    device: str | int | torch.device | None,
+    host_budget: int | str | None,
+) -> Config:
+    """Returns the configuration with the settings that are given as arguments of their own.
+
+    Raises:
+        ConfigurationError: A setting is also in the configuration.
+    """
+    given: dict[str, Any] = {"budget": budget, "device": device, "host_budget": host_budget}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        twice = getattr(config, name) is not None
+        if twice or (name == "budget" and config.vram_budget_gb is not None):
+            raise ConfigurationError(
+                f"the {name} is given twice, as `{name}` and in `config`; give only one"
+            )
+    return replace(config, **given) if given else config
 
 
 def checked(config: Config | None) -> Config:
@@ -194,7 +216,7 @@ def attach(
         id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), tensor.source.phase)
         for name, tensor in derived.items()
     }
-    settings = config.settings()
+    settings, device = config.settings(), config.torch_device()
     shared_directory = settings["shared_cache"]
     shared_bytes = 0
     if shared_directory is not None:
@@ -212,7 +234,7 @@ def attach(
         return fitted
 
     units, budget = units_for_budget(
-        model, checkpoint, converted, orders or {}, settings, config.exact, fitted, kept
+        model, checkpoint, converted, orders or {}, settings, config.exact, device, fitted, kept
     )
     most, limits = config.limits(budget, *extremes, freed_bytes)
     if isinstance(config.budget, Budget):
@@ -234,7 +256,9 @@ def attach(
     if isinstance(config.budget, Budget):
         config.budget.add(streamer, max(extremes[1], budget))
     stored = StoredWeights(checkpoint, units.sources, budget)
-    weights = Weights(streamer, units.weights, units.divided, budget, stored.mapped)
+    weights = Weights(
+        streamer, units.weights, units.divided, budget, stored.mapped, device
+    )
     buffers = units.read_buffers()
     made = {key: parameter_of(weights, key) for key in units.sources}
     streaming = Streaming(
@@ -256,7 +280,8 @@ def attach(
         save_in_pieces(model, stored)
         replace_copying(model, streaming, stored, _attach_copy(config, checkpoint))
         model.__dict__["_tensorstream"] = streaming
-        _keep_on_cpu(model)
+        _move_rest(model, weights.device)
+        _keep_on_device(model, weights.device)
         ignore_streamed(model)
         add_live(model)
         profile.save_at_end(model, streamer)
@@ -288,17 +313,30 @@ def _replace_methods(model: nn.Module, units: UnitBuilder, weights: Weights) -> 
     guard(model)
 
 
-def _keep_on_cpu(model: nn.Module) -> None:
-    """Lets other libraries not move a model to an accelerator, if there is one.
+def _move_rest(model: nn.Module, device: torch.device) -> None:
+    """Moves what is not streamed to the device of the model: buffers, and adapters."""
+    if device.type == "cpu":
+        return
+    for module in model.modules():
+        for name, value in module._buffers.items():
+            if value is not None:
+                module._buffers[name] = value.to(device)
+        for value in dict.values(module._parameters):
+            if value is not None and type(value) is not StreamedTensor:
+                value.data = value.data.to(device)
+
+
+def _keep_on_device(model: nn.Module, device: torch.device) -> None:
+    """Lets other libraries not move a model, if there is an accelerator.
 
     Otherwise, a device map would have them refuse the CPU as a device, and several processes.
     """
     if torch.accelerator.is_available():
-        set_device_map(model)
+        set_device_map(model, device)
 
 
-def set_device_map(model: nn.Module) -> None:
-    """Gives a model a map that says to other libraries that it must stay on the CPU.
+def set_device_map(model: nn.Module, device: torch.device = _CPU) -> None:
+    """Gives a model a map that says to other libraries that it must stay where it is.
 
     ``Accelerator.prepare`` and ``Trainer`` do not move models whose map has several entries,
     pipelines use the first device, and PEFT looks for each layer, whose name ends with its number.
@@ -309,7 +347,7 @@ def set_device_map(model: nn.Module) -> None:
         numbers = [part for part in name.split(".") if part.isdigit()]
         if len(numbers) == 1 and name.endswith(f".{numbers[0]}"):
             names.append(name)
-    model.__dict__["hf_device_map"] = dict.fromkeys(names, torch.device("cpu"))
+    model.__dict__["hf_device_map"] = dict.fromkeys(names, device)
 
 
 def plan_model(
@@ -324,11 +362,12 @@ def plan_model(
     if derived_of(model):
         return None
     settings, budget = config.settings(), config.working_bytes()
+    device = config.torch_device()
     units, _ = units_for_budget(
-        model, checkpoint, {}, {}, settings, config.exact, lambda *_: budget
+        model, checkpoint, {}, {}, settings, config.exact, device, lambda *_: budget
     )
     # A smaller budget may divide more parameters than this one.
-    every = UnitBuilder(model, checkpoint, {}, {}, Rows.ALL, config.exact)
+    every = UnitBuilder(model, checkpoint, {}, {}, Rows.ALL, config.exact, device)
     smallest, _ = _native.requirement(
         checkpoint,
         every.specs,
@@ -414,7 +453,7 @@ def restore(model: M) -> M:
         )
     tensors = _read_all(streaming.checkpoint, streaming.sources, streaming.weights)
     parameters = {
-        key: nn.Parameter(tensor.detach(), requires_grad=streaming.weights.requires_grad(key))
+        key: nn.Parameter(tensor.detach().to(streaming.weights.device), requires_grad=streaming.weights.requires_grad(key))
         for key, tensor in tensors.items()
     }
     # A wrapper can share parameters of the offloaded model that it contains.

@@ -114,7 +114,9 @@ def _select(weight: Any, index: Any, *, negative: bool = True) -> Any:
             f"{int(index.min())} to {int(index.max())}"
         )
     flat = torch.where(index < 0, index + count, index).reshape(-1)
-    result = torch.empty((flat.numel(), *weight.shape[1:]), dtype=weight.dtype)
+    result = torch.empty(
+        (flat.numel(), *weight.shape[1:]), dtype=weight.dtype, device=weight.device
+    )
     rows, numbers = torch.unique(flat, return_inverse=True)
     divided = weight.weights.divided(weight.key)
     assert divided is not None, "`_is_whole` checks it"
@@ -149,7 +151,7 @@ def _pieces(weight: StreamedTensor, divided: Divided, rows: torch.Tensor) -> Ite
             some = wanted[begin : begin + step]
 
             def gather(store: Callable[[torch.Tensor], None], some: list[int] = some) -> None:
-                store(streamer.gather(table, some))
+                store(streamer.gather(table, some).to(weight.device))
 
             yield begin, begin + len(some), gather
         return
@@ -269,7 +271,7 @@ def _grouped_mm(
         return NotImplemented
 
     def multiply(rows: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        end = torch.tensor([rows.shape[0]], dtype=torch.int32)
+        end = torch.tensor([rows.shape[0]], dtype=torch.int32, device=rows.device)
         result: torch.Tensor = aten._grouped_mm.default(rows, own, end, None, out_dtype)
         return result
 
@@ -295,7 +297,7 @@ def _by_group(
     dtype: torch.dtype,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    result = torch.zeros((inputs.shape[0], weight.shape[2]), dtype=dtype)
+    result = torch.zeros((inputs.shape[0], weight.shape[2]), dtype=dtype, device=inputs.device)
     begin = 0
     for index, end in enumerate(offs.tolist()):
         if end > begin:

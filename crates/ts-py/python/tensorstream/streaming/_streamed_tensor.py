@@ -234,7 +234,7 @@ def stand_in(
             strides,
             offset,
             dtype=dtype,
-            device=torch.device("cpu"),
+            device=weights.device,
             requires_grad=requires_grad,
         )
     made.weights, made.key = weights, key
@@ -365,7 +365,7 @@ def replace_weights(result: Any, weights: Weights, use: Any) -> Any:
             and leaf.layout == torch.strided
             and type(leaf) is not StreamedTensor
         )
-        if not plain or leaf.device.type != "cpu" or leaf.grad_fn is not None:
+        if not plain or leaf.device != weights.device or leaf.grad_fn is not None:
             return leaf
         try:
             key = keys.get(leaf.untyped_storage().data_ptr())
@@ -511,7 +511,9 @@ def assembled(tensor: StreamedTensor, func: Any) -> torch.Tensor:
     if divided is None:
         return tensor.clone(memory_format=torch.preserve_format)
     if tensor.numel() == 0:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
     element = tensor.element_size()
     row = tensor.weights.elements(tensor.key, tensor.dtype) // divided.shape[0]
     offset = int(tensor.storage_offset())
@@ -527,7 +529,7 @@ def assembled(tensor: StreamedTensor, func: Any) -> torch.Tensor:
             f"{tensor.weights.budget_bytes} bytes; raise the budget to {size} bytes or more, or "
             "use a copy in memory, such as weight.clone()"
         )
-    memory = torch.empty(sum(lengths) + 64 // element, dtype=tensor.dtype)
+    memory = torch.empty(sum(lengths) + 64 // element, dtype=tensor.dtype, device=tensor.device)
     at = skip = (divided.phase + begin * element - memory.data_ptr()) % 64 // element
     for key, length in zip(keys, lengths, strict=True):
         part = stand_in(tensor.weights, key, tensor.dtype, [length], [1], 0)
@@ -621,7 +623,8 @@ def _copied(tensor: StreamedTensor, unit: int) -> torch.Tensor:
     with contextlib.closing(tensor.weights.streamer.hold([unit])) as use:
         real = _real(tensor, use, torch.is_grad_enabled())
         element = real.element_size()
-        memory = torch.empty(_extent_bytes(real) // element + 64 // element, dtype=real.dtype)
+        count = _extent_bytes(real) // element + 64 // element
+        memory = torch.empty(count, dtype=real.dtype, device=real.device)
         skip = (real.data_ptr() - memory.data_ptr()) % 64 // element
         copy = memory.as_strided(real.shape, real.stride(), skip)
         torch.Tensor.copy_(copy, torch.Tensor.detach(real))
@@ -634,7 +637,7 @@ def _real(tensor: StreamedTensor, use: Any, grad: bool) -> torch.Tensor:
     weight: torch.Tensor = use.weight(weights.streamer, tensor.key, grad)
     shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     if tensor.dtype != weight.dtype:
-        view = torch.empty(0, dtype=tensor.dtype)
+        view = torch.empty(0, dtype=tensor.dtype, device=weight.device)
         return view.set_(torch.Tensor.untyped_storage(weight), offset, shape, strides)
     if offset or shape != weight.shape or strides != weight.stride():
         return weight.as_strided(shape, strides, offset)
@@ -663,7 +666,8 @@ def _call(
             args, kwargs = tree_map_only(StreamedTensor, real, (args, kwargs))
         else:
             args = tuple([real(each) if type(each) is StreamedTensor else each for each in args])
-        autocasts = torch.is_autocast_enabled("cpu")
+        device_type = next(iter(uses)).device.type if uses else "cpu"
+        autocasts = torch.is_autocast_enabled(device_type)
         keys = _dispatch_keys() if autocasts or torch.is_inference_mode_enabled() else None
     if func.is_view:
         # This is a view that a stand-in cannot represent, such as a conjugate. It is therefore
@@ -676,8 +680,13 @@ def _call(
             )
     if keys is None:
         return func(*args, **kwargs)
-    with _caller_dispatch_state(func, autocasts, keys):
+    with _caller_dispatch_state(func, _AUTOCAST.get(device_type, _OTHER_AUTOCAST), autocasts, keys):
         return func(*args, **kwargs)
+
+
+#: The dispatch keys of autocast, by device type.
+_AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
+_OTHER_AUTOCAST = "AutocastPrivateUse1"
 
 
 def _dispatch_keys() -> tuple[Any, Any]:
@@ -688,7 +697,9 @@ def _dispatch_keys() -> tuple[Any, Any]:
     )
 
 
-def _caller_dispatch_state(func: Any, autocasts: bool, called: tuple[Any, Any]) -> Any:
+def _caller_dispatch_state(
+    func: Any, key: str, autocasts: bool, called: tuple[Any, Any]
+) -> Any:
     """Returns a context with the dispatcher state of the caller of an operation.
 
     In ``__torch_dispatch__``, all keys above ``Python`` are excluded. In inference mode, operations
@@ -700,10 +711,8 @@ def _caller_dispatch_state(func: Any, autocasts: bool, called: tuple[Any, Any]) 
     Therefore autocast stays enabled for it.
     """
     include, exclude = called if torch.is_inference_mode_enabled() else _dispatch_keys()
-    autocast = _native_torch.DispatchKeySet(_native_torch.DispatchKey.AutocastCPU)
-    if autocasts and not _native_torch._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "AutocastCPU"
-    ):
+    autocast = _native_torch.DispatchKeySet(getattr(_native_torch.DispatchKey, key))
+    if autocasts and not _native_torch._dispatch_has_kernel_for_dispatch_key(func.name(), key):
         exclude = exclude - autocast
     else:
         exclude = exclude | autocast

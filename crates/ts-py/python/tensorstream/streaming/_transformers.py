@@ -44,6 +44,8 @@ def from_pretrained(
     path: Path,
     *,
     budget: int | str | Budget | None = None,
+    device: str | int | torch.device | None = None,
+    host_budget: int | str | None = None,
     config: Config | Any | None = None,
     model_class: type[Any] | None = None,
     **kwargs: Any,
@@ -66,6 +68,8 @@ def from_pretrained(
               can be left out.
             - A URL of a checkpoint, with ``config``.
         budget: Shorthand for ``Config(budget=...)``.
+        device: Shorthand for ``Config(device=...)``.
+        host_budget: Shorthand for ``Config(host_budget=...)``.
         config: The settings, or a configuration of transformers that replaces the one in
             ``config.json``. Settings cannot be combined with ``budget``.
         model_class: The class to load, such as ``AutoModel``. The default is the class that the
@@ -73,7 +77,9 @@ def from_pretrained(
         kwargs: Arguments of the class's ``from_pretrained``. Some act as follows:
 
             - ``max_memory={"cpu": "6GB"}`` is the budget.
-            - ``device_map`` may be "auto", "cpu" or "disk", or map modules to these.
+            - ``device_map`` is the ``device``: "cuda:0", or "auto" for the accelerator if there
+              is one that can be used, else the CPU. It may map modules to one device, the CPU and
+              the disk: their weights stream to that device.
             - ``offload_folder`` is ``Config.storage_path``.
             - ``dtype`` (``torch_dtype``) casts weights, which are then written to storage once.
             - ``revision``, ``subfolder``, ``token``, ``cache_dir``, ``local_files_only`` and
@@ -99,7 +105,7 @@ def from_pretrained(
         >>> model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")  # doctest: +SKIP
         >>> output = model.generate(ids)  # doctest: +SKIP
     """
-    arguments = Arguments.of(budget, config, kwargs)
+    arguments = Arguments.of(budget, config, kwargs, device, host_budget)
     # Parameters that are made under inference mode could not be used outside of it.
     with torch.inference_mode(False):
         try:
@@ -161,7 +167,7 @@ def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> An
     model.name_or_path = model.config._name_or_path = place.name
     attach(model, arguments.settings, checkpoint, kept=new)
     if arguments.has_device_map:
-        set_device_map(model)
+        set_device_map(model, arguments.settings.torch_device())
     return (model, info) if arguments.loading_info else model
 
 

@@ -45,6 +45,7 @@ def units_for_budget(
     orders: DimensionOrders,
     settings: Settings,
     exact: bool,
+    device: torch.device,
     fitted: Callable[[int, int], int],
     kept: frozenset[int] = frozenset(),
 ) -> tuple[UnitBuilder, int]:
@@ -57,13 +58,14 @@ def units_for_budget(
         orders: The stored orders of dimensions, by name, of parameters that are not contiguous.
         settings: The settings of the engine.
         exact: Whether products with parts of a parameter must round like those with all of it.
+        device: The device on which the model runs.
         fitted: Returns the budget. Its arguments are the smallest budget that works, and the
             budget that keeps all units in memory.
         kept: The ``id`` of each parameter that stays in memory as it is.
     """
 
     def build(rows: Rows) -> tuple[UnitBuilder, int, int]:
-        units = UnitBuilder(model, checkpoint, converted, orders, rows, exact, kept)
+        units = UnitBuilder(model, checkpoint, converted, orders, rows, exact, device, kept)
         together, tables = units.leased_together(), units.tables
         sizes = _native.requirement(
             checkpoint, units.specs, together=together, settings=settings, tables=tables
@@ -81,7 +83,8 @@ def units_for_budget(
     for rows in (Rows.HEADS, Rows.ALL):
         if budget >= min(smallest, least):
             break
-        _require_trials(model, rows, exact, min(smallest, least))
+        if exact and device.type == "cpu":
+            _require_trials(model, rows, min(smallest, least))
         by_rows, least, _ = build(rows)
         try:
             budget = fitted(min(smallest, least), whole)
@@ -94,20 +97,19 @@ def units_for_budget(
     return (by_rows if divides and works and budget < whole else units), budget
 
 
-def _require_trials(model: nn.Module, rows: Rows, exact: bool, without: int) -> None:
+def _require_trials(model: nn.Module, rows: Rows, without: int) -> None:
     """Requires memory to find out whether products with blocks of rows are exact.
 
     Args:
         model: The model.
         rows: Which parameters are divided.
-        exact: Whether products must be exact.
         without: The smallest budget that works without this, in bytes.
 
     Raises:
         BudgetError: Too little memory is available.
     """
     available = _native.available_memory()
-    trials = trial_bytes(model, rows) if exact else 0
+    trials = trial_bytes(model, rows)
     needed = HEADROOM + trials
     if trials and available is not None and available < needed:
         raise BudgetError(
@@ -132,16 +134,20 @@ class UnitBuilder:
         orders: DimensionOrders,
         rows: Rows,
         exact: bool,
+        device: torch.device,
         kept: frozenset[int] = frozenset(),
     ) -> None:
+        #: Whether addresses modulo 64 are those in host memory. Else they are those that the
+        #: allocator of a device gives: 0.
+        self._on_host = device.type == "cpu"
         self._checkpoint = checkpoint
         self._kept = kept
         self._model = model
         self._exact = exact
         #: The parameters that are divided into blocks of rows, by ``id``.
-        self._row_divided = row_divided(model, rows, exact=exact)
+        self._row_divided = row_divided(model, rows, exact=exact, device=device)
         #: The parameters whose slices are units, although a pass uses all of them, by ``id``.
-        self._batch_divided = batch_divided(model, rows, exact=exact)
+        self._batch_divided = batch_divided(model, rows, exact=exact, device=device)
         #: The experts that are modules of a list.
         self._experts = expert_modules(model)
         self._in_expert = {id(each) for expert in self._experts for each in expert.modules()}
@@ -210,7 +216,8 @@ class UnitBuilder:
                 is_whole = order is not None or not divides
                 shape = [parameter.shape[dim] for dim in order] if order else list(parameter.shape)
                 dtype = SAFETENSORS_DTYPES[parameter.dtype]
-                spec = (source.name, dtype, shape, list(source.parts), source.phase)
+                phase = source.phase if self._on_host else 0
+                spec = (source.name, dtype, shape, list(source.parts), phase)
                 if is_whole:
                     key = len(self.weights)
                     self.weights.append(self._weight(parameter, spec, len(specs)))
@@ -294,7 +301,8 @@ class UnitBuilder:
         """
         key = id(parameter)
         return (
-            phase is not None
+            self._on_host
+            and phase is not None
             and phase != other
             and key not in self._row_divided
             and key not in self._batch_divided

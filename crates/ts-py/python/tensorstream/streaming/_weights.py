@@ -92,8 +92,11 @@ class Weights:
         divided: list[Divided],
         budget_bytes: int,
         mapped: Callable[[Any], torch.Tensor],
+        device: torch.device,
     ) -> None:
         self.streamer = streamer
+        #: The device on which the model runs, and on which leased weights are.
+        self.device = device
         self.specs: list[Weight | Divided] = [*specs, *divided]
         self._native_count = len(specs)
         self.budget_bytes = budget_bytes
