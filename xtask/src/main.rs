@@ -9,6 +9,7 @@ mod fuzz;
 mod gpu_bundle;
 mod python;
 mod run;
+mod stand_in;
 mod valgrind;
 
 use std::process::ExitCode;
@@ -151,7 +152,8 @@ fn ci() -> Result<()> {
     step("cycles of imports", cycles::cycles)?;
     let packages =
         ["--package", "ts-streams", "--package", "ts-pool", "--package", "ts-orchestrator"];
-    let cuda = [&packages[..], &["--features", "ts-orchestrator/cuda"]].concat();
+    let features = ["--features", "ts-orchestrator/cuda,ts-streams/runtime"];
+    let cuda = [&packages[..], &features].concat();
     step("lints of GPU code", || {
         run::run(cargo().arg("clippy").args(&cuda).args(["--all-targets", "--", "-D", "warnings"]))
     })?;
@@ -162,6 +164,7 @@ fn ci() -> Result<()> {
     })?;
     // The Rust tests need the Python environment, because some of them start Python servers.
     let venv = step("Python environment and wheel", python::prepared)?;
+    step("stand-in accelerator", || stand_in::prepare(&venv))?;
     step("Rust tests", || {
         counts += cargo_test(&["--workspace"])?;
         Ok(())

@@ -297,7 +297,7 @@ impl<D: Device> StreamOrderedPool<D> {
             if backing == Backing::Device {
                 return pool.reserve_segment(bytes, &stream);
             }
-            let layout = Layout::from_size_align(rounded, granule_bytes.max(SEGMENT_ALIGN)).ok();
+            let layout = Layout::from_size_align(rounded, pool.inner.segment_align()).ok();
             let allocated = layout.map(|layout| pool.inner.device.allocate(layout, kind));
             let mut state = pool.inner.lock();
             state.priming_bytes -= priming_bytes;
@@ -564,6 +564,16 @@ impl<D: Device> PoolInner<D> {
         state.counts.high_water = state.counts.high_water.max(state.counts.in_use);
         drop(state);
         Ok(DeviceBuffer { inner: Arc::clone(self), block, owner, len: bytes })
+    }
+}
+
+impl<D: Device> PoolInner<D> {
+    /// Returns the alignment of segments, in bytes. In the memory of a device, the driver aligns
+    /// them, and a larger alignment would waste memory.
+    fn segment_align(&self) -> usize {
+        let OrderedOptions { kind, granule_bytes, .. } = self.options;
+        let on_device = kind == MemoryKind::Device && !self.device.info().host_memory;
+        if on_device { granule_bytes } else { granule_bytes.max(SEGMENT_ALIGN) }
     }
 }
 

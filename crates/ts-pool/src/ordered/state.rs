@@ -321,7 +321,7 @@ impl<D: Device> PoolState<D> {
             else {
                 continue;
             };
-            let layout = Layout::from_size_align(bytes, granule_bytes.max(SEGMENT_ALIGN));
+            let layout = Layout::from_size_align(bytes, pool.segment_align());
             match layout.ok().map(|layout| pool.device.allocate(layout, kind)) {
                 Some(Ok(memory)) => return Ok(self.add_segment(memory, len, owner).is_some()),
                 Some(Err(error)) if error.kind() != ts_streams::ErrorKind::Full => {

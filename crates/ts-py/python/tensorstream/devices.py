@@ -127,5 +127,12 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
         handle: int = torch.accelerator.current_stream(index).native_handle
         return handle
 
-    current()  # fails now if PyTorch does not support the device
-    return _native.Accelerator(index, current, _libraries[device.type])
+    found = _native.Accelerator(index, current, _libraries[device.type])
+    try:
+        current()
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        raise ConfigurationError(
+            f"cannot use the device {device}: PyTorch does not tell its streams: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return found

@@ -98,7 +98,9 @@ def _is_unchanged(probe: torch.Tensor, before: torch.Tensor, version: int, outco
 
 
 def _is_shared(outcome: Any) -> bool:
-    return isinstance(outcome, torch.Tensor) and bool(outcome.untyped_storage().is_shared())
+    # PyTorch calls all memory of other devices shared.
+    is_on_host = isinstance(outcome, torch.Tensor) and outcome.device.type == "cpu"
+    return is_on_host and bool(outcome.untyped_storage().is_shared())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,584 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Programs that run models on the stand-in accelerator, each in a process of its own.
+
+``test_accelerator.py`` runs them, because host code that touches the memory of the device ends with
+a segmentation fault. Without a name, lists them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import gc
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+STAND_IN = Path(
+    os.environ.get("TENSORSTREAM_STAND_IN", Path(__file__).parents[3] / "target/stand-in")
+)
+LIBRARY = STAND_IN / "torch_accinte/lib/libstandin.so"
+
+#: Waits that the runtime library of the stand-in leaves out.
+COPIES, REUSE, STAGING = 1, 2, 4
+
+Program = Callable[..., None]
+programs: dict[str, Program] = {}
+
+
+def program(function: Program) -> Program:
+    """Registers a program under the name of its function."""
+    programs[function.__name__] = function
+    return function
+
+
+class Library:
+    """The functions of the runtime library that are for tests."""
+
+    def __init__(self) -> None:
+        self.native = ctypes.CDLL(os.fspath(LIBRARY))
+
+    @contextlib.contextmanager
+    def delays(self, most_us: int, seed: int) -> Iterator[None]:
+        """Delays each copy at random."""
+        self.native.standinDelayCopies(most_us, seed)
+        try:
+            yield
+        finally:
+            self.native.standinDelayCopies(0, 0)
+
+    def counters(self) -> dict[str, int]:
+        """Returns the counters of the library. ``peak`` is the most bytes that existed."""
+        values = (ctypes.c_long * 8)()
+        self.native.standinCounters(values)
+        names = ("streams", "events", "bytes", "peak", "copies", "copied", "waits", "waits_ended")
+        return dict(zip(names, values, strict=True))
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:] or ["", ""]
+    if name not in programs:
+        print("\n".join(programs))
+        return
+    sys.path.insert(0, os.fspath(STAND_IN))
+    import torch_accinte  # noqa: F401  # registers the device with PyTorch
+
+    import tensorstream as ts
+
+    _add_operators()
+    ts.register_accelerator("accinte", library=LIBRARY, prefix="standin")
+    programs[name](*arguments)
+    print("passed")
+
+
+def _add_operators() -> None:
+    """Adds operators that the stand-in lacks. They run on the CPU."""
+    import torch
+
+    library = torch.library.Library("aten", "IMPL")
+    # The library unregisters its operators when it is deleted.
+    _add_operators.library = library  # type: ignore[attr-defined]
+
+    def on_cpu(name: str) -> None:
+        operation: Any = getattr(torch.ops.aten, name.partition(".")[0])
+        overload = getattr(operation, name.partition(".")[2] or "default")
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            moved = torch.utils._pytree.tree_map_only(
+                torch.Tensor, torch.Tensor.cpu, (args, kwargs)
+            )
+            result = overload(*moved[0], **moved[1])
+            return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), result)
+
+        library.impl(name, run, "PrivateUse1")
+
+    for name in ("rsub.Scalar", "abs"):
+        on_cpu(name)
+
+    def histc(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # The CPU counts only floats.
+        counts = torch.ops.aten.histc.default(values.cpu().double(), *args, **kwargs)
+        return counts.to(values.dtype).to(DEVICE)
+
+    library.impl("histc", histc, "PrivateUse1")
+
+    def convolution(*args: Any) -> torch.Tensor:
+        moved = [each.cpu() if isinstance(each, torch.Tensor) else each for each in args]
+        return torch.ops.aten.convolution.default(*moved).to(DEVICE)
+
+    library.impl("convolution_overrideable", convolution, "PrivateUse1")
+
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any = None, *rest: Any,
+        **kwargs: Any,
+    ) -> Any:
+        _, is_causal, _ = (*rest, *(0.0, False, False)[len(rest) :])
+        moved = [each.cpu() for each in (query, key, value)]
+        mask = None if bias is None else bias.cpu()
+        output, _ = torch.ops.aten._scaled_dot_product_attention_math.default(
+            *moved, mask, 0.0, is_causal, scale=kwargs.get("scale")
+        )
+        empty = torch.empty(0)
+        count = query.shape[2], key.shape[2]
+        return output.to(DEVICE), empty, empty, empty, *count, empty, empty, empty
+
+    # The stand-in's own kernel returns memory that nothing has written to.
+    library.impl("_scaled_dot_product_fused_attention_overrideable", attention, "PrivateUse1")
+
+
+DEVICE = "accinte:0"
+
+
+def _linears(count: int = 8, width: int = 256) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU())]
+    layers += [copy.deepcopy(layers[0]) for _ in range(count - 1)]
+    model = torch.nn.Sequential(*layers)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.1
+    return model
+
+
+def _streamed(model: Any, directory: str, **settings: Any) -> Any:
+    """Offloads a copy of a model to the stand-in, with room for three of its largest units."""
+    import tensorstream as ts
+
+    units = [
+        sum(each.nbytes for each in module._parameters.values() if each is not None)
+        for module in model.modules()
+    ]
+    budget = settings.pop("budget", 3 * (max(units) + 8192))
+    config = ts.Config(storage_path=directory, budget=budget, device=DEVICE, **settings)
+    return ts.offload(copy.deepcopy(model), config)
+
+
+@program
+def exactness() -> None:
+    """A model streams in several passes, with gradients of inputs, autocast and inference mode."""
+    import torch
+
+    import tensorstream as ts
+
+    library, model = Library(), _linears()
+    resident = copy.deepcopy(model).to(DEVICE)
+    with tempfile.TemporaryDirectory() as directory:
+        streamed = _streamed(model, directory)
+        plan = ts.stats(streamed)["plan"]
+        assert plan["streamed_bytes_per_pass"] > plan["peak_bytes"], plan
+        for turn in range(3):
+            inputs = torch.randn(4, 256).to(DEVICE)
+            with library.delays(2000 if turn else 0, turn):
+                for context in (torch.no_grad, torch.inference_mode):
+                    with context():
+                        expected, actual = resident(inputs), streamed(inputs)
+                    assert actual.device == torch.device(DEVICE)
+                    assert torch.equal(expected.cpu(), actual.cpu())
+                wanted = inputs.clone().requires_grad_()
+                given = inputs.clone().requires_grad_()
+                resident(wanted).sum().backward()
+                streamed(given).sum().backward()
+                assert torch.equal(wanted.grad.cpu(), given.grad.cpu())
+        for dtype in (torch.bfloat16, torch.float16):
+            other = _linears().to(dtype)
+            expected = copy.deepcopy(other).to(DEVICE)
+            actual = _streamed(other, directory)
+            inputs = torch.randn(4, 256).to(dtype).to(DEVICE)
+            with torch.no_grad():
+                for _ in range(3):
+                    assert torch.equal(expected(inputs).cpu(), actual(inputs).cpu())
+        peak, budget = library.counters()["peak"], plan["peak_bytes"]
+        assert peak <= 3 * budget, (peak, budget)  # three models
+
+
+@program
+def budget() -> None:
+    """Weights on the device never take more than the budget."""
+    import torch
+
+    import tensorstream as ts
+
+    library, model = Library(), _linears()
+    unit = 256 * 257 * 4
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            _streamed(model, directory, budget=100_000)
+        except ts.BudgetError as error:
+            smallest = int(str(error).rpartition("is at most ")[2].split()[0])
+        assert smallest < 2 * unit, smallest
+        for size in (smallest, 2 * unit + 50_000, 4 * unit + 50_000, 20 * unit):
+            streamed = _streamed(model, directory, budget=size)
+            inputs = torch.randn(4, 256).to(DEVICE)
+            for _ in range(6):
+                with torch.no_grad():
+                    streamed(inputs)
+            library_bytes = library.counters()["bytes"]
+            assert library_bytes <= size, (library_bytes, size)
+            del streamed
+            left = library.counters()
+            assert left["bytes"] == 0, left
+
+
+@program
+def handles() -> None:
+    """Streams, events and memory of the device are freed with the model."""
+    import torch
+
+    library, model = Library(), _linears()
+    with tempfile.TemporaryDirectory() as directory:
+        for _ in range(3):
+            streamed = _streamed(model, directory)
+            for _ in range(3):
+                with torch.no_grad():
+                    streamed(torch.randn(4, 256).to(DEVICE))
+            del streamed
+            gc.collect()
+            left = library.counters()
+            assert (left["bytes"], left["events"], left["streams"]) == (0, 0, 0), left
+
+
+@program
+def moves() -> None:
+    """A model stays on its device, and ``restore`` gives parameters there."""
+    import torch
+
+    import tensorstream as ts
+
+    model = _linears(4)
+    model.register_buffer("scale", torch.ones(256))
+    with tempfile.TemporaryDirectory() as directory:
+        streamed = _streamed(model, directory)
+        weight = streamed[0][0].weight
+        assert weight.device == torch.device(DEVICE), weight.device
+        assert streamed.scale.device == torch.device(DEVICE)
+        assert streamed.to(DEVICE) is streamed and streamed.to(torch.float32) is streamed
+        for call in (
+            lambda: streamed.to("cpu"),
+            lambda: streamed.to("accinte:1"),
+            lambda: streamed.half(),
+        ):
+            try:
+                call()
+            except ts.ModelError as error:
+                assert "nothing was changed" in str(error), error
+            else:
+                raise AssertionError("the model was changed")
+        assert torch.equal(weight.clone().cpu(), model[0][0].weight)
+        assert torch.equal((weight + 1).cpu(), model[0][0].weight + 1)
+        restored = ts.restore(streamed)
+        assert type(restored[0][0].weight) is torch.nn.Parameter
+        assert restored[0][0].weight.device == torch.device(DEVICE)
+        for ours, theirs in zip(restored.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours.cpu(), theirs)
+
+
+@program
+def refusals() -> None:
+    """Devices and settings that cannot work are refused in words."""
+    import torch
+
+    import tensorstream as ts
+
+    def refused(words: str, **settings: Any) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            model = _linears(2)
+            try:
+                settings = {"budget": "1MiB", **settings}
+                ts.offload(model, ts.Config(storage_path=directory, **settings))
+            except ts.ConfigurationError as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(f"{settings} was accepted")
+            assert all(type(each) is torch.nn.Parameter for each in model.parameters())
+
+    refused("2 device(s)", device="accinte:5")
+    refused("no NVIDIA GPU", device="cuda")
+    refused("register_accelerator", device="xpu")
+    refused("invalid device", device="toaster")
+    refused("strict", device=DEVICE, memory_pressure_mode="adaptive")
+    refused("share none", device=DEVICE, budget=ts.Budget("1MiB"))
+
+
+def _compare(model: Any, inputs: dict[str, Any], directory: str, **arguments: Any) -> Any:
+    """Compares passes of a saved model that streams with those of the model on the device.
+
+    Returns:
+        The model on the device, and the model that streams to it.
+    """
+    import torch
+
+    import tensorstream as ts
+    from exactness import assert_same
+
+    gc.collect()
+    library, load = Library(), type(model)
+    before = library.counters()["bytes"]
+    model.save_pretrained(directory)
+    arguments = {"model_class": load, "device": DEVICE, **arguments}
+    whole = ts.from_pretrained(directory, budget="64MiB", **arguments)
+    stats = ts.stats(whole)
+    largest = max(unit["slot_bytes"] for unit in stats["units"])
+    budget = max(3 * largest, stats["plan"]["smallest_budget_bytes"])
+    del whole
+    streamed = ts.from_pretrained(directory, budget=budget, **arguments)
+    plan = ts.stats(streamed)["plan"]
+    assert plan["peak_bytes"] <= budget and plan["streamed_bytes_per_pass"] > 0, plan
+    resident = model.eval().to(DEVICE)
+    with torch.inference_mode():
+        expected = resident(**inputs)
+        for turn in range(3):
+            with library.delays(1000 if turn else 0, turn):
+                assert_same(_on_host(streamed(**inputs)), _on_host(expected))
+    # Those of `whole` may be freed only now.
+    gc.collect()
+    assert library.counters()["bytes"] - before <= budget, (library.counters(), budget)
+    return resident, streamed
+
+
+def _on_host(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: _on_host(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_on_host(each) for each in value]
+    return None
+
+
+@program
+def families(*names: str) -> None:
+    """Families of transformers models stream, and generate the same tokens."""
+    import torch
+    import transformers
+    from families import FAMILIES
+
+    failed = {}
+    for name in names or FAMILIES:
+        family = FAMILIES[name]
+        torch.manual_seed(0)
+        config = family.config()
+        config._attn_implementation = "eager"
+        model = getattr(transformers, family.model_class)(config)
+        inputs = {key: each.to(DEVICE) for key, each in family.inputs(2).items()}
+        eager = {"attn_implementation": "eager"}
+        try:
+            with tempfile.TemporaryDirectory() as directory:
+                resident, streamed = _compare(model, inputs, directory, **eager)
+                if family.generates:
+                    first = dict(list(inputs.items())[:1])
+                    for how in ({"do_sample": False}, {"num_beams": 2}):
+                        wanted, got = (
+                            each.generate(**first, **how, max_new_tokens=5).cpu()
+                            for each in (resident, streamed)
+                        )
+                        assert torch.equal(wanted, got), name
+        except Exception as error:
+            if names:
+                raise
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+    if not names:
+        print(f"{len(FAMILIES) - len(failed)} of {len(FAMILIES)} families; not {failed}")
+
+
+@program
+def diffusion(*names: str) -> None:
+    """Models of diffusers stream."""
+    import torch
+    from small_diffusers import small_diffusers
+
+    for name in names:
+        torch.manual_seed(0)
+        small = small_diffusers(name)
+        inputs = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda each: each.to(DEVICE), small.inputs
+        )
+        with tempfile.TemporaryDirectory() as directory:
+            _compare(small.model, inputs, directory)
+
+
+@program
+def lora() -> None:
+    """An adapter over a streamed base gets the same gradients and updates."""
+    import peft
+    import torch
+    import transformers
+
+    import tensorstream as ts
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=256, attn_implementation="eager",
+    )
+    model = transformers.LlamaForCausalLM(config)
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(
+            task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "v_proj"]
+        )
+        return peft.get_peft_model(base, lora).to(DEVICE)
+
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        streamed = adapted(
+            ts.from_pretrained(
+                directory, budget="200KiB", device=DEVICE, attn_implementation="eager"
+            )
+        )
+        assert ts.stats(streamed)["plan"]["streamed_bytes_per_pass"] > 0
+        resident = adapted(model.to(DEVICE))
+        optimizers = [
+            torch.optim.AdamW((p for p in each.parameters() if p.requires_grad), foreach=False)
+            for each in (resident, streamed)
+        ]
+        for step in range(4):
+            tokens = ((torch.arange(24) * (step + 3)) % 250).view(2, 12).to(DEVICE)
+            losses = []
+            for each, optimizer in zip((resident, streamed), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = each(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach().cpu())
+            assert torch.equal(*losses), losses
+        wanted = dict(resident.named_parameters())
+        trained = [(n, p) for n, p in streamed.named_parameters() if "lora" in n]
+        assert trained
+        for name, parameter in trained:
+            assert torch.equal(parameter.detach().cpu(), wanted[name].detach().cpu()), name
+
+
+def _async_module(library: Library, size: int) -> type[Any]:
+    """Returns a module whose forward reads its weight later, on PyTorch's current stream."""
+    import torch
+
+    class ReadsLater(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(size))
+            self.read: list[torch.Tensor] = []
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            target = torch.zeros(size)
+            stream = torch.accelerator.current_stream().native_handle
+            library.native.standinMemcpyAsync(
+                ctypes.c_void_p(target.data_ptr()),
+                ctypes.c_void_p(self.weight.data_ptr()),
+                ctypes.c_size_t(size * 4),
+                4,
+                ctypes.c_void_p(stream),
+            )
+            self.read.append(target)
+            return inputs
+
+    return ReadsLater
+
+
+@program
+def kernels(skipped: str, passes: str) -> None:
+    """Kernels that run later read the right weights, however long copies take."""
+    import torch
+
+    library, size = Library(), 50_000
+    kind = _async_module(library, size)
+    model = torch.nn.Sequential(*(kind() for _ in range(7)))
+    expected = [each.weight.detach().clone() for each in model]
+    with tempfile.TemporaryDirectory() as directory:
+        streamed = _streamed(model, directory)
+        for turn in range(int(passes)):
+            with library.delays(1500, turn):
+                library.native.standinSkipWaits(int(skipped))
+                with torch.no_grad():
+                    streamed(torch.zeros(1).to(DEVICE))
+                library.native.standinSkipWaits(0)
+                torch.accelerator.synchronize()
+            for layer, weight in zip(streamed, expected, strict=True):
+                [read] = layer.read
+                layer.read.clear()
+                assert torch.equal(read, weight), f"pass {turn} read a wrong weight"
+
+
+@program
+def delays(passes: str) -> None:
+    """With random delays of copies, passes stay exact, and copies run while others compute."""
+    import torch
+
+    library, model = Library(), _linears()
+    resident = copy.deepcopy(model).to(DEVICE)
+    with tempfile.TemporaryDirectory() as directory:
+        streamed = _streamed(model, directory)
+        for turn in range(int(passes)):
+            inputs = torch.randn(2, 256).to(DEVICE)
+            with library.delays(300, turn), torch.no_grad():
+                assert torch.equal(resident(inputs).cpu(), streamed(inputs).cpu()), turn
+
+
+@program
+def overlap() -> None:
+    """Copies end before the forward that needs them begins, if computing takes longer."""
+    import time
+
+    import torch
+
+    library = Library()
+
+    class Slow(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return super().forward(inputs)
+
+    model = torch.nn.Sequential(*(Slow(256, 256) for _ in range(8)))
+    with tempfile.TemporaryDirectory() as directory:
+        streamed = _streamed(model, directory)
+        for turn in range(8):
+            before = library.counters()
+            with torch.no_grad():
+                streamed(torch.randn(2, 256).to(DEVICE))
+            after = library.counters()
+        waits = after["waits"] - before["waits"]
+        ended = after["waits_ended"] - before["waits_ended"]
+        assert after["copies"] > before["copies"] and waits >= 8, (before, after)
+        assert ended >= waits - 1, (turn, waits, ended)
+
+
+@program
+def threads() -> None:
+    """Several threads run passes, each on a stream of its own."""
+    import torch
+
+    model = _linears()
+    resident = copy.deepcopy(model).to(DEVICE)
+    inputs = [torch.randn(2, 256).to(DEVICE) for _ in range(3)]
+    with torch.no_grad():
+        expected = [resident(each).cpu() for each in inputs]
+    errors: list[BaseException] = []
+    with tempfile.TemporaryDirectory() as directory:
+        streamed = _streamed(model, directory, max_passes=2, budget=6 * 270_000)
+
+        def run(index: int) -> None:
+            try:
+                with torch.no_grad(), torch.Stream(device=DEVICE):
+                    for _ in range(10):
+                        assert torch.equal(streamed(inputs[index]).cpu(), expected[index])
+            except BaseException as error:
+                errors.append(error)
+
+        running = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+        for each in running:
+            each.start()
+        for each in running:
+            each.join()
+    assert not errors, errors
+
+
+if __name__ == "__main__":
+    main()

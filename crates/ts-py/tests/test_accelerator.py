@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Streams models to the stand-in accelerator. Each test runs programs of ``on_stand_in.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorstream as ts
+import torch
+from on_stand_in import COPIES, LIBRARY, REUSE, STAGING
+
+needs_stand_in = pytest.mark.skipif(
+    not LIBRARY.exists(), reason="the stand-in accelerator is not built: run `cargo xtask ci`"
+)
+
+
+def run(*arguments: object, tmp_path: Path, fails: str | None = None) -> str:
+    """Runs a program. ``fails`` is a part of the error that it ends with, if it has to fail."""
+    program = Path(__file__).with_name("on_stand_in.py")
+    environment = {**os.environ, "XDG_CACHE_HOME": os.fspath(tmp_path), "OMP_NUM_THREADS": "1"}
+    outcome = subprocess.run(
+        [sys.executable, program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=environment,
+    )
+    said = outcome.stdout + outcome.stderr
+    if fails is None:
+        assert outcome.returncode == 0 and outcome.stdout.endswith("passed\n"), said
+    else:
+        assert outcome.returncode != 0 and fails in outcome.stderr, said
+    return said
+
+
+@needs_stand_in
+@pytest.mark.parametrize(
+    "name", ["exactness", "budget", "handles", "moves", "overlap", "threads", "lora", "refusals"]
+)
+def test_models_stream_to_a_device(name: str, tmp_path: Path) -> None:
+    run(name, tmp_path=tmp_path)
+
+
+@needs_stand_in
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gpt2", "bert", "t5", "mixtral", "vit", "whisper"),
+        ("mamba", "deepseek_v3", "llava", "gemma3", "bloom", "jamba"),
+    ],
+)
+def test_families_are_bit_identical(names: tuple[str, ...], tmp_path: Path) -> None:
+    run("families", *names, tmp_path=tmp_path)
+
+
+@needs_stand_in
+def test_diffusion_models_are_bit_identical(tmp_path: Path) -> None:
+    names = ("FluxTransformer2DModel", "UNet2DConditionModel", "AutoencoderKL")
+    run("diffusion", *names, tmp_path=tmp_path)
+
+
+@needs_stand_in
+@pytest.mark.slow
+def test_delayed_copies_change_nothing(tmp_path: Path) -> None:
+    run("delays", 200, tmp_path=tmp_path)
+
+
+@needs_stand_in
+def test_kernels_may_run_later(tmp_path: Path) -> None:
+    run("kernels", 0, 40, tmp_path=tmp_path)
+
+
+@needs_stand_in
+@pytest.mark.parametrize("wait", [COPIES, REUSE, STAGING])
+def test_each_wait_is_needed(wait: int, tmp_path: Path) -> None:
+    """Without a wait of the engine, the test above fails."""
+    run("kernels", wait, 40, tmp_path=tmp_path, fails="read a wrong weight")
+
+
+def test_a_machine_without_an_accelerator_says_so() -> None:
+    model = torch.nn.Linear(4, 4)
+    for device in ("cuda", "cuda:1", "mps", "xpu:0"):
+        with pytest.raises(ts.ConfigurationError, match="cannot use the device"):
+            ts.offload(model, ts.Config(storage_path="unused", device=device))
+    assert type(model.weight) is torch.nn.Parameter
+    with pytest.raises(ts.ConfigurationError, match="invalid device"):
+        ts.offload(model, ts.Config(storage_path="unused", device="toaster"))
+
+
+def test_accelerators_are_registered_once() -> None:
+    ts.register_accelerator("privateuseone", library="libnone.so", prefix="none")
+    ts.register_accelerator("privateuseone", library="libnone.so", prefix="none")
+    with pytest.raises(ts.ConfigurationError, match="another library"):
+        ts.register_accelerator("privateuseone", library="libother.so", prefix="none")
+    with pytest.raises(ts.ConfigurationError, match="invalid device type"):
+        ts.register_accelerator("cpu", library="libnone.so", prefix="none")
