@@ -170,7 +170,13 @@ fn ci() -> Result<()> {
         Ok(())
     })?;
     step("tests of GPU code", || {
-        counts += cargo_test(&[&cuda[..], &["--test", "gpu", "--test", "devices"]].concat())?;
+        let tests = ["--test", "gpu", "--test", "devices", "--test", "emulated"];
+        counts += cargo_test(&[&cuda[..], &tests].concat())?;
+        Ok(())
+    })?;
+    step("tests of GPU code on an emulated driver", || {
+        let tests = ["--test", "gpu", "--test", "devices"];
+        counts += run::emulated(&[&cuda[..], &tests].concat())?;
         Ok(())
     })?;
     step("models of concurrent code", || {

@@ -67,6 +67,20 @@ pub(crate) fn cargo_test(args: &[&str]) -> Result<Counts> {
     count_tests(cargo().arg("test").args(args))
 }
 
+/// Runs `cargo test` with the CUDA driver that runs on the host, which the test `emulated` of
+/// ts-streams has compiled. Counts the tests by outcome. On systems other than Linux, there is no
+/// such driver, and this runs nothing.
+pub(crate) fn emulated(args: &[&str]) -> Result<Counts> {
+    let target = std::env::var_os("CARGO_TARGET_DIR");
+    let target = target.map_or_else(|| root().join("target"), PathBuf::from);
+    let driver = target.join("tmp/emulated/driver");
+    if cfg!(not(target_os = "linux")) {
+        println!("SKIPPED: the emulated driver needs Linux");
+        return Ok(Counts::default());
+    }
+    count_tests(cargo().arg("test").args(args).env("LD_LIBRARY_PATH", driver))
+}
+
 /// Runs the models of concurrent code. For small models, loom tries all interleavings with up to
 /// three preemptions. For large models, shuttle tries many random interleavings.
 ///

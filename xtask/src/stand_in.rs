@@ -59,9 +59,9 @@ fn fingerprint(directory: &Path) -> Result<u64> {
     let mut hasher = DefaultHasher::new();
     for file in files(directory)? {
         file.strip_prefix(directory).unwrap_or(&file).hash(&mut hasher);
-        fs::read(&file).map_err(|e| format!("cannot read {}: {e}", file.display()))?.hash(
-            &mut hasher,
-        );
+        fs::read(&file)
+            .map_err(|e| format!("cannot read {}: {e}", file.display()))?
+            .hash(&mut hasher);
     }
     Ok(hasher.finish())
 }
@@ -72,7 +72,8 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
         let target = to.join(file.strip_prefix(from).unwrap_or(&file));
         let failed = |e: std::io::Error| format!("cannot write {}: {e}", target.display());
         fs::create_dir_all(target.parent().unwrap_or(to)).map_err(failed)?;
-        let content = fs::read(&file).map_err(|e| format!("cannot read {}: {e}", file.display()))?;
+        let content =
+            fs::read(&file).map_err(|e| format!("cannot read {}: {e}", file.display()))?;
         fs::write(&target, content).map_err(failed)?;
     }
     Ok(())

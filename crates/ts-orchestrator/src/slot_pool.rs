@@ -244,13 +244,7 @@ impl<D: Device> SlotPool<D> {
 
     /// Starts to copy a unit from staging memory to its slot on the device. Causes an
     /// [`Event::Uploaded`], and an [`Event::Copied`] if the copy was submitted.
-    pub(crate) fn upload(
-        &self,
-        load: u32,
-        unit: UnitId,
-        staging: Buffer,
-        slot: DeviceBuffer<D>,
-    ) {
+    pub(crate) fn upload(&self, load: u32, unit: UnitId, staging: Buffer, slot: DeviceBuffer<D>) {
         let slots = self.device.as_ref().expect("only units on a device are uploaded");
         slots.uploader.submit(Upload { load, unit, staging, slot });
     }

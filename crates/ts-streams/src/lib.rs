@@ -81,15 +81,11 @@ mod sync;
 pub mod conformance;
 
 #[cfg(any(feature = "cuda", feature = "runtime"))]
-pub use accelerator::{
-    AcceleratorDevice, AcceleratorEvent, AcceleratorMemory, AcceleratorStream,
-};
+pub use accelerator::{AcceleratorDevice, AcceleratorEvent, AcceleratorMemory, AcceleratorStream};
 #[cfg(feature = "cuda")]
 pub use accelerator::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
 #[cfg(feature = "runtime")]
-pub use accelerator::{
-    RuntimeDevice, RuntimeEvent, RuntimeLibrary, RuntimeMemory, RuntimeStream,
-};
+pub use accelerator::{RuntimeDevice, RuntimeEvent, RuntimeLibrary, RuntimeMemory, RuntimeStream};
 pub use any::{AnyDevice, AnyEvent, AnyMemory, AnyStream};
 pub use coordinator::{CancelToken, Execution, MultiStreamCoordinator};
 pub use cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};

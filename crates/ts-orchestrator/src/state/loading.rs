@@ -10,7 +10,9 @@ use ts_streams::Device;
 use crate::Error;
 use crate::config::Verify;
 use crate::context::EngineContext;
-use crate::event::{ChecksumMismatch, CopyResult, DamagedChunk, Event, PanickedJob, UploadResult, Work};
+use crate::event::{
+    ChecksumMismatch, CopyResult, DamagedChunk, Event, PanickedJob, UploadResult, Work,
+};
 use crate::image::{ImageLayout, KeptImage};
 use crate::layout::ReadKind;
 use crate::plan::Residency;

@@ -133,9 +133,8 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
     io.in_flight = in_flight.unwrap_or(io.in_flight);
     let config = config.with_max_passes(*max_passes).with_backend(backend.clone()).with_io(io);
     let config = config.with_prefetch(prefetch).with_verify(verify).with_watch_writes(true);
-    let config = config
-        .with_device_memory(settings.device.is_some())
-        .with_host_bytes(settings.host_bytes);
+    let config =
+        config.with_device_memory(settings.device.is_some()).with_host_bytes(settings.host_bytes);
     let store = settings.shared_cache.as_deref().map(page_store).transpose()?;
     Ok(config.with_keep_compressed(settings.keep_compressed).with_shared_pages(store))
 }

@@ -62,7 +62,8 @@ impl Streamer {
         let weights = weights.into_iter().map(weight).collect::<PyResult<_>>()?;
         let device = accelerator.as_ref().map_or((CPU, 0), |device| device.get().dlpack());
         let torch = Torch::new(py, weight_class, device)?;
-        let inner = StreamerInner::new(py, new_engine, weights, tables, units.len(), torch, accelerator)?;
+        let inner =
+            StreamerInner::new(py, new_engine, weights, tables, units.len(), torch, accelerator)?;
         let inner = Arc::new(inner);
         let monitor = limits.map(|(least, limit)| {
             let engine = inner.engine(py)?;

@@ -62,7 +62,7 @@ pub trait Api: fmt::Debug + Send + Sync + 'static {
     /// Makes stream-ordered allocation keep freed memory.
     ///
     /// # Errors
-    /// Returns an error if there is no stream-ordered allocation.
+    /// Returns [`Error::Unsupported`] if there is no stream-ordered allocation.
     fn keep_freed_memory(&self) -> Result<(), Error>;
 
     /// Allocates device memory for later work on the stream. Returns `None` if there is not enough

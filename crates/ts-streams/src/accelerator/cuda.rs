@@ -307,9 +307,7 @@ impl Api for CudaApi {
         let _current = self.make_current()?;
         let (mut available, mut total) = (0, 0);
         // SAFETY: both variables are valid for writes.
-        check("cuMemGetInfo", unsafe {
-            sys::cuMemGetInfo_v2(&raw mut available, &raw mut total)
-        })?;
+        check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&raw mut available, &raw mut total) })?;
         Ok(Some(available as u64))
     }
 
@@ -332,20 +330,18 @@ impl Api for CudaApi {
         // SAFETY: `pool` is valid for writes, and `threshold` for reads of 64 bits, the size of the
         // attribute.
         unsafe {
-            check(
-                "cuDeviceGetDefaultMemPool",
-                sys::cuDeviceGetDefaultMemPool(&raw mut pool, self.device),
-            )?;
+            let code = sys::cuDeviceGetDefaultMemPool(&raw mut pool, self.device);
+            if code == CUresult::CUDA_ERROR_NOT_SUPPORTED {
+                let what = "stream-ordered allocation";
+                return Err(Error::Unsupported { device: self.name()?, what });
+            }
+            check("cuDeviceGetDefaultMemPool", code)?;
             let code = sys::cuMemPoolSetAttribute(pool, attribute, (&raw mut threshold).cast());
             check("cuMemPoolSetAttribute", code)
         }
     }
 
-    fn allocate_async(
-        &self,
-        bytes: usize,
-        stream: &RawStream,
-    ) -> Result<Option<*mut u8>, Error> {
+    fn allocate_async(&self, bytes: usize, stream: &RawStream) -> Result<Option<*mut u8>, Error> {
         let _current = self.make_current()?;
         let mut address = 0;
         // SAFETY: `address` is valid for writes. The stream exists, because only the drop of its
@@ -354,15 +350,13 @@ impl Api for CudaApi {
         memory("cuMemAllocAsync", code, address)
     }
 
-    unsafe fn free_async(
-        &self,
-        start: *mut u8,
-        stream: &RawStream,
-    ) -> Result<(), Error> {
+    unsafe fn free_async(&self, start: *mut u8, stream: &RawStream) -> Result<(), Error> {
         let _current = self.make_current()?;
         // SAFETY: the caller guarantees that `start` comes from `allocate_async`, and that only
         // earlier work on the stream uses the memory.
-        check("cuMemFreeAsync", unsafe { sys::cuMemFreeAsync(start.addr() as u64, stream.0.cast()) })
+        check("cuMemFreeAsync", unsafe {
+            sys::cuMemFreeAsync(start.addr() as u64, stream.0.cast())
+        })
     }
 
     unsafe fn free(&self, start: *mut u8) {
@@ -419,7 +413,9 @@ impl Api for CudaApi {
         let _current = self.make_current()?;
         // SAFETY: the stream and the event exist, because only the drop of the last handle destroys
         // each of them.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream.0.cast(), event.0.cast(), 0) })
+        check("cuStreamWaitEvent", unsafe {
+            sys::cuStreamWaitEvent(stream.0.cast(), event.0.cast(), 0)
+        })
     }
 
     unsafe fn copy(
@@ -432,21 +428,22 @@ impl Api for CudaApi {
         // SAFETY: the caller guarantees that both ranges are equally long, and that they are valid
         // and not changed by other code until the copy is done.
         let code = unsafe {
-            sys::cuMemcpyAsync(to.address() as u64, from.address() as u64, to.len(), stream.0.cast())
+            sys::cuMemcpyAsync(
+                to.address() as u64,
+                from.address() as u64,
+                to.len(),
+                stream.0.cast(),
+            )
         };
         check("cuMemcpyAsync", code)
     }
 
-    unsafe fn fill(
-        &self,
-        stream: &RawStream,
-        to: MemoryRange,
-        byte: u8,
-    ) -> Result<(), Error> {
+    unsafe fn fill(&self, stream: &RawStream, to: MemoryRange, byte: u8) -> Result<(), Error> {
         let _current = self.make_current()?;
         // SAFETY: the caller guarantees that `to` is valid and not used by other code until the
         // fill is done.
-        let code = unsafe { sys::cuMemsetD8Async(to.address() as u64, byte, to.len(), stream.0.cast()) };
+        let code =
+            unsafe { sys::cuMemsetD8Async(to.address() as u64, byte, to.len(), stream.0.cast()) };
         check("cuMemsetD8Async", code)
     }
 
@@ -506,16 +503,13 @@ impl Api for CudaApi {
         check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(event.0.cast()) })
     }
 
-    fn elapsed_ms(
-        &self,
-        start: &RawEvent,
-        end: &RawEvent,
-    ) -> Result<Option<f32>, Error> {
+    fn elapsed_ms(&self, start: &RawEvent, end: &RawEvent) -> Result<Option<f32>, Error> {
         let _current = self.make_current()?;
         let mut milliseconds = 0.0;
         // SAFETY: both events exist, because only the drop of the last handle destroys each of
         // them. `milliseconds` is valid for writes.
-        let code = unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, start.0.cast(), end.0.cast()) };
+        let code =
+            unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, start.0.cast(), end.0.cast()) };
         Ok(is_complete("cuEventElapsedTime", code)?.then_some(milliseconds))
     }
 

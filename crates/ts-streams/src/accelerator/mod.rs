@@ -17,13 +17,14 @@ use std::time::Duration;
 use self::api::Api;
 use self::api::{RawEvent, RawStream};
 #[cfg(feature = "cuda")]
-pub use self::cuda::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
-#[cfg(feature = "cuda")]
 pub(crate) use self::cuda::status;
+#[cfg(feature = "cuda")]
+pub use self::cuda::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
 #[cfg(feature = "runtime")]
 pub use self::runtime::{
     RuntimeDevice, RuntimeEvent, RuntimeLibrary, RuntimeMemory, RuntimeStream,
 };
+use crate::Error;
 use crate::cpu::monotonic_ns;
 use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
 use crate::id::StreamId;
@@ -32,7 +33,6 @@ use crate::metrics::{MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::StreamPriority;
 use crate::queue::{Work, check_may_block, next_stream_id};
 use crate::range::{MemoryKind, MemoryRange};
-use crate::Error;
 
 /// A device with its own memory behind an [`Api`]: a `CudaDevice` or a `RuntimeDevice`.
 ///
@@ -96,6 +96,19 @@ impl<A: Api> Shared<A> {
                 }
             }
         }
+    }
+
+    /// Returns whether stream-ordered allocation is supported. Then freed memory is kept.
+    fn pool_keeps_memory(&self) -> Result<bool, Error> {
+        if let Some(keeps) = self.pool_keeps_memory.get() {
+            return Ok(*keeps);
+        }
+        let keeps = match self.api.keep_freed_memory() {
+            Ok(()) => true,
+            Err(Error::Unsupported { .. }) => false,
+            Err(error) => return Err(error),
+        };
+        Ok(*self.pool_keeps_memory.get_or_init(|| keeps))
     }
 
     /// Frees an allocation. If there is a `stream`, frees it after the work submitted to the stream
@@ -248,10 +261,14 @@ impl<A: Api> Device for AcceleratorDevice<A> {
         Ok(memory)
     }
 
-    fn allocate_async(&self, layout: Layout, stream: &AcceleratorStream<A>) -> Result<AcceleratorMemory<A>, Error> {
+    fn allocate_async(
+        &self,
+        layout: Layout,
+        stream: &AcceleratorStream<A>,
+    ) -> Result<AcceleratorMemory<A>, Error> {
         let (shared, bytes) = (&self.shared, layout.size());
         shared.run_deferred();
-        if !shared.pool_keeps_memory.get_or_init(|| shared.api.keep_freed_memory().is_ok()) {
+        if !shared.pool_keeps_memory()? {
             let device = self.info().name.clone();
             return Err(Error::Unsupported { device, what: "stream-ordered allocation" });
         }
@@ -264,8 +281,12 @@ impl<A: Api> Device for AcceleratorDevice<A> {
         shared.memory.allocated(bytes);
         let (allocation, range) =
             (Allocation::Driver { start, pinned: false }, MemoryRange::new(start, bytes));
-        let memory =
-            AcceleratorMemory { allocation, range, kind: MemoryKind::Device, shared: Arc::clone(shared) };
+        let memory = AcceleratorMemory {
+            allocation,
+            range,
+            kind: MemoryKind::Device,
+            shared: Arc::clone(shared),
+        };
         if !start.addr().is_multiple_of(layout.align()) {
             // The driver aligns to 512 bytes.
             let device = self.info().name.clone();
@@ -278,7 +299,11 @@ impl<A: Api> Device for AcceleratorDevice<A> {
         Ok(memory)
     }
 
-    fn free_async(&self, mut memory: AcceleratorMemory<A>, stream: &AcceleratorStream<A>) -> Result<(), Error> {
+    fn free_async(
+        &self,
+        mut memory: AcceleratorMemory<A>,
+        stream: &AcceleratorStream<A>,
+    ) -> Result<(), Error> {
         let Allocation::Driver { start, pinned: false } = memory.allocation else { return Ok(()) };
         let StreamHandle { raw, shared, .. } = &*stream.handle;
         if check_may_block().is_err() {

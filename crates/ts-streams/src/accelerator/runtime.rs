@@ -193,9 +193,7 @@ impl RuntimeLibrary {
     pub fn device_count(&self) -> Result<usize, Error> {
         let mut count = 0;
         // SAFETY: `count` is valid for writes.
-        self.check("GetDeviceCount", unsafe {
-            (self.functions().device_count)(&raw mut count)
-        })?;
+        self.check("GetDeviceCount", unsafe { (self.functions().device_count)(&raw mut count) })?;
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
@@ -487,9 +485,8 @@ impl Api for RuntimeApi {
         let _current = self.make_current()?;
         let mut milliseconds = 0.0;
         // SAFETY: the caller guarantees that both events exist. `milliseconds` is valid for writes.
-        let code = unsafe {
-            (self.functions().event_elapsed)(&raw mut milliseconds, start.0, end.0)
-        };
+        let code =
+            unsafe { (self.functions().event_elapsed)(&raw mut milliseconds, start.0, end.0) };
         let done = self.library.is_complete("EventElapsedTime", code)?;
         Ok(done.then_some(milliseconds))
     }
