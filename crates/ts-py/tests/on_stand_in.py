@@ -15,9 +15,14 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import tensorstream as ts
+import torch
+from exactness import assert_same
 
 STAND_IN = Path(
     os.environ.get("TENSORSTREAM_STAND_IN", Path(__file__).parents[3] / "target/stand-in")
@@ -68,8 +73,6 @@ def main() -> None:
     sys.path.insert(0, os.fspath(STAND_IN))
     import torch_accinte  # noqa: F401  # registers the device with PyTorch
 
-    import tensorstream as ts
-
     _add_operators()
     ts.register_accelerator("accinte", library=LIBRARY, prefix="standin")
     programs[name](*arguments)
@@ -78,8 +81,6 @@ def main() -> None:
 
 def _add_operators() -> None:
     """Adds operators that the stand-in lacks. They run on the CPU."""
-    import torch
-
     library = torch.library.Library("aten", "IMPL")
     # The library unregisters its operators when it is deleted.
     _add_operators.library = library  # type: ignore[attr-defined]
@@ -114,7 +115,11 @@ def _add_operators() -> None:
     library.impl("convolution_overrideable", convolution, "PrivateUse1")
 
     def attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any = None, *rest: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: Any = None,
+        *rest: Any,
         **kwargs: Any,
     ) -> Any:
         _, is_causal, _ = (*rest, *(0.0, False, False)[len(rest) :])
@@ -135,8 +140,6 @@ DEVICE = "accinte:0"
 
 
 def _linears(count: int = 8, width: int = 256) -> Any:
-    import torch
-
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU())]
     layers += [copy.deepcopy(layers[0]) for _ in range(count - 1)]
@@ -148,8 +151,6 @@ def _linears(count: int = 8, width: int = 256) -> Any:
 
 def _streamed(model: Any, directory: str, **settings: Any) -> Any:
     """Offloads a copy of a model to the stand-in, with room for three of its largest units."""
-    import tensorstream as ts
-
     units = [
         sum(each.nbytes for each in module._parameters.values() if each is not None)
         for module in model.modules()
@@ -162,10 +163,6 @@ def _streamed(model: Any, directory: str, **settings: Any) -> Any:
 @program
 def exactness() -> None:
     """A model streams in several passes, with gradients of inputs, autocast and inference mode."""
-    import torch
-
-    import tensorstream as ts
-
     library, model = Library(), _linears()
     resident = copy.deepcopy(model).to(DEVICE)
     with tempfile.TemporaryDirectory() as directory:
@@ -200,10 +197,6 @@ def exactness() -> None:
 @program
 def budget() -> None:
     """Weights on the device never take more than the budget."""
-    import torch
-
-    import tensorstream as ts
-
     library, model = Library(), _linears()
     unit = 256 * 257 * 4
     with tempfile.TemporaryDirectory() as directory:
@@ -228,8 +221,6 @@ def budget() -> None:
 @program
 def handles() -> None:
     """Streams, events and memory of the device are freed with the model."""
-    import torch
-
     library, model = Library(), _linears()
     with tempfile.TemporaryDirectory() as directory:
         for _ in range(3):
@@ -246,10 +237,6 @@ def handles() -> None:
 @program
 def moves() -> None:
     """A model stays on its device, and ``restore`` gives parameters there."""
-    import torch
-
-    import tensorstream as ts
-
     model = _linears(4)
     model.register_buffer("scale", torch.ones(256))
     with tempfile.TemporaryDirectory() as directory:
@@ -261,7 +248,7 @@ def moves() -> None:
         for call in (
             lambda: streamed.to("cpu"),
             lambda: streamed.to("accinte:1"),
-            lambda: streamed.half(),
+            streamed.half,
         ):
             try:
                 call()
@@ -281,9 +268,6 @@ def moves() -> None:
 @program
 def refusals() -> None:
     """Devices and settings that cannot work are refused in words."""
-    import torch
-
-    import tensorstream as ts
 
     def refused(words: str, **settings: Any) -> None:
         with tempfile.TemporaryDirectory() as directory:
@@ -311,11 +295,6 @@ def _compare(model: Any, inputs: dict[str, Any], directory: str, **arguments: An
     Returns:
         The model on the device, and the model that streams to it.
     """
-    import torch
-
-    import tensorstream as ts
-    from exactness import assert_same
-
     gc.collect()
     library, load = Library(), type(model)
     before = library.counters()["bytes"]
@@ -342,8 +321,6 @@ def _compare(model: Any, inputs: dict[str, Any], directory: str, **arguments: An
 
 
 def _on_host(value: Any) -> Any:
-    import torch
-
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, dict):
@@ -356,7 +333,6 @@ def _on_host(value: Any) -> Any:
 @program
 def families(*names: str) -> None:
     """Families of transformers models stream, and generate the same tokens."""
-    import torch
     import transformers
     from families import FAMILIES
 
@@ -391,7 +367,6 @@ def families(*names: str) -> None:
 @program
 def diffusion(*names: str) -> None:
     """Models of diffusers stream."""
-    import torch
     from small_diffusers import small_diffusers
 
     for name in names:
@@ -408,15 +383,16 @@ def diffusion(*names: str) -> None:
 def lora() -> None:
     """An adapter over a streamed base gets the same gradients and updates."""
     import peft
-    import torch
     import transformers
-
-    import tensorstream as ts
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        vocab_size=256, attn_implementation="eager",
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=256,
+        attn_implementation="eager",
     )
     model = transformers.LlamaForCausalLM(config)
 
@@ -459,7 +435,6 @@ def lora() -> None:
 
 def _async_module(library: Library, size: int) -> type[Any]:
     """Returns a module whose forward reads its weight later, on PyTorch's current stream."""
-    import torch
 
     class ReadsLater(torch.nn.Module):
         def __init__(self) -> None:
@@ -486,8 +461,6 @@ def _async_module(library: Library, size: int) -> type[Any]:
 @program
 def kernels(skipped: str, passes: str) -> None:
     """Kernels that run later read the right weights, however long copies take."""
-    import torch
-
     library, size = Library(), 50_000
     kind = _async_module(library, size)
     model = torch.nn.Sequential(*(kind() for _ in range(7)))
@@ -510,8 +483,6 @@ def kernels(skipped: str, passes: str) -> None:
 @program
 def delays(passes: str) -> None:
     """With random delays of copies, passes stay exact, and copies run while others compute."""
-    import torch
-
     library, model = Library(), _linears()
     resident = copy.deepcopy(model).to(DEVICE)
     with tempfile.TemporaryDirectory() as directory:
@@ -525,10 +496,6 @@ def delays(passes: str) -> None:
 @program
 def overlap() -> None:
     """Copies end before the forward that needs them begins, if computing takes longer."""
-    import time
-
-    import torch
-
     library = Library()
 
     class Slow(torch.nn.Linear):
@@ -539,7 +506,7 @@ def overlap() -> None:
     model = torch.nn.Sequential(*(Slow(256, 256) for _ in range(8)))
     with tempfile.TemporaryDirectory() as directory:
         streamed = _streamed(model, directory)
-        for turn in range(8):
+        for _ in range(8):
             before = library.counters()
             with torch.no_grad():
                 streamed(torch.randn(2, 256).to(DEVICE))
@@ -547,14 +514,36 @@ def overlap() -> None:
         waits = after["waits"] - before["waits"]
         ended = after["waits_ended"] - before["waits_ended"]
         assert after["copies"] > before["copies"] and waits >= 8, (before, after)
-        assert ended >= waits - 1, (turn, waits, ended)
+        assert ended >= waits - 1, (waits, ended)
+
+
+@program
+def tiers() -> None:
+    """Weights that the host keeps are not read again, and those of the device not copied."""
+    library, model = Library(), _linears()
+    resident = copy.deepcopy(model).to(DEVICE)
+    with tempfile.TemporaryDirectory() as directory:
+        streamed = _streamed(model, directory, host_budget="64MiB")
+        read, copied = [], []
+        for turn in range(6):
+            inputs = torch.randn(2, 256).to(DEVICE)
+            with torch.no_grad():
+                assert torch.equal(resident(inputs).cpu(), streamed(inputs).cpu()), turn
+            read.append(ts.stats(streamed)["read_bytes"])
+            copied.append(library.counters()["copied"])
+        assert ts.stats(streamed)["plan"]["streamed_bytes_per_pass"] == 0
+        assert read[-1] == read[-2] <= 2 * 8 * 270_000 and copied[-1] > copied[-2], (read, copied)
+        whole = _streamed(model, directory, budget="16MiB")
+        for _ in range(4):
+            before = library.counters()["copied"]
+            with torch.no_grad():
+                whole(inputs)
+        assert library.counters()["copied"] == before
 
 
 @program
 def threads() -> None:
     """Several threads run passes, each on a stream of its own."""
-    import torch
-
     model = _linears()
     resident = copy.deepcopy(model).to(DEVICE)
     inputs = [torch.randn(2, 256).to(DEVICE) for _ in range(3)]

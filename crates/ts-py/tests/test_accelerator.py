@@ -24,6 +24,7 @@ def run(*arguments: object, tmp_path: Path, fails: str | None = None) -> str:
     environment = {**os.environ, "XDG_CACHE_HOME": os.fspath(tmp_path), "OMP_NUM_THREADS": "1"}
     outcome = subprocess.run(
         [sys.executable, program, *map(str, arguments)],
+        check=False,
         capture_output=True,
         text=True,
         timeout=600,
@@ -39,7 +40,18 @@ def run(*arguments: object, tmp_path: Path, fails: str | None = None) -> str:
 
 @needs_stand_in
 @pytest.mark.parametrize(
-    "name", ["exactness", "budget", "handles", "moves", "overlap", "threads", "lora", "refusals"]
+    "name",
+    [
+        "exactness",
+        "budget",
+        "handles",
+        "moves",
+        "overlap",
+        "threads",
+        "tiers",
+        "lora",
+        "refusals",
+    ],
 )
 def test_models_stream_to_a_device(name: str, tmp_path: Path) -> None:
     run(name, tmp_path=tmp_path)

@@ -183,14 +183,14 @@ impl AnyDevice {
                 device: self.info().name.clone(),
                 what: "streams of other code",
             }),
-            // SAFETY: the caller guarantees that the handle is that of a stream of this device.
             #[cfg(feature = "cuda")]
             AnyDevice::Cuda(device) => {
+                // SAFETY: the caller guarantees that the handle is that of a stream of the device.
                 Ok(AnyStream::Cuda(unsafe { device.external_stream(handle) }))
             }
-            // SAFETY: as above.
             #[cfg(feature = "runtime")]
             AnyDevice::Runtime(device) => {
+                // SAFETY: as above.
                 Ok(AnyStream::Runtime(unsafe { device.external_stream(handle) }))
             }
         }

@@ -2,6 +2,7 @@
 //! Runs the conformance suite on the stand-in accelerator, through its runtime library.
 
 #![cfg(feature = "runtime")]
+#![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::alloc::Layout;
 use std::path::{Path, PathBuf};

@@ -242,8 +242,7 @@ class Config:
             if not isinstance(self.storage_path, str | os.PathLike):
                 raise invalid("storage_path", self.storage_path, "a path")
             object.__setattr__(self, "storage_path", expanded(self.storage_path))
-        if self.host_budget is not None:
-            parse_budget(self.host_budget, "host_budget")
+        self._check_device()
         _check_int("max_passes", self.max_passes, 1, 64)
         self._check_io_depth()
         if not isinstance(self.verify_checksums, bool) and self.verify_checksums != "once":
@@ -269,14 +268,23 @@ class Config:
         object.__setattr__(self, "backend", backend.lower())
         if backend.lower() in FALLBACKS:
             not_built(f"BackendType.{backend.upper()}", FALLBACKS[backend.lower()][1])
-        on_device = self.device is not None and str(self.device) != "cpu"
-        if on_device and pressure != MemoryPressureMode.STRICT:
-            raise invalid("memory_pressure_mode", pressure.value, "strict on an accelerator")
-        if isinstance(self.budget, Budget) and on_device:
-            raise invalid("budget", self.budget, "a size, because models on an accelerator share none")
         if isinstance(self.budget, Budget) and pressure != MemoryPressureMode.STRICT:
             raise invalid(
                 "memory_pressure_mode", pressure.value, "strict, because the budget is shared"
+            )
+
+    def _check_device(self) -> None:
+        if self.host_budget is not None:
+            parse_budget(self.host_budget, "host_budget")
+        if self.device is None or str(self.device) == "cpu":
+            return
+        if self.memory_pressure_mode not in (MemoryPressureMode.STRICT, "strict"):
+            raise invalid(
+                "memory_pressure_mode", self.memory_pressure_mode, "strict on an accelerator"
+            )
+        if isinstance(self.budget, Budget):
+            raise invalid(
+                "budget", self.budget, "a size, because models on an accelerator share none"
             )
 
     def _check_compression(self) -> None:

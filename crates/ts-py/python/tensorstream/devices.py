@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import _native
 from .errors import ConfigurationError
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 _libraries: dict[str, tuple[str, str]] = {}
 
 
-def register_accelerator(
-    device_type: str, *, library: str | os.PathLike[str], prefix: str
-) -> None:
+def register_accelerator(device_type: str, *, library: str | os.PathLike[str], prefix: str) -> None:
     """Makes a type of accelerator usable as ``device``. Needed for all but NVIDIA GPUs.
 
     Weights are copied to the device by functions of its runtime library, which must be those of
@@ -114,7 +112,7 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
                 f"cannot use the device {device}: this PyTorch finds no NVIDIA GPU"
             )
         # PyTorch makes the context that the copies use, too.
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
         return _native.Accelerator(index, stream)
     if device.type not in _libraries:
@@ -124,7 +122,8 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
         )
 
     def current() -> int:
-        handle: int = torch.accelerator.current_stream(index).native_handle
+        stream: Any = torch.accelerator.current_stream(index)
+        handle: int = stream.native_handle
         return handle
 
     found = _native.Accelerator(index, current, _libraries[device.type])

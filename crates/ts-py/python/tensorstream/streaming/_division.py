@@ -89,9 +89,7 @@ def block_counts(rows: int, step: int) -> list[int]:
     return counts
 
 
-def row_divided(
-    model: nn.Module, wanted: Rows, *, exact: bool, device: torch.device
-) -> set[int]:
+def row_divided(model: nn.Module, wanted: Rows, *, exact: bool, device: torch.device) -> set[int]:
     """Returns the parameters that are divided into blocks of rows, by ``id``.
 
     These are weights that only embeddings and linear layers use, each in an operation of its own.
@@ -155,9 +153,7 @@ def _row_candidates(model: nn.Module, wanted: Rows) -> list[tuple[torch.Tensor, 
     return candidates
 
 
-def batch_divided(
-    model: nn.Module, wanted: Rows, *, exact: bool, device: torch.device
-) -> set[int]:
+def batch_divided(model: nn.Module, wanted: Rows, *, exact: bool, device: torch.device) -> set[int]:
     """Returns the 3-D parameters that are divided although a pass uses all of them, by ``id``.
 
     These are the experts of models that multiply all experts in one batch. With ``exact``, products

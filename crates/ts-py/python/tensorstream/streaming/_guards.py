@@ -53,9 +53,12 @@ class Apply(ReplacedMethod):
     def _require_no_change(self, fn: Any, stand_in: StreamedTensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             order = memory_order(stand_in)
-            probe = torch.empty_permuted([2] * len(order), order).fill_(3).to(
-                stand_in.dtype
-            ).to(stand_in.device)
+            probe = (
+                torch.empty_permuted([2] * len(order), order)
+                .fill_(3)
+                .to(stand_in.dtype)
+                .to(stand_in.device)
+            )
             before, version = probe.clone(), probe._version
             outcome = fn(probe)
             if _is_unchanged(probe, before, version, outcome):

@@ -256,9 +256,7 @@ def attach(
     if isinstance(config.budget, Budget):
         config.budget.add(streamer, max(extremes[1], budget))
     stored = StoredWeights(checkpoint, units.sources, budget)
-    weights = Weights(
-        streamer, units.weights, units.divided, budget, stored.mapped, device
-    )
+    weights = Weights(streamer, units.weights, units.divided, budget, stored.mapped, device)
     buffers = units.read_buffers()
     made = {key: parameter_of(weights, key) for key in units.sources}
     streaming = Streaming(
@@ -280,8 +278,7 @@ def attach(
         save_in_pieces(model, stored)
         replace_copying(model, streaming, stored, _attach_copy(config, checkpoint))
         model.__dict__["_tensorstream"] = streaming
-        _move_rest(model, weights.device)
-        _keep_on_device(model, weights.device)
+        _place(model, weights.device)
         ignore_streamed(model)
         add_live(model)
         profile.save_at_end(model, streamer)
@@ -313,24 +310,21 @@ def _replace_methods(model: nn.Module, units: UnitBuilder, weights: Weights) -> 
     guard(model)
 
 
-def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Moves what is not streamed to the device of the model: buffers, and adapters."""
-    if device.type == "cpu":
-        return
-    for module in model.modules():
-        for name, value in module._buffers.items():
-            if value is not None:
-                module._buffers[name] = value.to(device)
-        for value in dict.values(module._parameters):
-            if value is not None and type(value) is not StreamedTensor:
-                value.data = value.data.to(device)
+def _place(model: nn.Module, device: torch.device) -> None:
+    """Moves what is not streamed to the device of the model: buffers, and adapters.
 
-
-def _keep_on_device(model: nn.Module, device: torch.device) -> None:
-    """Lets other libraries not move a model, if there is an accelerator.
-
-    Otherwise, a device map would have them refuse the CPU as a device, and several processes.
+    If there is an accelerator, also lets other libraries not move the model. Otherwise, a device
+    map would have them refuse the CPU as a device, and several processes.
     """
+    if device.type != "cpu":
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+            values: list[Any] = list(dict.values(module._parameters))
+            for value in values:
+                if value is not None and type(value) is not StreamedTensor:
+                    value.data = value.data.to(device)
     if torch.accelerator.is_available():
         set_device_map(model, device)
 
@@ -453,7 +447,10 @@ def restore(model: M) -> M:
         )
     tensors = _read_all(streaming.checkpoint, streaming.sources, streaming.weights)
     parameters = {
-        key: nn.Parameter(tensor.detach().to(streaming.weights.device), requires_grad=streaming.weights.requires_grad(key))
+        key: nn.Parameter(
+            tensor.detach().to(streaming.weights.device),
+            requires_grad=streaming.weights.requires_grad(key),
+        )
         for key, tensor in tensors.items()
     }
     # A wrapper can share parameters of the offloaded model that it contains.

@@ -186,12 +186,8 @@ def _distinct(model: nn.Module, kept: frozenset[int]) -> Iterator[tuple[str, nn.
 def _check_budget(model: nn.Module, config: Config, kept: frozenset[int]) -> None:
     """Refuses a budget that is too small, before the weights are written."""
     sizes: dict[str, list[int]] = {}
-    in_rows = row_divided(
-        model, Rows.ALL, exact=config.exact, device=config.torch_device()
-    )
-    in_batches = batch_divided(
-        model, Rows.ALL, exact=config.exact, device=config.torch_device()
-    )
+    in_rows = row_divided(model, Rows.ALL, exact=config.exact, device=config.torch_device())
+    in_batches = batch_divided(model, Rows.ALL, exact=config.exact, device=config.torch_device())
     # `named_parameters` yields a shared parameter only once, for the first module that has it.
     for name, parameter in _distinct(model, kept):
         prefix = name.rpartition(".")[0]

@@ -697,9 +697,7 @@ def _dispatch_keys() -> tuple[Any, Any]:
     )
 
 
-def _caller_dispatch_state(
-    func: Any, key: str, autocasts: bool, called: tuple[Any, Any]
-) -> Any:
+def _caller_dispatch_state(func: Any, key: str, autocasts: bool, called: tuple[Any, Any]) -> Any:
     """Returns a context with the dispatcher state of the caller of an operation.
 
     In ``__torch_dispatch__``, all keys above ``Python`` are excluded. In inference mode, operations

@@ -1,0 +1,360 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Streams of accelerators, and the failures that propagate between them.
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use super::api::{Api, RawStream};
+use super::event::AcceleratorEvent;
+use super::{Deferred, Shared, lock};
+use crate::Error;
+use crate::cpu::monotonic_ns;
+use crate::device::{HostFn, MemoryLocation, Status, Stream};
+use crate::id::StreamId;
+use crate::memory::check_copy;
+use crate::metrics::StreamMetrics;
+use crate::queue::{Work, check_may_block, next_stream_id};
+use crate::range::MemoryRange;
+
+/// The streams that a point depends on, each with the number of its last operation before the
+/// point. The failures of these streams show whether a host function failed before the point.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Dependencies {
+    pub(super) own: Arc<Failure>,
+    pub(super) operations: u64,
+    pub(super) others: Vec<(Arc<Failure>, u64)>,
+}
+
+/// The first failure of a stream: the number of the failed operation, and the error.
+pub(super) type Failure = OnceLock<(u64, Error)>;
+
+impl Dependencies {
+    /// Returns a known failure among the dependencies, if there is one.
+    pub(super) fn failure(&self) -> Option<&Error> {
+        let others = self
+            .others
+            .iter()
+            .filter_map(|(failure, until)| failure.get().filter(|(at, _)| at <= until));
+        self.own.get().into_iter().chain(others).map(|(_, error)| error).next()
+    }
+
+    /// Adds the dependencies of `other`, including its own stream.
+    fn join(&mut self, other: &Dependencies) {
+        let all = other.others.iter().cloned().chain([(Arc::clone(&other.own), other.operations)]);
+        for (failure, until) in all.filter(|(failure, _)| !Arc::ptr_eq(failure, &self.own)) {
+            match self.others.iter_mut().find(|(known, _)| Arc::ptr_eq(known, &failure)) {
+                Some((_, known)) => *known = (*known).max(until),
+                None => self.others.push((failure, until)),
+            }
+        }
+        // If no other reference exists, the stream was dropped and has no pending host functions,
+        // so it cannot fail any more.
+        self.others
+            .retain(|(failure, _)| Arc::strong_count(failure) > 1 || failure.get().is_some());
+    }
+}
+
+/// Counters of a stream. Only queries and synchronization update the completions.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    pub(super) operations: AtomicU64,
+    pub(super) completions: Mutex<Completions>,
+    pub(super) transfers: AtomicU64,
+    pub(super) transferred_bytes: AtomicU64,
+    pub(super) launches: AtomicU64,
+    pub(super) submitted_ns: AtomicU64,
+}
+
+/// The operations that have completed.
+#[derive(Debug, Default)]
+pub(super) struct Completions {
+    pub(super) operations: u64,
+    /// The sum of the times at which they were submitted.
+    pub(super) submitted_ns: u64,
+    /// The sum of the times from submission until the completion was noticed.
+    pub(super) latency_ns: u64,
+}
+
+/// A [`Stream`] of an [`AcceleratorDevice`](crate::AcceleratorDevice).
+///
+/// Its metrics count completions only when the stream is queried or synchronized, or the metrics
+/// are read. Latencies are therefore upper bounds.
+#[derive(Debug)]
+pub struct AcceleratorStream<A: Api> {
+    pub(super) handle: Arc<StreamHandle<A>>,
+}
+
+impl<A: Api> Clone for AcceleratorStream<A> {
+    fn clone(&self) -> Self {
+        Self { handle: Arc::clone(&self.handle) }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct StreamHandle<A: Api> {
+    pub(super) id: StreamId,
+    pub(super) level: i32,
+    pub(super) raw: RawStream,
+    pub(super) ownership: Ownership,
+    pub(super) dependencies: Mutex<Dependencies>,
+    pub(super) counts: Counts,
+    pub(super) shared: Arc<Shared<A>>,
+}
+
+/// Whether the drop of the last handle destroys a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ownership {
+    Own,
+    External,
+}
+
+impl<A: Api> Drop for StreamHandle<A> {
+    fn drop(&mut self) {
+        if self.ownership == Ownership::External {
+            return;
+        }
+        let raw = self.raw.take();
+        if check_may_block().is_err() {
+            lock(&self.shared.deferred).push(Deferred::Stream(raw));
+            return;
+        }
+        // SAFETY: the API created the stream, and no other handle to it exists.
+        unsafe { self.shared.api.destroy_stream(&raw) };
+    }
+}
+
+impl<A: Api> StreamHandle<A> {
+    pub(super) fn new(
+        raw: RawStream,
+        level: i32,
+        ownership: Ownership,
+        shared: Arc<Shared<A>>,
+    ) -> Self {
+        Self {
+            id: next_stream_id(),
+            level,
+            raw,
+            ownership,
+            dependencies: Mutex::default(),
+            counts: Counts::default(),
+            shared,
+        }
+    }
+
+    /// Submits work, or returns the error of the stream if it has failed.
+    fn submit(
+        &self,
+        submit: impl FnOnce(&mut Dependencies) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        self.error()?;
+        self.submit_even_if_failed(submit)
+    }
+
+    pub(super) fn submit_even_if_failed(
+        &self,
+        submit: impl FnOnce(&mut Dependencies) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let mut dependencies = lock(&self.dependencies);
+        dependencies.operations += 1;
+        submit(&mut dependencies)?;
+        self.counts.operations.fetch_add(1, Ordering::Relaxed);
+        self.counts.submitted_ns.fetch_add(monotonic_ns(), Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Counts all operations up to `operations` as completed. `submitted_ns` is the sum of the
+    /// times at which they were submitted.
+    fn completed(&self, operations: u64, submitted_ns: u64) {
+        let mut completions = lock(&self.counts.completions);
+        let new = operations.saturating_sub(completions.operations);
+        if new > 0 {
+            let submitted = submitted_ns.saturating_sub(completions.submitted_ns);
+            let latency = monotonic_ns().saturating_mul(new).saturating_sub(submitted);
+            *completions = Completions {
+                operations,
+                submitted_ns,
+                latency_ns: completions.latency_ns.saturating_add(latency),
+            };
+        }
+    }
+
+    fn counted(&self) -> (u64, u64) {
+        (
+            self.counts.operations.load(Ordering::Relaxed),
+            self.counts.submitted_ns.load(Ordering::Relaxed),
+        )
+    }
+
+    fn error(&self) -> Result<(), Error> {
+        lock(&self.dependencies).failure().map_or(Ok(()), |error| Err(error.clone()))
+    }
+}
+
+impl<A: Api> AcceleratorStream<A> {
+    /// Returns the driver's handle of the stream, such as a `CUstream`, for kernels and libraries.
+    /// It is valid as long as a handle to this stream exists.
+    pub fn as_ptr(&self) -> *mut c_void {
+        self.handle.raw.0
+    }
+
+    fn wait_for(
+        &self,
+        event: &AcceleratorEvent<A>,
+        join: impl FnOnce(&mut Dependencies, &Dependencies),
+    ) -> Result<(), Error> {
+        let StreamHandle { raw, shared, .. } = &*self.handle;
+        self.handle.submit(|dependencies| {
+            let recorded = lock(&event.handle.recorded);
+            let Some(history) = &*recorded else { return Ok(()) };
+            if !shared.api.combines_with(&event.handle.shared.api) {
+                return Err(Error::MixedDevices { expected: A::KIND, actual: A::KIND });
+            }
+            shared.api.wait(raw, &event.handle.raw)?;
+            join(dependencies, history);
+            Ok(())
+        })
+    }
+
+    fn transferred(&self, bytes: usize) {
+        self.handle.counts.transfers.fetch_add(1, Ordering::Relaxed);
+        self.handle.counts.transferred_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
+
+impl<A: Api> Stream for AcceleratorStream<A> {
+    type Event = AcceleratorEvent<A>;
+
+    fn id(&self) -> StreamId {
+        self.handle.id
+    }
+
+    fn level(&self) -> i32 {
+        self.handle.level
+    }
+
+    fn record(&self, event: &AcceleratorEvent<A>) -> Result<(), Error> {
+        let StreamHandle { raw, shared, .. } = &*self.handle;
+        self.handle.submit_even_if_failed(|dependencies| {
+            // The event and its dependencies change under one lock, so that no other thread
+            // combines the new point with the dependencies of the previous one, or the reverse.
+            let mut recorded = lock(&event.handle.recorded);
+            shared.api.record(raw, &event.handle.raw)?;
+            *recorded = Some(dependencies.clone());
+            Ok(())
+        })
+    }
+
+    fn wait(&self, event: &AcceleratorEvent<A>) -> Result<(), Error> {
+        self.wait_for(event, Dependencies::join)
+    }
+
+    fn wait_ignoring_failure(&self, event: &AcceleratorEvent<A>) -> Result<(), Error> {
+        self.wait_for(event, |_, _| ())
+    }
+
+    unsafe fn copy(&self, to: MemoryRange, from: MemoryRange) -> Result<(), Error> {
+        check_copy(to, from)?;
+        let StreamHandle { raw, shared, .. } = &*self.handle;
+        self.handle.submit(|_| Ok(()))?;
+        if !to.is_empty() {
+            // This call is made without the lock, because for pageable memory the driver may wait
+            // for all earlier work.
+            // SAFETY: the caller meets the requirements of `Stream::copy`. `check_copy` found equal
+            // lengths.
+            unsafe { shared.api.copy(raw, to, from) }?;
+        }
+        self.transferred(to.len());
+        Ok(())
+    }
+
+    unsafe fn fill(&self, to: MemoryRange, byte: u8) -> Result<(), Error> {
+        let StreamHandle { raw, shared, .. } = &*self.handle;
+        self.handle.submit(|_| match to.is_empty() {
+            true => Ok(()),
+            // SAFETY: the caller meets the requirements of `Stream::fill`.
+            false => unsafe { shared.api.fill(raw, to, byte) },
+        })?;
+        self.transferred(to.len());
+        Ok(())
+    }
+
+    fn launch_host_fn(&self, work: HostFn) -> Result<(), Error> {
+        let StreamHandle { id, raw, shared, .. } = &*self.handle;
+        let stream = *id;
+        self.handle.submit(|dependencies| {
+            let dependencies = dependencies.clone();
+            let run = move || {
+                let failed = dependencies.failure().cloned();
+                let outcome = match failed {
+                    Some(error) => Err(error),
+                    None => Work::HostFn(work).run().map_err(|what| Error::Failed { stream, what }),
+                };
+                if let Err(error) = outcome {
+                    let _ = dependencies.own.set((dependencies.operations, error));
+                }
+            };
+            shared.api.launch_host_fn(raw, Box::new(run))
+        })?;
+        self.handle.counts.launches.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn prefetch(&self, range: MemoryRange, to: MemoryLocation) -> Result<(), Error> {
+        let StreamHandle { raw, shared, .. } = &*self.handle;
+        if !shared.info.can_prefetch {
+            return Err(Error::Unsupported {
+                device: shared.info.name.clone(),
+                what: "prefetching managed memory",
+            });
+        }
+        self.handle.submit(|_| shared.api.prefetch(raw, range, to == MemoryLocation::Device))
+    }
+
+    fn query(&self) -> Result<Status, Error> {
+        let (operations, submitted_ns) = self.handle.counted();
+        // Work that was submitted before the failure was known may still be running.
+        if !self.handle.shared.api.is_done(&self.handle.raw)? {
+            return Ok(Status::Pending);
+        }
+        self.handle.completed(operations, submitted_ns);
+        self.handle.error().map(|()| Status::Ready)
+    }
+
+    fn synchronize(&self) -> Result<(), Error> {
+        check_may_block()?;
+        let (operations, submitted_ns) = self.handle.counted();
+        self.handle.shared.api.synchronize(&self.handle.raw)?;
+        self.handle.completed(operations, submitted_ns);
+        self.handle.error()
+    }
+
+    fn take_error(&self) -> Option<Error> {
+        let mut dependencies = lock(&self.handle.dependencies);
+        let error = dependencies.failure().cloned()?;
+        // Only failures of host functions can be cleared.
+        if !matches!(error, Error::Failed { .. }) {
+            return None;
+        }
+        *dependencies =
+            Dependencies { operations: dependencies.operations, ..Dependencies::default() };
+        Some(error)
+    }
+
+    fn metrics(&self) -> StreamMetrics {
+        let _ = self.query();
+        let Counts { operations, transfers, transferred_bytes, launches, completions, .. } =
+            &self.handle.counts;
+        let completions = lock(completions);
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        StreamMetrics {
+            operations: read(operations),
+            completed: completions.operations,
+            transfers: read(transfers),
+            transferred_bytes: read(transferred_bytes),
+            launches: read(launches),
+            latency: Duration::from_nanos(completions.latency_ns),
+        }
+    }
+}
