@@ -219,6 +219,8 @@ def test_buffers_metadata_and_gpu_status() -> None:
         with pytest.raises(ts.OutOfMemoryError, match=r"GPU|CUDA"):
             buffer.to_gpu(0)
         with pytest.raises(ts.OutOfMemoryError, match=r"GPU|CUDA"):
+            ts.TensorBuffer.allocate_gpu(8)
+        with pytest.raises(ts.OutOfMemoryError, match=r"GPU|CUDA"):
             ts.Tensor.zeros([1], "float32", device="cuda:0")
     with pytest.raises((ts.ConfigurationError, ts.ProtocolError)):
         ts.Tensor.zeros([1 << 62, 8], "float32")

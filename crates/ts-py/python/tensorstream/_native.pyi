@@ -542,6 +542,17 @@ class TensorBuffer:
     def cpu_zeros(size: int) -> TensorBuffer:
         """Allocates a buffer of ``size`` zero bytes on the host."""
     @staticmethod
+    def allocate_gpu(size: int, device_id: int = 0) -> TensorBuffer:
+        """Allocates a buffer on a GPU. Its bytes are undefined.
+
+        Args:
+            size: The size in bytes.
+            device_id: The number of the GPU.
+
+        Raises:
+            OutOfMemoryError: The GPU does not exist or has too little memory.
+        """
+    @staticmethod
     def try_allocate_gpu(size: int, device_id: int = 0) -> TensorBuffer:
         """Allocates a buffer on a GPU, or on the host if that fails.
 

@@ -38,6 +38,21 @@ impl PyTensorBuffer {
         Self(TensorBuffer::cpu_zeros(size))
     }
 
+    /// Allocates a buffer on a GPU. Its bytes are undefined.
+    ///
+    /// Args:
+    ///     size: The size in bytes.
+    ///     device_id: The number of the GPU.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: The GPU does not exist or has too little memory.
+    #[staticmethod]
+    #[pyo3(signature = (size, device_id=0))]
+    fn allocate_gpu(py: Python<'_>, size: usize, device_id: usize) -> PyResult<Self> {
+        let allocated = py.detach(|| TensorBuffer::allocate_gpu(size, device_id));
+        allocated.map(Self).map_err(|error| pool_error(py, &error))
+    }
+
     /// Allocates a buffer on a GPU, or on the host if that fails.
     ///
     /// Args:

@@ -221,7 +221,7 @@ def _sentence_transformer(
     settings = _shared(arguments.settings) if several else arguments.settings
     name = files.whole_name()
     with _streamed(settings, load_transformers):
-        return loader(name, **{"device": "cpu", **rest, **options})
+        return loader(name, **{"device": str(settings.torch_device()), **rest, **options})
 
 
 def _refuse(given: dict[str, Any], name: str, what: str) -> None:
@@ -231,7 +231,16 @@ def _refuse(given: dict[str, Any], name: str, what: str) -> None:
 
 
 def _shared(settings: Config) -> Config:
-    """Returns settings with a budget that several models share."""
+    """Returns settings with a budget that several models share.
+
+    Raises:
+        ConfigurationError: The models would be on an accelerator.
+    """
+    if settings.accelerator() is not None:
+        raise ConfigurationError(
+            f"several models cannot share a budget on {settings.device}: load each of them with "
+            "from_pretrained(path, subfolder=..., device=..., budget=...)"
+        )
     if isinstance(settings.budget, Budget):
         return settings
     return replace(
