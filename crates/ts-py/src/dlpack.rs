@@ -8,7 +8,7 @@ mod abi;
 mod export;
 mod import;
 
-pub(crate) use abi::{CPU, CUDA, EXTENSION, VERSION, has_unversioned_code};
+pub(crate) use abi::{CPU, CUDA, VERSION, has_unversioned_code};
 pub(crate) use export::{
     Exported, extension, tensor_capsule, unversioned_capsule, versioned_capsule,
 };

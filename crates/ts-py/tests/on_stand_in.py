@@ -266,6 +266,126 @@ def moves() -> None:
 
 
 @program
+def extras() -> None:
+    """What is not streamed is moved to the device: buffers, a new head, and adapters."""
+    import peft
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=256,
+        pad_token_id=0,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.arange(12).view(1, 12).to(DEVICE)
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        headed = ts.from_pretrained(
+            directory,
+            budget="300KiB",
+            device=DEVICE,
+            model_class=transformers.AutoModelForSequenceClassification,
+            num_labels=3,
+            attn_implementation="eager",
+        )
+        head = headed.score.weight
+        assert type(head) is torch.nn.Parameter and head.device == torch.device(DEVICE)
+        headed(ids).logits.sum().backward()
+        assert head.grad is not None
+        adapted = peft.get_peft_model(
+            copy.deepcopy(model),
+            peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False),
+        )
+        expected = copy.deepcopy(adapted).to(DEVICE)
+        config = ts.Config(storage_path=Path(directory) / "own", budget="300KiB", device=DEVICE)
+        ts.offload(adapted, config)
+        assert all(each.device == torch.device(DEVICE) for each in adapted.parameters())
+        with torch.no_grad():
+            assert_same(_on_host(adapted(ids).logits), _on_host(expected(ids).logits))
+        for automatic in ({0: "300KiB", "cpu": "1MiB"}, {"accinte:0": "300KiB"}):
+            mapped = ts.from_pretrained(directory, device_map="auto", max_memory=automatic)
+            assert mapped.device == torch.device(DEVICE), mapped.device
+            assert ts.stats(mapped)["plan"]["peak_bytes"] <= 300 << 10
+        mapped = ts.from_pretrained(
+            directory, device_map="auto", max_memory={0: 0, "cpu": "300KiB"}
+        )
+        assert mapped.device == torch.device("cpu")
+
+
+@program
+def kept() -> None:
+    """A write to a tensor that is kept from a forward is an error, or changes nothing."""
+
+    class Keeps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4096))
+            self.kept: list[torch.Tensor] = []
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.kept.append(self.weight.detach())
+            return inputs + self.weight[0]
+
+    model = torch.nn.Sequential(*(Keeps() for _ in range(3)))
+    with tempfile.TemporaryDirectory() as directory:
+        for size in ("1MiB", "48KiB"):
+            streamed = _streamed(model, directory, budget=size)
+            inputs, results = torch.zeros(1).to(DEVICE), []
+            for turn in range(9):
+                with torch.no_grad():
+                    try:
+                        results.append(streamed(inputs).item())
+                    except ts.ModelError as error:
+                        assert "was written to in place" in str(error), error
+                        results.append("refused")
+                for layer in streamed:
+                    if turn % 3 == 1:
+                        for tensor in layer.kept:
+                            tensor.fill_(100)
+                        del tensor
+                    layer.kept.clear()
+                if turn % 3 == 0:
+                    assert ts.stats(streamed)["passes"] > turn
+            assert set(results) <= {3, "refused"} and results[:2] == [3, 3], results
+            assert "refused" in results, results
+
+
+@program
+def interrupts() -> None:
+    """An exception while PyTorch is asked for its stream leaves nothing in use."""
+    model = _linears(3)
+    with tempfile.TemporaryDirectory() as directory:
+        streamed = _streamed(model, directory, budget="16MiB")
+        inputs = torch.randn(2, 256).to(DEVICE)
+        original = torch.accelerator.current_stream
+        calls = 0
+
+        def failing(*arguments: Any) -> Any:
+            nonlocal calls
+            calls -= 1
+            if calls == 0:
+                raise KeyboardInterrupt
+            return original(*arguments)
+
+        torch.accelerator.current_stream = failing
+        with torch.no_grad():
+            for turn in range(40):
+                calls = turn % 8 + 1
+                with contextlib.suppress(KeyboardInterrupt):
+                    streamed(inputs)
+                calls = 0
+                weights = streamed[0][0].weight.weights
+                assert not weights.streamer.in_use(), turn
+        torch.accelerator.current_stream = original
+        ts.restore(streamed)
+
+
+@program
 def refusals() -> None:
     """Devices and settings that cannot work are refused in words."""
 
@@ -280,11 +400,16 @@ def refusals() -> None:
             else:
                 raise AssertionError(f"{settings} was accepted")
             assert all(type(each) is torch.nn.Parameter for each in model.parameters())
+            assert not any(Path(directory).iterdir()), "weights were written"
 
     refused("2 device(s)", device="accinte:5")
     refused("no NVIDIA GPU", device="cuda")
     refused("register_accelerator", device="xpu")
     refused("invalid device", device="toaster")
+    refused("invalid device", device="accinte:200")
+    refused("invalid device", device="meta")
+    ts.register_accelerator("xpu", library=LIBRARY, prefix="standin")
+    refused("the accelerator of this PyTorch is accinte", device="xpu")
     refused("strict", device=DEVICE, memory_pressure_mode="adaptive")
     refused("share none", device=DEVICE, budget=ts.Budget("1MiB"))
 

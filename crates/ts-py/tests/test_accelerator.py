@@ -44,6 +44,9 @@ def run(*arguments: object, tmp_path: Path, fails: str | None = None) -> str:
     [
         "exactness",
         "budget",
+        "extras",
+        "interrupts",
+        "kept",
         "handles",
         "moves",
         "overlap",
@@ -104,10 +107,11 @@ def test_a_machine_without_an_accelerator_says_so() -> None:
         ts.offload(model, ts.Config(storage_path="unused", device="toaster"))
 
 
-def test_accelerators_are_registered_once() -> None:
-    ts.register_accelerator("privateuseone", library="libnone.so", prefix="none")
-    ts.register_accelerator("privateuseone", library="libnone.so", prefix="none")
-    with pytest.raises(ts.ConfigurationError, match="another library"):
-        ts.register_accelerator("privateuseone", library="libother.so", prefix="none")
+def test_accelerators_are_registered() -> None:
+    ts.register_accelerator("mtia", library="libnone.so", prefix="none")
+    with pytest.raises(ts.ConfigurationError, match="the accelerator of this PyTorch is"):
+        ts.Config(device="mtia").accelerator()
+    # A wrong path can be corrected, because nothing was loaded.
+    ts.register_accelerator("mtia", library="libother.so", prefix="none")
     with pytest.raises(ts.ConfigurationError, match="invalid device type"):
         ts.register_accelerator("cpu", library="libnone.so", prefix="none")

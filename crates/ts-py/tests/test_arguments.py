@@ -141,8 +141,10 @@ def test_code_of_the_checkpoint_runs_only_if_it_is_trusted(llama: Llama) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"device_map": "cuda"}, "weights stream from storage into CPU memory"),
-        ({"device_map": {"": 0}}, "invalid device_map"),
+        ({"device_map": "cuda"}, "cannot use the device cuda:0"),
+        ({"device": "cpu", "device_map": "cuda"}, "twice"),
+        ({"host_budget": "1GB"}, "without an accelerator"),
+        ({"device_map": {"": 0}}, "invalid device_map|cannot use the device"),
         ({"max_memory": {0: "10GB", "cpu": "1GB"}}, "invalid max_memory"),
         ({"max_memory": {"cpu": "much"}}, "invalid Config.budget"),
         ({"max_memory": {"cpu": "1MB"}, "budget": "1MB"}, "twice"),

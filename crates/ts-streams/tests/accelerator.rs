@@ -8,8 +8,8 @@ use std::alloc::Layout;
 use std::path::{Path, PathBuf};
 
 use ts_streams::{
-    AnyDevice, Device, Error, MemoryKind, RawMemory, RuntimeDevice, RuntimeLibrary, Stream,
-    StreamPriority, conformance,
+    AnyDevice, Device, Error, Event, HostFn, MemoryKind, RawMemory, RuntimeDevice, RuntimeLibrary,
+    Status, Stream, StreamPriority, conformance,
 };
 
 /// Returns the path of the library of the stand-in, which `cargo xtask ci` builds.
@@ -62,6 +62,33 @@ fn a_stream_of_other_code_orders_work_and_outlives_the_handle() {
     // SAFETY: no work uses the memory any more.
     unsafe { memory.read(0, &mut bytes) }.unwrap();
     assert_eq!(bytes, [2; 4096]);
+}
+
+/// PyTorch asks the library for the last error after each kernel.
+#[test]
+fn errors_are_not_left_for_other_code() {
+    let Some(library) = library() else { return };
+    // SAFETY: the library is loaded, and has this function.
+    let last_error = || unsafe {
+        let own = libloading::Library::new(path()).unwrap();
+        own.get::<unsafe extern "C" fn() -> i32>(b"standinPeekAtLastError").unwrap()()
+    };
+    let device = RuntimeDevice::new(&library, 0).unwrap();
+    let stream = device.create_stream(StreamPriority::Normal).unwrap();
+    let (open, gate) = std::sync::mpsc::channel::<()>();
+    let blocked = HostFn::new(move || {
+        let _ = gate.recv();
+    });
+    stream.launch_host_fn(blocked).unwrap();
+    let event = device.create_event().unwrap();
+    stream.record(&event).unwrap();
+    assert_eq!((event.query(), stream.query()), (Ok(Status::Pending), Ok(Status::Pending)));
+    assert_eq!(last_error(), 0);
+    drop(open);
+    let huge = Layout::from_size_align(1 << 60, 64).unwrap();
+    assert!(device.allocate(huge, MemoryKind::Device).is_err());
+    assert_eq!(last_error(), 0);
+    stream.synchronize().unwrap();
 }
 
 #[test]

@@ -184,6 +184,7 @@ class Accelerator:
     def __new__(
         cls,
         ordinal: int,
+        dlpack_type: int,
         current_stream: Callable[[], int],
         library: tuple[str, str] | None = None,
     ) -> Accelerator: ...

@@ -276,7 +276,9 @@ class Config:
     def _check_device(self) -> None:
         if self.host_budget is not None:
             parse_budget(self.host_budget, "host_budget")
-        if self.device is None or str(self.device) == "cpu":
+        if self.device is None or str(self.device) in ("cpu", "cpu:0"):
+            if self.host_budget is not None:
+                raise invalid("host_budget", self.host_budget, "None without an accelerator")
             return
         if self.memory_pressure_mode not in (MemoryPressureMode.STRICT, "strict"):
             raise invalid(
@@ -360,11 +362,15 @@ class Config:
         return self.share_bytes() if requested is None else requested
 
     def _available_bytes(self, freed_bytes: int) -> int:
-        device = self.accelerator()
-        available = _native.available_memory() if device is None else device.available_bytes()
+        available = self._unused_bytes()
         if available is None:
             raise invalid("budget", None, "a size, because the available memory cannot be detected")
-        return available if device is not None else available + freed_bytes
+        return available + (freed_bytes if self.accelerator() is None else 0)
+
+    def _unused_bytes(self) -> int | None:
+        """Returns the available memory of the device, or ``None`` if it cannot be detected."""
+        device = self.accelerator()
+        return _native.available_memory() if device is None else device.available_bytes()
 
     def fitted_bytes(
         self, smallest: int, whole: int, freed_bytes: int = 0, shared_bytes: int = 0
@@ -392,8 +398,7 @@ class Config:
             BudgetWarning: The configured budget was reduced.
         """
         requested = self.requested_bytes()
-        unknown = self.accelerator() is None and _native.available_memory() is None
-        if requested is not None and (requested < smallest or unknown):
+        if requested is not None and (requested < smallest or self._unused_bytes() is None):
             return requested  # if it is too small, the engine refuses it
         wanted = self.share_bytes(freed_bytes) if requested is None else requested
         if requested is not None:

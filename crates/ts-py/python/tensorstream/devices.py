@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 
 #: The runtime library of each type of device, and the prefix of its functions.
 _libraries: dict[str, tuple[str, str]] = {}
+#: The types of devices whose library is loaded.
+_opened: set[str] = set()
+#: DLPack's types of devices.
+_CUDA, _ROCM, _EXTENSION, _ONE_API = 2, 10, 12, 14
 
 
 def register_accelerator(device_type: str, *, library: str | os.PathLike[str], prefix: str) -> None:
     """Makes a type of accelerator usable as ``device``. Needed for all but NVIDIA GPUs.
 
     Weights are copied to the device by functions of its runtime library, which must be those of
-    CUDA's runtime under another prefix, such as ``hipMalloc``: with the same signatures, constants
-    and rules. PyTorch must support the device through ``torch.accelerator``, and must tell the
-    native handle of its streams (``torch.Stream.native_handle``).
+    CUDA's runtime under another prefix, such as ``musaMalloc``: with the same signatures, constants
+    and rules. PyTorch must support the device through ``torch.accelerator``, must take its memory
+    by DLPack, and must tell the native handle of its streams (``torch.Stream.native_handle``).
 
     Loading a library runs its code. The library is loaded when the device is first used.
 
@@ -33,7 +37,7 @@ def register_accelerator(device_type: str, *, library: str | os.PathLike[str], p
         prefix: What the names of the functions begin with.
 
     Raises:
-        ConfigurationError: The type is that of the CPU, or is registered with another library.
+        ConfigurationError: The type is that of the CPU, or another library was loaded for it.
 
     Examples:
         >>> import tensorstream as ts
@@ -44,11 +48,12 @@ def register_accelerator(device_type: str, *, library: str | os.PathLike[str], p
             f"invalid device type {device_type!r}: expected that of an accelerator, such as 'musa'"
         )
     wanted = os.fspath(library), prefix
-    if _libraries.setdefault(device_type, wanted) != wanted:
+    if device_type in _opened and _libraries[device_type] != wanted:
         raise ConfigurationError(
-            f"the accelerator {device_type!r} is registered with another library: "
-            f"{_libraries[device_type]}"
+            f"the accelerator {device_type!r} is in use with another library: "
+            f"{_libraries[device_type][0]}; register it in a new process"
         )
+    _libraries[device_type] = wanted
 
 
 def device_of(device: str | int | torch.device) -> torch.device:
@@ -68,6 +73,11 @@ def device_of(device: str | int | torch.device) -> torch.device:
         ) from error
     if found.type == "cpu":
         return torch.device("cpu")
+    # PyTorch keeps only the lowest bits of a number.
+    if found.type == "meta" or (found.index is not None and found.index < 0):
+        raise ConfigurationError(
+            f"invalid device {device!r}: expected one such as 'cpu' or 'cuda:0'"
+        )
     if found.index is not None:
         return found
     return torch.device(found.type, _current_index(found.type))
@@ -80,9 +90,12 @@ def default_device() -> torch.device | None:
     if not torch.accelerator.is_available():
         return None
     current = torch.accelerator.current_accelerator()
-    if current is None or not (current.type in _libraries or current.type == "cuda"):
+    if current is None:
         return None
-    return device_of(current.type)
+    is_nvidia = current.type == "cuda" and torch.version.hip is None
+    if current.type in _libraries or (is_nvidia and _native.GpuStatus.detect().is_available):
+        return device_of(current.type)
+    return None
 
 
 def _current_index(device_type: str) -> int:
@@ -107,18 +120,23 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
         return None
     index = int(device.index)
     if device.type == "cuda" and "cuda" not in _libraries:
-        if not torch.cuda.is_available():
+        if not torch.cuda.is_available() or torch.version.hip is not None:
             raise ConfigurationError(
                 f"cannot use the device {device}: this PyTorch finds no NVIDIA GPU"
             )
         # PyTorch makes the context that the copies use, too.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
-        return _native.Accelerator(index, stream)
+        return _native.Accelerator(index, _CUDA, stream)
     if device.type not in _libraries:
         raise ConfigurationError(
             f"cannot use the device {device}: call tensorstream.register_accelerator("
             f"{device.type!r}, library=..., prefix=...) first, with its runtime library"
+        )
+    present = torch.accelerator.current_accelerator()
+    if present is None or present.type != device.type:
+        raise ConfigurationError(
+            f"cannot use the device {device}: the accelerator of this PyTorch is {present}"
         )
 
     def current() -> int:
@@ -126,7 +144,8 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
         handle: int = stream.native_handle
         return handle
 
-    found = _native.Accelerator(index, current, _libraries[device.type])
+    found = _native.Accelerator(index, _dlpack_type(device), current, _libraries[device.type])
+    _opened.add(device.type)
     try:
         current()
     except (RuntimeError, NotImplementedError, AttributeError) as error:
@@ -135,3 +154,17 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
             f"{str(error).splitlines()[0]}"
         ) from error
     return found
+
+
+def _dlpack_type(device: torch.device) -> int:
+    """Returns the type of a device in DLPack, from which PyTorch makes tensors of this device."""
+    import torch
+
+    known = {"cuda": _ROCM if torch.version.hip else _CUDA, "xpu": _ONE_API}
+    own: str = torch._C._get_privateuse1_backend_name()
+    known[own] = _EXTENSION
+    if device.type not in known:
+        raise ConfigurationError(
+            f"cannot use the device {device}: PyTorch does not take its memory by DLPack"
+        )
+    return known[device.type]

@@ -20,7 +20,7 @@ pub(crate) const VERSION: (u32, u32) = (1, 1);
 pub(crate) const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
 pub(super) const CUDA_HOST: i32 = 3;
-pub(crate) const EXTENSION: i32 = 12;
+pub(super) const EXTENSION: i32 = 12;
 
 /// The lowest type code that only versioned structures have.
 const FIRST_VERSIONED_CODE: u8 = 7;

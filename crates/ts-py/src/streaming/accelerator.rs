@@ -9,13 +9,13 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use tensorstream::streams::{AnyDevice, AnyStream, Device, RuntimeDevice, RuntimeLibrary};
 
-use crate::dlpack::{CUDA, EXTENSION};
 use crate::errors::configuration_error;
 
 /// A device with its own memory, on which models run.
 ///
 /// Args:
 ///     ordinal: The number of the device, from 0.
+///     dlpack_type: The type of the device in DLPack.
 ///     current_stream: Returns the native handle of PyTorch's current stream on the device.
 ///     library: The path of a library with the functions of CUDA's runtime, and the prefix of
 ///         their names. None for an NVIDIA GPU.
@@ -28,17 +28,18 @@ pub(crate) struct Accelerator {
     /// DLPack's device type and device number.
     dlpack: (i32, i32),
     current_stream: Py<PyAny>,
-    /// PyTorch's streams, by native handle. PyTorch never destroys its streams.
+    /// The streams that were PyTorch's current one, by native handle. They must not be destroyed.
     streams: Mutex<HashMap<usize, AnyStream>>,
 }
 
 #[pymethods]
 impl Accelerator {
     #[new]
-    #[pyo3(signature = (ordinal, current_stream, library=None))]
+    #[pyo3(signature = (ordinal, dlpack_type, current_stream, library=None))]
     fn new(
         py: Python<'_>,
         ordinal: u32,
+        dlpack_type: i32,
         current_stream: Py<PyAny>,
         library: Option<(PathBuf, String)>,
     ) -> PyResult<Self> {
@@ -51,8 +52,7 @@ impl Accelerator {
             None => nvidia(ordinal as usize),
         };
         let device = py.detach(open).map_err(|e| configuration_error(py, &e.to_string()))?;
-        let kind = if library.is_some() { EXTENSION } else { CUDA };
-        let (dlpack, streams) = ((kind, ordinal as i32), Mutex::default());
+        let (dlpack, streams) = ((dlpack_type, ordinal as i32), Mutex::default());
         Ok(Self { device, dlpack, current_stream, streams })
     }
 
@@ -105,8 +105,8 @@ impl Accelerator {
             return Ok(stream.clone());
         }
         let pointer = std::ptr::with_exposed_provenance_mut::<c_void>(handle);
-        // SAFETY: the handle is that of a stream of PyTorch on this device, which PyTorch never
-        // destroys.
+        // SAFETY: the handle is that of a stream on this device. PyTorch never destroys its own
+        // streams, and the documentation requires this of others.
         let stream = unsafe { self.device.external_stream(pointer) };
         let stream = stream.map_err(|e| configuration_error(py, &e.to_string()))?;
         streams.insert(handle, stream.clone());

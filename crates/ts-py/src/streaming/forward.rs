@@ -86,8 +86,12 @@ impl UnitForward {
         if !self.inner.keeps_leases() || self.inner.torch.is_grad_enabled(py)? {
             return Ok(None);
         }
+        let stream = self.inner.current_stream(py)?;
         let Some(tensors) = self.inner.use_kept(self.unit) else { return Ok(None) };
-        self.inner.use_on_stream(py, &tensors)?;
+        if let Err(error) = self.inner.use_on(py, stream.as_ref(), &tensors) {
+            self.inner.end(py, tensors, None);
+            return Err(error);
+        }
         tensors.begin_forward();
         Ok(Some((method, tensors)))
     }

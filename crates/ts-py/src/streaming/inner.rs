@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use tensorstream::PressureMonitor;
 use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::{PassId, Table, TableId, UnitId};
+use tensorstream::streams::AnyStream;
 
 use super::accelerator::Accelerator;
 use super::engine::EngineFactory;
@@ -86,8 +87,16 @@ pub(super) struct RunningPass {
 pub(super) struct EndedUse {
     /// The name of a weight that was written to.
     pub(super) written: Option<String>,
-    /// The unit and its lease, if other objects still reference its memory.
-    pub(super) leaked: Option<(usize, Lease)>,
+    /// The unit, if other objects still reference its memory.
+    pub(super) leaked: Option<Leaked>,
+}
+
+/// A unit whose use has ended, but whose memory other objects still reference.
+pub(super) struct Leaked {
+    pub(super) unit: usize,
+    pub(super) lease: Lease,
+    /// The tensors on a device with its own memory. The other objects share their version counters.
+    pub(super) tensors: Option<Arc<UnitTensors>>,
 }
 
 thread_local! {
@@ -266,7 +275,7 @@ impl StreamerInner {
                     entry.kept = Some(lease);
                     return None;
                 }
-                state.lease = Some(lease);
+                state.set_lease(lease);
             }
             drop(state);
             return Some(tensors);
@@ -323,7 +332,7 @@ impl StreamerInner {
         };
         let leases = match acquire() {
             // Cached tensors occupy memory, but can be created again.
-            Err(error) if is_referenced(py, &error)? && self.drop_cached() => acquire(),
+            Err(error) if is_referenced(py, &error)? && self.drop_cached(py) => acquire(),
             other => other,
         };
         match leases {
@@ -342,7 +351,7 @@ impl StreamerInner {
         let engine = self.engine(py)?;
         if limit < self.limit.load(Ordering::Relaxed) {
             // They would keep the memory of resident units.
-            self.drop_cached();
+            self.drop_cached(py);
         }
         py.detach(|| engine.set_limit(limit)).map_err(|e| to_python(py, &e.into()))?;
         // Another thread may have kept leases in the meantime.
@@ -355,7 +364,7 @@ impl StreamerInner {
     pub(super) fn apply_limit(&self, py: Python<'_>) -> PyResult<()> {
         let engine = self.engine(py)?;
         if !self.is_in_use() && !engine.limit_in_force() {
-            self.drop_cached();
+            self.drop_cached(py);
             interruptible(py, |interrupt| engine.replan_interruptible(interrupt))?;
         }
         Ok(())
@@ -369,7 +378,7 @@ impl StreamerInner {
         let bytes = match gather() {
             // Cached tensors and garbage occupy memory, but can be freed.
             Err(error) if is_referenced(py, &error)? => {
-                self.drop_cached();
+                self.drop_cached(py);
                 py.import("gc")?.call_method0("collect")?;
                 gather()
             }
@@ -399,11 +408,31 @@ impl StreamerInner {
     }
 
     /// Drops the kept leases and the cached tensors. Returns whether there were any tensors.
-    pub(super) fn drop_cached(&self) -> bool {
+    pub(super) fn drop_cached(&self, py: Python<'_>) -> bool {
         self.drop_kept_leases();
         let cached: Vec<_> =
             self.entries.iter().filter_map(|entry| entry.lock().cached.take()).collect();
+        if self.is_on_device() {
+            // The units are loaded again: nothing would notice writes to these tensors any more.
+            let watched = |tensors: &&Arc<UnitTensors>| {
+                tensors.is_written(py) || tensors.is_shared(py, &self.torch)
+            };
+            for tensors in cached.iter().filter(watched) {
+                let _ = self.engine.lock().discard(UnitId(tensors.unit as u32));
+            }
+        }
         !cached.is_empty()
+    }
+
+    /// Keeps tensors that other objects share, so that the next use of the unit notices writes to
+    /// them.
+    pub(super) fn watch(&self, tensors: Arc<UnitTensors>) {
+        let mut entry = self.entry(tensors.unit).lock();
+        // If the unit has other tensors, it is in other memory, and writes do not matter.
+        let is_own = std::ptr::eq(entry.tensors.as_ptr(), Arc::as_ptr(&tensors));
+        let before = if is_own { entry.cached.replace(tensors) } else { Some(tensors) };
+        drop(entry);
+        drop(before);
     }
 
     /// Returns the tensors of a leased unit, which all uses of the unit share. Also returns `lease`
@@ -418,7 +447,7 @@ impl StreamerInner {
                 return (tensors, Some(lease));
             }
             if state.address == address {
-                state.lease = Some(lease);
+                state.set_lease(lease);
                 drop(state);
                 return (tensors, None);
             }
@@ -434,14 +463,14 @@ impl StreamerInner {
     /// Ends one use of a unit. When the last use ends, caches the tensors if the unit is resident
     /// and nothing else references the memory of the unit. Otherwise, drops the tensors.
     ///
-    /// Returns the unit and its lease if other objects still reference its memory. If a weight was
-    /// `written` to, discards the unit and returns None.
+    /// Returns the unit if other objects still reference its memory. If a weight was `written` to,
+    /// discards the unit and returns None.
     pub(super) fn end_use(
         &self,
         py: Python<'_>,
         tensors: Arc<UnitTensors>,
         written: bool,
-    ) -> Option<(usize, Lease)> {
+    ) -> Option<Leaked> {
         let unit = tensors.unit;
         let mut entry = self.entry(unit).lock();
         let is_cached = entry.cached.as_ref().is_some_and(|cached| Arc::ptr_eq(cached, &tensors));
@@ -465,15 +494,17 @@ impl StreamerInner {
             return None;
         }
         let cached = is_cached.then(|| entry.cached.take());
+        let watched = self.is_on_device() && !written && tensors.is_shared(py, &self.torch);
         drop(entry);
-        drop((cached, tensors));
+        let tensors = watched.then_some(tensors);
+        drop(cached);
         // The next use must acquire this unit, which compares its checksums.
         self.drop_kept_leases();
         if written {
             lease.discard();
             return None;
         }
-        lease.is_shared().then_some((unit, lease))
+        lease.is_shared().then_some(Leaked { unit, lease, tensors })
     }
 
     /// Ends one use of a unit. `lent_to` is the thread whose forward received the parameters, if a
@@ -506,6 +537,9 @@ impl StreamerInner {
         let Some(weight) = self.weights.get(key) else { return Ok(None) };
         match self.tensors_in_use(weight.unit) {
             Some(tensors) if tensors.is_lent() => {
+                // The forward may use another stream than at its beginning.
+                let stream = self.current_stream(py)?;
+                self.use_on(py, stream.as_ref(), &tensors)?;
                 Ok(Some(tensors.parameter(py, &self.torch, weight, grad)?))
             }
             _ => Ok(None),
@@ -524,14 +558,29 @@ impl StreamerInner {
         weights.into_iter().map(tensor).collect()
     }
 
-    /// Lets PyTorch's current stream use a unit, if the unit is on a device with its own memory.
-    pub(super) fn use_on_stream(&self, py: Python<'_>, tensors: &UnitTensors) -> PyResult<()> {
-        let Some(accelerator) = &self.accelerator else { return Ok(()) };
-        // Calls into Python, so it comes before the lock.
-        let stream = accelerator.get().current_stream(py)?;
-        let state = tensors.lock();
-        let lease = state.lease.as_ref().expect("a unit in use has a lease");
-        lease.record_stream(&stream).map_err(|e| to_python(py, &e.into()))
+    /// Returns PyTorch's current stream if units are on a device with its own memory. This calls
+    /// Python functions, so an exception of a signal handler may arrive. Call it before a use
+    /// begins, and while no lock is held.
+    pub(super) fn current_stream(&self, py: Python<'_>) -> PyResult<Option<AnyStream>> {
+        let accelerator = self.accelerator.as_ref();
+        accelerator.map(|accelerator| accelerator.get().current_stream(py)).transpose()
+    }
+
+    /// Lets a stream use a unit: makes it wait for the copy of the unit to the device, and keeps
+    /// the memory until the work of the stream has ended. Does not block.
+    pub(super) fn use_on(
+        &self,
+        py: Python<'_>,
+        stream: Option<&AnyStream>,
+        tensors: &UnitTensors,
+    ) -> PyResult<()> {
+        let Some(stream) = stream else { return Ok(()) };
+        tensors.use_on(stream).map_err(|e| to_python(py, &e.into()))
+    }
+
+    /// Returns whether units are on a device with its own memory.
+    pub(super) fn is_on_device(&self) -> bool {
+        self.accelerator.is_some()
     }
 }
 

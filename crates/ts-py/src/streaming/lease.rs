@@ -8,9 +8,10 @@ use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use tensorstream::orchestrator::UnitId;
+use tensorstream::streams::AnyStream;
 
 use super::Lease;
-use super::inner::{Streamer, StreamerInner};
+use super::inner::{Leaked, Streamer, StreamerInner};
 use super::recurrent::{FlatWeights, Recurrent, set_flat_weights};
 use super::unit_tensors::UnitTensors;
 use crate::errors::{to_python, written_error};
@@ -32,8 +33,8 @@ struct UseState {
     forward_thread: Option<ThreadId>,
     /// The parameter list of a recurrent module, if it currently contains the parameters.
     flat_weights: Option<FlatWeights>,
-    /// After the end, the units whose memory other objects still reference, and their leases.
-    leaked: Vec<(usize, Lease)>,
+    /// After the end, the units whose memory other objects still reference.
+    leaked: Vec<Leaked>,
 }
 
 #[pymethods]
@@ -97,7 +98,7 @@ impl Use {
     fn addresses(&self, streamer: &Streamer) -> Vec<(usize, usize, usize)> {
         let state = self.lock();
         let mut found = Vec::new();
-        for (unit, lease) in &state.leaked {
+        for Leaked { unit, lease, .. } in &state.leaked {
             let weights = streamer.inner.weights.iter().enumerate();
             for (key, weight) in weights.filter(|(_, weight)| weight.unit == *unit) {
                 let range = lease.tensor(weight.index).range();
@@ -108,7 +109,8 @@ impl Use {
     }
 
     /// Ends the use and releases the units. If other objects still reference the memory of a unit,
-    /// the next use of the unit checks that the bytes are unchanged.
+    /// the next use of the unit checks that the bytes are unchanged. On a device with its own
+    /// memory, it checks that PyTorch has not counted a write.
     pub(super) fn close(&self, py: Python<'_>) {
         self.end(py);
         let (leaked, inner) = {
@@ -116,13 +118,17 @@ impl Use {
             (std::mem::take(&mut state.leaked), state.inner.clone())
         };
         let Some(inner) = inner.filter(|_| !leaked.is_empty()) else { return };
-        py.detach(|| {
-            for (_, lease) in leaked {
-                if lease.is_shared() && !lease.is_sealed() {
-                    lease.seal();
-                }
+        for Leaked { lease, tensors, .. } in leaked {
+            match tensors {
+                Some(tensors) if tensors.is_shared(py, &inner.torch) => inner.watch(tensors),
+                Some(_) => {}
+                None => py.detach(|| {
+                    if lease.is_shared() && !lease.is_sealed() {
+                        lease.seal();
+                    }
+                }),
             }
-        });
+        }
         // Another thread may have kept leases in the meantime. New ones compare the checksums.
         inner.drop_kept_leases();
     }
@@ -140,13 +146,13 @@ impl Use {
         lend: bool,
         recurrent: Option<&Recurrent>,
     ) -> PyResult<Self> {
+        let stream = inner.current_stream(py)?;
         if let Some(tensors) = inner.use_kept(unit) {
-            return Self::of_forward(py, inner, tensors, None, lend, recurrent);
+            return Self::of_forward(py, inner, stream, (tensors, None), lend, recurrent);
         }
         let mut leases = inner.acquire(py, &[unit])?;
         let lease = leases.pop().expect("`acquire` returns a lease for each unit");
-        let (tensors, extra) = inner.share(unit, lease);
-        Self::of_forward(py, inner, tensors, extra, lend, recurrent)
+        Self::of_forward(py, inner, stream, inner.share(unit, lease), lend, recurrent)
     }
 
     /// Like `for_forward`, but does not block. Returns None if the unit is not in memory.
@@ -155,26 +161,25 @@ impl Use {
         inner: &Arc<StreamerInner>,
         unit: usize,
     ) -> PyResult<Option<Self>> {
+        let stream = inner.current_stream(py)?;
         if let Some(tensors) = inner.use_kept(unit) {
-            return Self::of_forward(py, inner, tensors, None, true, None).map(Some);
+            return Self::of_forward(py, inner, stream, (tensors, None), true, None).map(Some);
         }
         let lease = inner.engine(py)?.try_acquire(UnitId(unit as u32));
         let Some(lease) = lease.map_err(|error| to_python(py, &error.into()))? else {
             return Ok(None);
         };
-        let (tensors, extra) = inner.share(unit, lease);
-        Self::of_forward(py, inner, tensors, extra, true, None).map(Some)
+        Self::of_forward(py, inner, stream, inner.share(unit, lease), true, None).map(Some)
     }
 
     fn of_forward(
         py: Python<'_>,
         inner: &Arc<StreamerInner>,
-        tensors: Arc<UnitTensors>,
-        extra: Option<Lease>,
+        stream: Option<AnyStream>,
+        (tensors, extra): (Arc<UnitTensors>, Option<Lease>),
         lend: bool,
         recurrent: Option<&Recurrent>,
     ) -> PyResult<Self> {
-        inner.use_on_stream(py, &tensors)?;
         let forward_thread = lend.then(|| std::thread::current().id());
         if lend {
             tensors.begin_forward();
@@ -182,12 +187,15 @@ impl Use {
         let this = Self {
             state: Mutex::new(UseState {
                 inner: Some(Arc::clone(inner)),
-                tensors: vec![tensors],
+                tensors: vec![Arc::clone(&tensors)],
                 extra_leases: extra.into_iter().collect(),
                 forward_thread,
                 ..UseState::default()
             }),
         };
+        // If this fails, dropping the use ends it.
+        inner.use_on(py, stream.as_ref(), &tensors)?;
+        drop(tensors);
         if let Some(recurrent) = recurrent.filter(|_| lend)
             && let Some(module) = recurrent.list().module(py)?
         {
@@ -204,6 +212,7 @@ impl Use {
         inner: &Arc<StreamerInner>,
         units: &[u32],
     ) -> PyResult<Self> {
+        let stream = inner.current_stream(py)?;
         let state = UseState { inner: Some(Arc::clone(inner)), ..UseState::default() };
         // If this function fails, dropping the use ends what has begun.
         let this = Self { state: Mutex::new(state) };
@@ -235,16 +244,15 @@ impl Use {
                 state.tensors.push(tensors);
             }
         }
-        let leased = this.lock().tensors.clone();
-        for tensors in leased {
-            inner.use_on_stream(py, &tensors)?;
+        for tensors in &this.lock().tensors {
+            inner.use_on(py, stream.as_ref(), tensors)?;
         }
         Ok(this)
     }
 
     /// Returns a use that has ended, but keeps the lease of a unit whose memory other objects
     /// still reference.
-    pub(super) fn of_leaked(inner: &Arc<StreamerInner>, leaked: (usize, Lease)) -> Self {
+    pub(super) fn of_leaked(inner: &Arc<StreamerInner>, leaked: Leaked) -> Self {
         let (inner, leaked) = (Some(Arc::clone(inner)), vec![leaked]);
         Self { state: Mutex::new(UseState { inner, leaked, ..UseState::default() }) }
     }

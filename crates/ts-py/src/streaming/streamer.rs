@@ -103,7 +103,7 @@ impl Streamer {
     ///     Whether the plan has changed.
     fn replan(&self, py: Python<'_>) -> PyResult<bool> {
         let engine = self.inner.engine(py)?;
-        self.inner.drop_cached();
+        self.inner.drop_cached(py);
         interruptible(py, |interrupt| engine.replan_interruptible(interrupt))
     }
 

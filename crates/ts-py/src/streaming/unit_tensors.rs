@@ -8,6 +8,8 @@ use std::thread::ThreadId;
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::intern;
 use pyo3::prelude::*;
+use tensorstream::orchestrator;
+use tensorstream::streams::{AnyStream, Stream, StreamId};
 
 use super::Lease;
 use super::torch::Torch;
@@ -35,6 +37,8 @@ pub(super) struct UnitTensors {
 pub(super) struct UnitTensorsState {
     /// The lease of the unit, while the unit is in use.
     pub(super) lease: Option<Lease>,
+    /// The streams that may use the unit with this lease.
+    streams: Vec<StreamId>,
     /// The address of the first tensor, by which later leases of the same memory are recognized.
     pub(super) address: usize,
     /// The tensor and the parameters of each weight, by index in the unit.
@@ -64,6 +68,24 @@ struct WeightViews {
     while_not_recording: Option<Py<PyAny>>,
 }
 
+impl WeightViews {
+    /// Returns whether PyTorch has counted a write to the tensor.
+    fn is_written(&self, py: Python<'_>) -> bool {
+        let version = |tensor: &Py<PyAny>| -> PyResult<u64> {
+            tensor.bind(py).getattr(intern!(py, "_version"))?.extract()
+        };
+        self.tensor.as_ref().is_some_and(|tensor| version(tensor).is_ok_and(|v| v != 0))
+    }
+}
+
+impl UnitTensorsState {
+    /// Stores the lease of a new use.
+    pub(super) fn set_lease(&mut self, lease: Lease) {
+        self.lease = Some(lease);
+        self.streams.clear();
+    }
+}
+
 impl UnitTensors {
     /// Creates the tensors of a unit that has a new lease. `address` is the address of its first
     /// tensor.
@@ -76,6 +98,18 @@ impl UnitTensors {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, UnitTensorsState> {
         self.state.lock()
+    }
+
+    /// Lets a stream use the unit, which must be in use.
+    pub(super) fn use_on(&self, stream: &AnyStream) -> Result<(), orchestrator::Error> {
+        let mut state = self.lock();
+        let UnitTensorsState { lease, streams, .. } = &mut *state;
+        let lease = lease.as_ref().expect("a unit in use has a lease");
+        if !streams.contains(&stream.id()) {
+            lease.record_stream(stream)?;
+            streams.push(stream.id());
+        }
+        Ok(())
     }
 
     /// Begins to lend the parameters to a forward on this thread.
@@ -158,6 +192,11 @@ impl UnitTensors {
         })
     }
 
+    /// Returns whether PyTorch has counted a write to any of the tensors.
+    pub(super) fn is_written(&self, py: Python<'_>) -> bool {
+        self.lock().views.iter().any(|views| views.is_written(py))
+    }
+
     /// Returns the name of a weight that was written to, or None. If there is one, the unit is read
     /// again for its next use.
     pub(super) fn written_weight(
@@ -168,13 +207,7 @@ impl UnitTensors {
     ) -> Option<String> {
         let mut state = self.lock();
         if state.written.is_none() {
-            let is_written = |views: &WeightViews| {
-                let version = |tensor: &Py<PyAny>| -> PyResult<u64> {
-                    tensor.bind(py).getattr(intern!(py, "_version"))?.extract()
-                };
-                views.tensor.as_ref().is_some_and(|tensor| version(tensor).is_ok_and(|v| v != 0))
-            };
-            let index = state.views.iter().position(is_written);
+            let index = state.views.iter().position(|views| views.is_written(py));
             if let Some(index) = index {
                 let weight =
                     weights.iter().find(|weight| weight.unit == self.unit && weight.index == index);

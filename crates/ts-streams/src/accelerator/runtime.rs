@@ -119,6 +119,7 @@ functions! {
     event_synchronize: "EventSynchronize", fn(Handle);
     event_elapsed: "EventElapsedTime", fn(*mut f32, Handle, Handle);
     #[optional] launch_host_fn: "LaunchHostFunc", fn(Handle, HostFunction, *mut c_void);
+    #[optional] get_last_error: "GetLastError", fn();
 }
 
 /// A library that has the functions of CUDA's runtime under another prefix. Clones are handles to
@@ -129,9 +130,10 @@ functions! {
 /// `DeviceGetStreamPriorityRange`, `Malloc`, `Free`, `MallocHost`, `FreeHost`, `Memcpy`,
 /// `MemcpyAsync`, `StreamCreateWithPriority`, `StreamDestroy`, `StreamQuery`, `StreamSynchronize`,
 /// `StreamWaitEvent`, `EventCreateWithFlags`, `EventDestroy`, `EventRecord`, `EventQuery`,
-/// `EventSynchronize`, and `EventElapsedTime`. It may have `MemGetInfo`, `MemsetAsync`,
-/// `LaunchHostFunc` and `GetErrorName`. Without them, the operations that need them return
-/// [`Error::Unsupported`].
+/// `EventSynchronize`, and `EventElapsedTime`. It may have `MemGetInfo`, `MemsetAsync` and
+/// `LaunchHostFunc`. Without them, the operations that need them return [`Error::Unsupported`]. It
+/// may also have `GetErrorName`, and `GetLastError`, which is called after an error, so that the
+/// program does not take the error for one of its own calls.
 ///
 /// An error is a number: 0 is success, 2 is too little memory, and 600 is pending work. The
 /// library is never unloaded.
@@ -155,7 +157,7 @@ impl fmt::Debug for RuntimeLibrary {
 
 impl RuntimeLibrary {
     /// Loads a library. `path` is a file, or a name that the dynamic linker searches for. `prefix`
-    /// is what the names of the functions begin with, for example `hip`.
+    /// is what the names of the functions begin with, for example `musa`.
     ///
     /// # Errors
     /// Returns [`Error::DeviceUnavailable`] if the library cannot be loaded or lacks a function.
@@ -209,6 +211,7 @@ impl RuntimeLibrary {
         if code == SUCCESS {
             return Ok(());
         }
+        self.clear_error();
         let text = self.inner.error_name.map(|name| {
             // SAFETY: the function takes a number and returns a static string, or null.
             let text = unsafe { name(code) };
@@ -219,12 +222,21 @@ impl RuntimeLibrary {
         Err(Error::Driver { call, code, name })
     }
 
+    /// Clears the error that the library remembers for this thread.
+    fn clear_error(&self) {
+        if let Some(get) = self.functions().get_last_error {
+            // SAFETY: the call takes no arguments.
+            let _ = unsafe { get() };
+        }
+    }
+
     /// Returns whether the queried work is done.
     fn is_complete(&self, call: &'static str, code: Code) -> Result<bool, Error> {
-        match code == NOT_READY {
-            true => Ok(false),
-            false => self.check(call, code).map(|()| true),
+        if code == NOT_READY {
+            self.clear_error();
+            return Ok(false);
         }
+        self.check(call, code).map(|()| true)
     }
 }
 
@@ -330,7 +342,10 @@ impl Api for RuntimeApi {
         let mut start = null_mut();
         // SAFETY: `start` is valid for writes.
         match unsafe { function(&raw mut start, bytes) } {
-            OUT_OF_MEMORY => Ok(None),
+            OUT_OF_MEMORY => {
+                self.library.clear_error();
+                Ok(None)
+            }
             code => self.check(call, code).map(|()| Some(start.cast())),
         }
     }

@@ -91,6 +91,16 @@ constexpr int kSkipCopies = 1, kSkipReuse = 2, kSkipStaging = 4;
 std::atomic<int> g_skipped{0};
 std::mt19937 g_random{1};
 
+// The last error of this thread, as CUDA's runtime remembers it.
+thread_local int t_last_error = kSuccess;
+
+int remembered(int code) {
+  if (code != kSuccess) {
+    t_last_error = code;
+  }
+  return code;
+}
+
 std::shared_ptr<std::atomic<long>> own(orStream_t stream) {
   std::lock_guard<std::mutex> lock(g_mutex);
   auto found = g_streams.find(stream);
@@ -159,7 +169,7 @@ API standinMalloc(void** start, size_t bytes) {
   {
     std::lock_guard<std::mutex> lock(g_mutex);
     if (bytes > g_limit - std::min(g_limit, g_bytes)) {
-      return kOutOfMemory;
+      return remembered(kOutOfMemory);
     }
     g_bytes += bytes;
     g_peak = std::max(g_peak, g_bytes);
@@ -168,7 +178,7 @@ API standinMalloc(void** start, size_t bytes) {
   std::lock_guard<std::mutex> lock(g_mutex);
   if (failed) {
     g_bytes -= bytes;
-    return kOutOfMemory;
+    return remembered(kOutOfMemory);
   }
   g_sizes[*start] = bytes;
   return kSuccess;
@@ -188,7 +198,7 @@ API standinFree(void* start) {
 }
 
 API standinMallocHost(void** start, size_t bytes) {
-  return orMallocHost(start, bytes) == orSuccess ? kSuccess : kOutOfMemory;
+  return remembered(orMallocHost(start, bytes) == orSuccess ? kSuccess : kOutOfMemory);
 }
 
 API standinFreeHost(void* start) {
@@ -253,9 +263,9 @@ API standinStreamDestroy(orStream_t stream) {
 
 API standinStreamQuery(orStream_t stream) {
   if (auto pending = own(stream)) {
-    return pending->load() == 0 ? kSuccess : kNotReady;
+    return remembered(pending->load() == 0 ? kSuccess : kNotReady);
   }
-  return orStreamQuery(stream) == orSuccess ? kSuccess : kNotReady;
+  return remembered(orStreamQuery(stream) == orSuccess ? kSuccess : kNotReady);
 }
 
 API standinStreamSynchronize(orStream_t stream) {
@@ -310,7 +320,7 @@ API standinEventRecord(Event* event, orStream_t stream) {
 
 API standinEventQuery(Event* event) {
   auto point = event->current();
-  return !point || point->is_reached() ? kSuccess : kNotReady;
+  return remembered(!point || point->is_reached() ? kSuccess : kNotReady);
 }
 
 API standinEventSynchronize(Event* event) {
@@ -327,7 +337,7 @@ API standinEventElapsedTime(float* milliseconds, Event* start, Event* end) {
     return kInvalidHandle;
   }
   if (!from->is_reached() || !to->is_reached()) {
-    return kNotReady;
+    return remembered(kNotReady);
   }
   *milliseconds = std::chrono::duration<float, std::milli>(to->at - from->at).count();
   return kSuccess;
@@ -336,6 +346,14 @@ API standinEventElapsedTime(float* milliseconds, Event* start, Event* end) {
 API standinLaunchHostFunc(orStream_t stream, void (*function)(void*), void* argument) {
   return submit(stream, [=] { function(argument); });
 }
+
+API standinGetLastError() {
+  int code = t_last_error;
+  t_last_error = kSuccess;
+  return code;
+}
+
+API standinPeekAtLastError() { return t_last_error; }
 
 // For tests: the most that a copy is delayed, in microseconds, and the seed of the delays.
 API standinDelayCopies(int most_us, unsigned seed) {

@@ -143,16 +143,23 @@ class Arguments:
                 )
             config, model_config = None, config
         device_map = kwargs.pop("device_map", None)
-        mapped = device_of_map(device_map)
+        mapped, automatic = device_of_map(device_map)
         if device is None:
-            device = mapped
+            device = default_device() if automatic and mapped is None else mapped
         elif mapped is not None and device_of(mapped) != device_of(device):
             raise ConfigurationError(
                 f"the device is given twice: {device} as `device`, and {mapped} by `device_map`"
             )
-        settings = _settings(budget, config, kwargs)
+        memory = _memory(kwargs.pop("max_memory", None), device)
+        settings = with_shorthands(
+            _settings(budget, config, memory, kwargs),
+            None,
+            device if memory is None else memory.device,
+            host_budget if memory is None or memory.host is None else memory.host,
+        )
+        settings.accelerator()  # refuses a device that cannot be used
         return cls(
-            settings=with_shorthands(settings, None, device, host_budget),
+            settings=settings,
             has_device_map=device_map is not None,
             model_config=model_config,
             hub={name: kwargs.pop(name) for name in OPTIONS if name in kwargs},
@@ -170,26 +177,64 @@ def _is_model_config(config: Any) -> bool:
     return hasattr(config, "model_type") or isinstance(config, str | os.PathLike)
 
 
-def _settings(budget: int | str | Budget | None, config: Any, kwargs: dict[str, Any]) -> Config:
+@dataclass(frozen=True)
+class _Memory:
+    """The device and the memory for weights that ``max_memory`` gives."""
+
+    device: str | int | torch.device | None
+    budget: int | str
+    host: int | str | None = None
+
+
+_NOTHING = (0, "0", "0GB", "0GiB", "0MB", "0MiB")
+
+
+def _memory(max_memory: Any, device: str | int | torch.device | None) -> _Memory | None:
+    """Returns what ``max_memory`` means for a model on this device, as accelerate understands it.
+
+    The memory of the device is the budget, and that of the CPU the host budget. Without memory of
+    the device, the model is on the CPU.
+    """
+    if device is None or device_of(device).type == "cpu" or not isinstance(max_memory, dict):
+        most = cpu_memory(max_memory)
+        return None if most is None else _Memory(device, most)
+    wanted = device_of(device)
+    own: Any = 0
+    for key, size in max_memory.items():
+        if key in ("cpu", "disk") or size in _NOTHING:
+            continue
+        if key != wanted.index and key != str(wanted):
+            raise ConfigurationError(
+                f"invalid max_memory: {max_memory!r}: the model streams to {wanted} alone"
+            )
+        own = size
+    if own in _NOTHING:
+        return _Memory(None, cpu_memory(max_memory) or 0)
+    parse_budget(own)
+    return _Memory(device, own, max_memory.get("cpu"))
+
+
+def _settings(
+    budget: int | str | Budget | None, config: Any, memory: _Memory | None, kwargs: dict[str, Any]
+) -> Config:
     """Returns the settings of the engine. Removes the arguments for it from ``kwargs``."""
     if budget is not None and config is not None:
         raise ConfigurationError("cannot combine `budget` and `config`: set the budget in `config`")
     settings = Config(budget=budget) if config is None else checked(config)
-    most = cpu_memory(kwargs.pop("max_memory", None))
-    if most is not None:
+    if memory is not None:
         if settings.budget is not None or settings.vram_budget_gb is not None:
             raise ConfigurationError(
                 "the budget is given twice, also as `max_memory`; give only one"
             )
-        settings = replace(settings, budget=most)
+        settings = replace(settings, budget=memory.budget)
     folder = kwargs.pop("offload_folder", None)
     if folder is not None and settings.storage_path is None:
         settings = replace(settings, storage_path=folder)
     return settings
 
 
-def device_of_map(device_map: Any) -> str | int | torch.device | None:
-    """Returns the device to which weights stream with a device map. ``None`` for the CPU.
+def device_of_map(device_map: Any) -> tuple[str | int | torch.device | None, bool]:
+    """Returns the device that a device map names, or ``None``, and whether it lets us choose.
 
     Weights that the map leaves on the CPU or the disk stream to the device, too.
 
@@ -198,27 +243,27 @@ def device_of_map(device_map: Any) -> str | int | torch.device | None:
     """
     devices = device_map.values() if isinstance(device_map, dict) else [device_map]
     found: dict[torch.device, Any] = {}
+    automatic = False
     for device in devices:
-        if device is None or str(device) in ("cpu", "disk"):
-            continue
         if isinstance(device, str) and device in _AUTOMATIC:
-            return default_device()
-        if isinstance(device, bool) or not isinstance(device, str | int | torch.device):
-            raise ConfigurationError(
-                f"invalid device_map: {device_map!r}: expected a device such as 'cuda:0', 'auto', "
-                "or a dictionary with the device of each module"
-            )
-        found[device_of(device)] = device
+            automatic = True
+        elif device is not None and str(device) not in ("cpu", "disk"):
+            try:
+                found[device_of(device)] = device
+            except ConfigurationError as error:
+                raise ConfigurationError(
+                    f"invalid device_map: {device_map!r}: {error}, or 'auto'"
+                ) from error
     if len(found) > 1:
         raise ConfigurationError(
             f"cannot stream to several devices ({', '.join(map(str, found))}): give one device"
         )
-    return next(iter(found.values()), None)
+    return next(iter(found.values()), None), automatic
 
 
 def check_device_map(device_map: Any) -> None:
     """Refuses a device map that names another device than the CPU and the disk."""
-    if device_of_map(device_map) is not None:
+    if device_of_map(device_map)[0] is not None:
         raise ConfigurationError(
             f"invalid device_map: {device_map!r}: this function streams weights into CPU memory; "
             "use 'cpu', or tensorstream.offload(model, device=...)"
@@ -231,7 +276,7 @@ def cpu_memory(max_memory: Any) -> int | str | None:
         return None
     if isinstance(max_memory, dict) and "cpu" in max_memory:
         others = {key: size for key, size in max_memory.items() if key not in ("cpu", "disk")}
-        if all(size in (0, "0", "0GB", "0GiB", "0MB", "0MiB") for size in others.values()):
+        if all(size in _NOTHING for size in others.values()):
             most: int | str = max_memory["cpu"]
             parse_budget(most)
             return most

@@ -93,13 +93,14 @@ def row_divided(model: nn.Module, wanted: Rows, *, exact: bool, device: torch.de
     """Returns the parameters that are divided into blocks of rows, by ``id``.
 
     These are weights that only embeddings and linear layers use, each in an operation of its own.
-    With ``exact``, products with blocks of the weight must round like products with all of it on
-    this device.
+    With ``exact``, products with blocks of the weight must round like products with all of it. On
+    an accelerator, whose libraries choose kernels by the shape, none are known to.
     """
     return {
         id(weight)
         for weight, multiplies in _row_candidates(model, wanted)
-        if not (exact and multiplies) or products_are_exact(weight.dtype, weight.shape[1], device)
+        if not (exact and multiplies)
+        or (device.type == "cpu" and products_are_exact(weight.dtype, weight.shape[1]))
     }
 
 
@@ -110,7 +111,7 @@ def trial_bytes(model: nn.Module, wanted: Rows) -> int:
         for weight, multiplies in _row_candidates(model, wanted)
         if multiplies
     }
-    untried = [dtype for dtype, columns in shapes if (dtype, columns, _CPU) not in _tried]
+    untried = [dtype for dtype, columns in shapes if (dtype, columns) not in _tried]
     bfloat16 = untried.count(torch.bfloat16)
     others = _TRIAL_BYTES if len(untried) > bfloat16 else 0
     return others + bfloat16 * _BFLOAT16_TRIAL_BYTES
@@ -157,7 +158,7 @@ def batch_divided(model: nn.Module, wanted: Rows, *, exact: bool, device: torch.
     """Returns the 3-D parameters that are divided although a pass uses all of them, by ``id``.
 
     These are the experts of models that multiply all experts in one batch. With ``exact``, products
-    with one slice of the batch must round like those with all slices on this device.
+    with one slice of the batch must round like those with all slices, as above.
     """
     return {
         id(parameter)
@@ -168,7 +169,10 @@ def batch_divided(model: nn.Module, wanted: Rows, *, exact: bool, device: torch.
         and parameter.ndim == 3
         and parameter.shape[0] > 1
         and parameter.nbytes >= _LEAST_DIVIDED_BYTES
-        and (not exact or batches_are_exact(parameter.dtype, *parameter.shape[1:], device))
+        and (
+            not exact
+            or (device.type == "cpu" and batches_are_exact(parameter.dtype, *parameter.shape[1:]))
+        )
     }
 
 
@@ -182,29 +186,27 @@ def _multiplies(module: nn.Module, parameter: torch.Tensor) -> bool:
     return isinstance(module, nn.Linear) and parameter is module.weight
 
 
-_CPU = torch.device("cpu")
 #: The results of `products_are_exact`.
-_tried: dict[tuple[torch.dtype, int, torch.device], bool] = {}
+_tried: dict[tuple[torch.dtype, int], bool] = {}
 
 
-def products_are_exact(dtype: torch.dtype, columns: int, device: torch.device = _CPU) -> bool:
+def products_are_exact(dtype: torch.dtype, columns: int) -> bool:
     """Returns whether products with blocks of a matrix equal those with the whole matrix.
 
-    Multiplies random matrices on this device, on the CPU with the current number of threads.
+    Multiplies random matrices on this processor, with the current number of threads.
     """
-    key = dtype, columns, device
-    if key not in _tried:
-        _tried[key] = _try_products(*key)
-    return _tried[key]
+    if (dtype, columns) not in _tried:
+        _tried[dtype, columns] = _try_products(dtype, columns)
+    return _tried[dtype, columns]
 
 
-def _try_products(dtype: torch.dtype, columns: int, device: torch.device) -> bool:
+def _try_products(dtype: torch.dtype, columns: int) -> bool:
     if not dtype.is_floating_point or dtype.itemsize == 1:
         return False
     generator = torch.Generator().manual_seed(columns)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).to(device)
+        return torch.randn(shape, generator=generator).to(dtype)
 
     with torch.inference_mode():
         for rows in (2 * _LEAST_BLOCK_ROWS, 3 * _LEAST_BLOCK_ROWS + _ROW_MULTIPLE + 5):
@@ -226,27 +228,24 @@ def _try_products(dtype: torch.dtype, columns: int, device: torch.device) -> boo
 
 
 @functools.cache
-def batches_are_exact(
-    dtype: torch.dtype, rows: int, columns: int, device: torch.device = _CPU
-) -> bool:
+def batches_are_exact(dtype: torch.dtype, rows: int, columns: int) -> bool:
     """Returns whether ``bmm`` with one slice of a weight equals ``bmm`` with all slices.
 
-    Multiplies random matrices on this device, on the CPU with the current number of threads.
+    Multiplies random matrices on this processor, with the current number of threads.
 
     Args:
         dtype: The dtype of the weight.
         rows: The number of rows of a slice.
         columns: The number of columns of a slice. Wide slices are tried with fewer columns.
-        device: The device.
     """
     if not dtype.is_floating_point or dtype.itemsize == 1:
         return False
     generator = torch.Generator().manual_seed(columns)
     with torch.inference_mode():
         shape = (_TRIED, rows, min(columns, 128))
-        weight = torch.randn(shape, generator=generator).to(dtype).to(device)
+        weight = torch.randn(shape, generator=generator).to(dtype)
         for batch in (1, 2, 3, 4, 7, 16, 64, 130):
-            inputs = torch.randn((_TRIED, batch, rows), generator=generator).to(dtype).to(device)
+            inputs = torch.randn((_TRIED, batch, rows), generator=generator).to(dtype)
             pieces = [torch.bmm(inputs[i : i + 1], weight[i : i + 1]) for i in range(_TRIED)]
             if not torch.equal(torch.cat(pieces), torch.bmm(inputs, weight)):
                 return False

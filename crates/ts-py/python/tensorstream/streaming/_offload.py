@@ -48,8 +48,8 @@ from ._saving import save_in_pieces
 from ._stats import Stats
 from ._store import DimensionOrders, derived_of, store_derived, store_live
 from ._stored_weights import StoredWeights
-from ._streamed_tensor import StreamedTensor, StreamedWeight, parameter_of
-from ._symbolic_tensor import Source
+from ._streamed_tensor import StreamedWeight, parameter_of
+from ._symbolic_tensor import Source, SymbolicTensor
 from ._units import TensorSpec, UnitBuilder, units_for_budget
 from ._weights import Divided, Weight, Weights
 
@@ -57,6 +57,8 @@ Path = str | os.PathLike[str]
 M = TypeVar("M", bound=nn.Module)
 
 _CPU = torch.device("cpu")
+#: Tensors by the ``id`` of others.
+Tensors = dict[int, torch.Tensor]
 
 
 def offload(
@@ -116,6 +118,7 @@ def offload(
         >>> model = ts.restore(model)
     """
     config = with_shorthands(checked(config), budget, device, host_budget)
+    config.accelerator()  # refuses a device that cannot be used
     path = checkpoint if checkpoint is not None else config.storage_path
     if path is None:
         raise ConfigurationError(
@@ -257,7 +260,8 @@ def attach(
         config.budget.add(streamer, max(extremes[1], budget))
     stored = StoredWeights(checkpoint, units.sources, budget)
     weights = Weights(streamer, units.weights, units.divided, budget, stored.mapped, device)
-    buffers = units.read_buffers()
+    buffers = [(module, name, value.to(device)) for module, name, value in units.read_buffers()]
+    moved = _moved(model, device, kept)
     made = {key: parameter_of(weights, key) for key in units.sources}
     streaming = Streaming(
         checkpoint, units.sources, weights, config.passed_over(), profile, units.expert_units()
@@ -269,8 +273,6 @@ def attach(
         replaced.append((module, Parameters(module._parameters, weights, streamed, lists)))
     register_transformers()
     with deferred():
-        for module, name, value in buffers:
-            module._buffers[name] = value
         for module, parameters in replaced:
             module.__dict__["_parameters"] = parameters
             recurrent(module)
@@ -278,7 +280,7 @@ def attach(
         save_in_pieces(model, stored)
         replace_copying(model, streaming, stored, _attach_copy(config, checkpoint))
         model.__dict__["_tensorstream"] = streaming
-        _place(model, weights.device)
+        _place(model, device, buffers, moved)
         ignore_streamed(model)
         add_live(model)
         profile.save_at_end(model, streamer)
@@ -310,23 +312,59 @@ def _replace_methods(model: nn.Module, units: UnitBuilder, weights: Weights) -> 
     guard(model)
 
 
-def _place(model: nn.Module, device: torch.device) -> None:
-    """Moves what is not streamed to the device of the model: buffers, and adapters.
+def _moved(model: nn.Module, device: torch.device, kept: frozenset[int]) -> Tensors:
+    """Copies what is not streamed to the device of the model: buffers, and the ``kept`` parameters.
+
+    Returns:
+        The copies, by the ``id`` of the tensors that have to be moved.
+    """
+    buffers = (each for each in model.buffers() if not isinstance(each, SymbolicTensor))
+    parameters = (each for each in model.parameters() if id(each) in kept)
+    return {
+        id(each): each.detach().to(device)
+        for each in (*buffers, *parameters)
+        if not each.is_meta and each.device != device
+    }
+
+
+def _place(
+    model: nn.Module,
+    device: torch.device,
+    read: list[tuple[nn.Module, str, torch.Tensor]],
+    moved: Tensors,
+) -> None:
+    """Puts buffers that were read, and copies on a device, in their places.
 
     If there is an accelerator, also lets other libraries not move the model. Otherwise, a device
     map would have them refuse the CPU as a device, and several processes.
     """
-    if device.type != "cpu":
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
-            values: list[Any] = list(dict.values(module._parameters))
-            for value in values:
-                if value is not None and type(value) is not StreamedTensor:
-                    value.data = value.data.to(device)
+    for module, name, value in read:
+        module._buffers[name] = value
+    parameters: dict[int, nn.Parameter] = {}
+    for module in model.modules() if moved else ():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = moved.get(id(buffer), buffer)
+        own: list[tuple[str, Any]] = list(dict.items(module._parameters))
+        for name, parameter in own:
+            key = id(parameter)
+            if key in moved:
+                if key not in parameters:
+                    parameters[key] = _replaced(parameter, moved[key])
+                dict.__setitem__(module._parameters, name, parameters[key])
     if torch.accelerator.is_available():
         set_device_map(model, device)
+
+
+def _replaced(parameter: nn.Parameter, copy: torch.Tensor) -> nn.Parameter:
+    """Returns a parameter with the memory of a copy: the same object if PyTorch allows this."""
+    gradient = None if parameter.grad is None else parameter.grad.to(copy.device)
+    if torch._has_compatible_shallow_copy_type(parameter, copy):
+        parameter.data = copy
+        replacement = parameter
+    else:
+        replacement = nn.Parameter(copy, parameter.requires_grad)
+    replacement.grad = gradient
+    return replacement
 
 
 def set_device_map(model: nn.Module, device: torch.device = _CPU) -> None:

@@ -66,7 +66,7 @@ def _serve(model: str, config: Config, **arguments: Any) -> Any:
         return type("StreamedModels", (original,), {"_load_model": load})
 
     with replaced(module, "ModelManager", make):
-        return serve_class(model, device="cpu", **arguments)
+        return serve_class(model, device=str(config.torch_device()), **arguments)
 
 
 def _require() -> tuple[Any, Any]:
