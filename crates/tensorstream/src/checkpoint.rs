@@ -232,8 +232,8 @@ impl Checkpoint {
         Ok(Engine::new(units, self.sources.clone(), config)?)
     }
 
-    /// Creates an engine like [`engine`](Self::engine), but with units in the memory of `device`, if
-    /// there is one.
+    /// Creates an engine like [`engine`](Self::engine), but with units in the memory of `device`,
+    /// if there is one.
     ///
     /// # Errors
     /// Returns the errors of [`Engine::with_device`].

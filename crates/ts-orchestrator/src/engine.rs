@@ -125,8 +125,8 @@ impl Engine {
     }
 
     /// Returns what passes of an engine like that of [`preview`](Self::preview) would be like with
-    /// each of these budgets, in bytes. Leaves out budgets that are too small. Ignores the budget in
-    /// `config`.
+    /// each of these budgets, in bytes. Leaves out budgets that are too small. Ignores the budget
+    /// in `config`.
     ///
     /// Reserves no memory for weights, starts no threads and reads nothing.
     ///

@@ -11,7 +11,8 @@ use crate::Error;
 use crate::device::{Event, Status};
 use crate::queue::check_may_block;
 
-/// An [`Event`] of an [`AcceleratorDevice`](crate::AcceleratorDevice). Its times come from the device.
+/// An [`Event`] of an [`AcceleratorDevice`](crate::AcceleratorDevice). Its times come from the
+/// device.
 #[derive(Debug)]
 pub struct AcceleratorEvent<A: Api> {
     pub(super) handle: Arc<EventHandle<A>>,

@@ -125,8 +125,8 @@ impl<A: Api> Shared<A> {
         match (allocation, stream) {
             // Memory that the driver refuses to free is leaked.
             (Allocation::Driver { start, .. }, Some(stream)) => {
-                // SAFETY: the caller guarantees that the allocation belongs to this device, and that
-                // only earlier work on `stream` uses it.
+                // SAFETY: the caller guarantees that the allocation belongs to this device, and
+                // that only earlier work on `stream` uses it.
                 let _ = unsafe { self.api.free_async(*start, &stream.raw) };
             }
             // SAFETY: the caller guarantees that nothing uses the allocation, since there is no

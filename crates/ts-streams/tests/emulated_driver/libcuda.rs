@@ -302,7 +302,10 @@ fn break_device(code: Code) {
 }
 
 macro_rules! driver {
-    ($($(#[$attribute:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {
+    ($(
+        $(#[$attribute:meta])*
+        fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block
+    )*) => {
         $($(#[$attribute])* #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> Code $body)*
     };
