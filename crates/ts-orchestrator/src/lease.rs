@@ -138,8 +138,9 @@ impl<D: Device> Lease<D> {
     /// Work that is submitted to the stream from now on sees the unit: on a device with its own
     /// memory, the stream waits for the copy of the unit, which may still be running. Call this
     /// before such work. After the lease and its tensors are dropped, the memory is not reused
-    /// until the stream has finished all work that was submitted to it before the drop. If the device has
-    /// its own memory, an engine can record at most 65,536 different streams in its lifetime.
+    /// until the stream has finished all work that was submitted to it before the drop. If the
+    /// device has its own memory, an engine can record at most 65,536 different streams in its
+    /// lifetime.
     ///
     /// # Errors
     /// Returns [`Error::Device`] if the stream cannot be recorded, for example because the engine
