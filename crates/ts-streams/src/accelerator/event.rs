@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::api::{Api, RawEvent};
-use super::stream::Dependencies;
+use super::dependencies::Dependencies;
 use super::{Deferred, Shared, lock};
 use crate::Error;
 use crate::device::{Event, Status};

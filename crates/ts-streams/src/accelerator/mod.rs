@@ -5,6 +5,7 @@
 mod api;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod dependencies;
 mod event;
 mod memory;
 #[cfg(feature = "runtime")]
