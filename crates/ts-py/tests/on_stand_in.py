@@ -214,6 +214,7 @@ def budget() -> None:
             library_bytes = library.counters()["bytes"]
             assert library_bytes <= size, (library_bytes, size)
             del streamed
+            gc.collect()
             left = library.counters()
             assert left["bytes"] == 0, left
 
@@ -630,16 +631,17 @@ def overlap() -> None:
 
     model = torch.nn.Sequential(*(Slow(256, 256) for _ in range(8)))
     with tempfile.TemporaryDirectory() as directory:
-        streamed = _streamed(model, directory)
+        streamed, late = _streamed(model, directory), []
         for _ in range(8):
             before = library.counters()
             with torch.no_grad():
                 streamed(torch.randn(2, 256).to(DEVICE))
             after = library.counters()
-        waits = after["waits"] - before["waits"]
-        ended = after["waits_ended"] - before["waits_ended"]
-        assert after["copies"] > before["copies"] and waits >= 8, (before, after)
-        assert ended >= waits - 1, (waits, ended)
+            waits = after["waits"] - before["waits"]
+            assert after["copies"] > before["copies"] and waits >= 8, (before, after)
+            late.append(waits - (after["waits_ended"] - before["waits_ended"]))
+        # On a busy machine, the thread that copies may be late in some passes.
+        assert min(late) <= 1, late
 
 
 @program
