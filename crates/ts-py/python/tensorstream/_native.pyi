@@ -15,6 +15,7 @@ from .wire._connection import ConnectionStats as _ConnectionStats
 
 __all__ = [
     "DTYPES",
+    "Accelerator",
     "Checkpoint",
     "Connection",
     "Conversion",
