@@ -79,11 +79,14 @@ def main() -> None:
     print("passed")
 
 
+_libraries: list[torch.library.Library] = []
+
+
 def _add_operators() -> None:
     """Adds operators that the stand-in lacks. They run on the CPU."""
     library = torch.library.Library("aten", "IMPL")
     # The library unregisters its operators when it is deleted.
-    _add_operators.library = library  # type: ignore[attr-defined]
+    _libraries.append(library)
 
     def on_cpu(name: str) -> None:
         operation: Any = getattr(torch.ops.aten, name.partition(".")[0])
@@ -160,6 +163,28 @@ def _streamed(model: Any, directory: str, **settings: Any) -> Any:
     return ts.offload(copy.deepcopy(model), config)
 
 
+@contextlib.contextmanager
+def _autocast() -> Iterator[None]:
+    with torch.no_grad(), torch.autocast("accinte", dtype=torch.bfloat16):
+        yield
+
+
+def _small_llama(**arguments: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=256,
+        attn_implementation="eager",
+        **arguments,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
 @program
 def exactness() -> None:
     """A model streams in several passes, with gradients of inputs, autocast and inference mode."""
@@ -172,7 +197,7 @@ def exactness() -> None:
         for turn in range(3):
             inputs = torch.randn(4, 256).to(DEVICE)
             with library.delays(2000 if turn else 0, turn):
-                for context in (torch.no_grad, torch.inference_mode):
+                for context in (torch.no_grad, torch.inference_mode, _autocast):
                     with context():
                         expected, actual = resident(inputs), streamed(inputs)
                     assert actual.device == torch.device(DEVICE)
@@ -272,17 +297,7 @@ def extras() -> None:
     import peft
     import transformers
 
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        vocab_size=256,
-        pad_token_id=0,
-        attn_implementation="eager",
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    model = _small_llama(pad_token_id=0)
     ids = torch.arange(12).view(1, 12).to(DEVICE)
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
@@ -425,6 +440,8 @@ def _compare(model: Any, inputs: dict[str, Any], directory: str, **arguments: An
     library, load = Library(), type(model)
     before = library.counters()["bytes"]
     model.save_pretrained(directory)
+    # `model.to(dtype)` casts buffers too, which a checkpoint does not have.
+    resident = load.from_pretrained(directory, **arguments).eval().to(DEVICE)
     arguments = {"model_class": load, "device": DEVICE, **arguments}
     whole = ts.from_pretrained(directory, budget="64MiB", **arguments)
     stats = ts.stats(whole)
@@ -434,7 +451,6 @@ def _compare(model: Any, inputs: dict[str, Any], directory: str, **arguments: An
     streamed = ts.from_pretrained(directory, budget=budget, **arguments)
     plan = ts.stats(streamed)["plan"]
     assert plan["peak_bytes"] <= budget and plan["streamed_bytes_per_pass"] > 0, plan
-    resident = model.eval().to(DEVICE)
     with torch.inference_mode():
         expected = resident(**inputs)
         for turn in range(3):
@@ -458,18 +474,26 @@ def _on_host(value: Any) -> Any:
 
 @program
 def families(*names: str) -> None:
-    """Families of transformers models stream, and generate the same tokens."""
+    """Families of transformers models stream, and generate the same tokens.
+
+    A name may end with a dtype, as in "gpt2:bfloat16".
+    """
     import transformers
     from families import FAMILIES
 
     failed = {}
     for name in names or FAMILIES:
-        family = FAMILIES[name]
+        base, _, dtype = name.partition(":")
+        family = FAMILIES[base]
         torch.manual_seed(0)
         config = family.config()
         config._attn_implementation = "eager"
         model = getattr(transformers, family.model_class)(config)
-        inputs = {key: each.to(DEVICE) for key, each in family.inputs(2).items()}
+        model = model.to(getattr(torch, dtype or "float32"))
+        inputs = {
+            key: (each.to(model.dtype) if each.is_floating_point() else each).to(DEVICE)
+            for key, each in family.inputs(2).items()
+        }
         eager = {"attn_implementation": "eager"}
         try:
             with tempfile.TemporaryDirectory() as directory:
@@ -509,18 +533,8 @@ def diffusion(*names: str) -> None:
 def lora() -> None:
     """An adapter over a streamed base gets the same gradients and updates."""
     import peft
-    import transformers
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        vocab_size=256,
-        attn_implementation="eager",
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = _small_llama()
 
     def adapted(base: Any) -> Any:
         torch.manual_seed(1)

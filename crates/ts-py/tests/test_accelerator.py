@@ -67,6 +67,7 @@ def test_models_stream_to_a_device(name: str, tmp_path: Path) -> None:
     [
         ("gpt2", "bert", "t5", "mixtral", "vit", "whisper"),
         ("mamba", "deepseek_v3", "llava", "gemma3", "bloom", "jamba"),
+        ("gpt2:bfloat16", "t5:bfloat16", "gemma3:bfloat16", "bert:float16"),
     ],
 )
 def test_families_are_bit_identical(names: tuple[str, ...], tmp_path: Path) -> None:
@@ -97,14 +98,15 @@ def test_each_wait_is_needed(wait: int, tmp_path: Path) -> None:
     run("kernels", wait, 40, tmp_path=tmp_path, fails="read a wrong weight")
 
 
-def test_a_machine_without_an_accelerator_says_so() -> None:
+def test_a_machine_without_an_accelerator_says_so(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     for device in ("cuda", "cuda:1", "mps", "xpu:0"):
         with pytest.raises(ts.ConfigurationError, match="cannot use the device"):
-            ts.offload(model, ts.Config(storage_path="unused", device=device))
-    assert type(model.weight) is torch.nn.Parameter
+            ts.offload(model, ts.Config(storage_path=tmp_path, device=device))
     with pytest.raises(ts.ConfigurationError, match="invalid device"):
-        ts.offload(model, ts.Config(storage_path="unused", device="toaster"))
+        ts.offload(model, ts.Config(storage_path=tmp_path, device="toaster"))
+    assert type(model.weight) is torch.nn.Parameter
+    assert not list(tmp_path.iterdir()), "the weights were written"
 
 
 def test_accelerators_are_registered() -> None:

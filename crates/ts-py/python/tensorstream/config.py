@@ -139,8 +139,8 @@ HEADROOM = 96 << 20
 #: For each backend that is not built yet: the backend that is used instead (None for the best
 #: available one), and the reason.
 FALLBACKS: dict[str, tuple[str | None, str]] = {
-    "cuda": (None, "CUDA is not supported yet; weights stream into CPU memory"),
-    "gpudirect": (None, "GPU memory is not supported yet; weights stream into CPU memory"),
+    "cuda": (None, "this name is not supported yet; to stream to a GPU, set `device`"),
+    "gpudirect": (None, "this name is not supported yet; to stream to a GPU, set `device`"),
 }
 
 
@@ -155,7 +155,8 @@ class Config:
             logger "tensorstream" at level INFO.
         device: The device on which the model runs, such as "cuda" or "cuda:1". The budget is memory
             of this device, and weights are copied to it while others compute. The default is the
-            CPU. Accelerators other than NVIDIA GPUs need ``register_accelerator``.
+            CPU. NVIDIA GPUs need a package that was built with the feature ``cuda``, and other
+            accelerators need ``register_accelerator``.
         host_budget: For a ``device`` with its own memory: the memory on the host in which weights
             are kept, so that they are not read again for each pass. Bytes, a size, or a share of
             the available memory. The default keeps none.

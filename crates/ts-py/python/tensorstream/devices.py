@@ -29,6 +29,8 @@ def register_accelerator(device_type: str, *, library: str | os.PathLike[str], p
     and rules. PyTorch must support the device through ``torch.accelerator``, must take its memory
     by DLPack, and must tell the native handle of its streams (``torch.Stream.native_handle``).
 
+    NVIDIA GPUs need a package that was built with the feature ``cuda`` instead.
+
     Loading a library runs its code. The library is loaded when the device is first used.
 
     Args:
@@ -112,7 +114,7 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
     """Opens a device that ``device_of`` has returned. Returns ``None`` for the CPU.
 
     Raises:
-        ConfigurationError: There is no such device, or no library is registered for it.
+        ConfigurationError: The device does not exist, or its library is not registered.
     """
     import torch
 
@@ -125,7 +127,7 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
                 f"cannot use the device {device}: this PyTorch finds no NVIDIA GPU"
             )
         # PyTorch makes the context that the copies use, too.
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # PyTorch gives it no types
         stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
         return _native.Accelerator(index, _CUDA, stream)
     if device.type not in _libraries:
