@@ -89,7 +89,7 @@ pub(crate) fn make() -> Result<()> {
         "--manifest-path",
         "crates/ts-py/Cargo.toml",
     ]);
-    run::run(wheel.args(["--features", "cuda", "--out"]).arg(folder.join("wheel")))?;
+    run::run(wheel.arg("--out").arg(folder.join("wheel")))?;
     for (name, text) in [("run.sh", RUN), ("load.py", LOAD)] {
         let path = folder.join(name);
         fs::write(&path, text).map_err(|e| format!("cannot write {}: {e}", path.display()))?;

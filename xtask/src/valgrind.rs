@@ -24,6 +24,7 @@ pub(crate) fn memcheck() -> Result<()> {
     let mut build = cargo();
     build.args(["test", "--no-run", "--message-format", "json"]);
     build.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
+    build.args(["--features", "ts-streams/cuda,ts-streams/runtime"]);
     let lines = output(&mut build)?;
     let messages = lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let tests: Vec<String> =
@@ -32,11 +33,14 @@ pub(crate) fn memcheck() -> Result<()> {
         return Err("cargo built no test programs".into());
     }
     for test in &tests {
-        // No leak check: the test harness does not free its own memory.
+        // No leak check: the test harness does not free its own memory. Tests on the emulated CUDA
+        // driver run in child processes.
         let mut valgrind = Command::new("valgrind");
-        valgrind.args(["--quiet", "--error-exitcode=9", "--leak-check=no"]).arg(test);
-        // valgrind does not follow the child processes in which GPU tests run. Property tests run
-        // only eight cases, because valgrind is slow.
+        valgrind.args(["--quiet", "--error-exitcode=9", "--leak-check=no"]);
+        valgrind
+            .args(["--trace-children=yes", "--trace-children-skip=*rustc*,*/cc,*/ld"])
+            .arg(test);
+        // Property tests run only eight cases, because valgrind is slow.
         run::run(valgrind.env("PROPTEST_CASES", "8"))?;
     }
     println!("{} test programs without errors", tests.len());

@@ -7,7 +7,9 @@ use std::path::PathBuf;
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
-use tensorstream::streams::{AnyDevice, AnyStream, Device, RuntimeDevice, RuntimeLibrary};
+use tensorstream::streams::{
+    AnyDevice, AnyStream, CudaDevice, Device, RuntimeDevice, RuntimeLibrary,
+};
 
 use crate::errors::configuration_error;
 
@@ -49,7 +51,7 @@ impl Accelerator {
                 let library = unsafe { RuntimeLibrary::load(path, prefix) }?;
                 Ok(AnyDevice::from(RuntimeDevice::new(&library, ordinal as usize)?))
             }
-            None => nvidia(ordinal as usize),
+            None => CudaDevice::new(ordinal as usize).map(AnyDevice::from),
         };
         let device = py.detach(open).map_err(|e| configuration_error(py, &e.to_string()))?;
         let (dlpack, streams) = ((dlpack_type, ordinal as i32), Mutex::default());
@@ -74,17 +76,6 @@ impl Accelerator {
     fn total_bytes(&self) -> Option<u64> {
         self.device.info().total_bytes
     }
-}
-
-#[cfg(feature = "cuda")]
-fn nvidia(ordinal: usize) -> Result<AnyDevice, tensorstream::streams::Error> {
-    Ok(tensorstream::streams::CudaDevice::new(ordinal)?.into())
-}
-
-#[cfg(not(feature = "cuda"))]
-fn nvidia(ordinal: usize) -> Result<AnyDevice, tensorstream::streams::Error> {
-    let status = tensorstream::streams::GpuStatus::detect();
-    status.require(ordinal).map(|()| unreachable!("there is no GPU without the feature `cuda`"))
 }
 
 impl Accelerator {
