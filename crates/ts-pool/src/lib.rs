@@ -108,7 +108,7 @@ pub use send_queue::send_queue_bytes;
 #[cfg(unix)]
 pub use shared::{SharedMemory, SharedMemoryView};
 pub use tensor_buffer::TensorBuffer;
-pub use transfer::{PendingWrite, Upload};
+pub use transfer::{PendingWrite, Upload, UploadTarget};
 /// The `ts-streams` crate, which defines the devices and streams that the pools use.
 pub use ts_streams;
 pub use watch::{WatchedBuffer, WriteWatch};

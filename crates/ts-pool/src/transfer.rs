@@ -231,10 +231,48 @@ impl<D: Device> PooledBuffer<D> {
     }
 }
 
-/// Fills a device block from the host with double buffering: while one staging buffer is copied to
-/// the device, the caller writes to the other.
+/// Memory of a device that an [`Upload`] fills: a [`PooledBuffer`] or a [`DeviceBuffer`].
+pub trait UploadTarget<D: Device>: sealed::Target<D> {}
+
+impl<D: Device, T: sealed::Target<D>> UploadTarget<D> for T {}
+
+mod sealed {
+    use super::*;
+
+    pub trait Target<D: Device>: Sized {
+        fn byte_len(&self) -> usize;
+
+        /// Releases the memory once the work that was submitted to the stream is done.
+        fn release_after(self, stream: &D::Stream);
+    }
+
+    impl<D: Device> Target<D> for PooledBuffer<D> {
+        fn byte_len(&self) -> usize {
+            self.len()
+        }
+
+        fn release_after(self, stream: &D::Stream) {
+            // The error can be ignored: a failed stream runs no more copies, so the buffer returns
+            // to its pool at once.
+            let _ = PooledBuffer::release_after(self, stream);
+        }
+    }
+
+    impl<D: Device> Target<D> for DeviceBuffer<D> {
+        fn byte_len(&self) -> usize {
+            self.len()
+        }
+
+        fn release_after(self, _: &D::Stream) {
+            // The copies ran on its own stream, in whose order it is freed.
+        }
+    }
+}
+
+/// Fills memory of a device from the host with double buffering: while one staging buffer is copied
+/// to the device, the caller writes to the other.
 ///
-/// If the upload is dropped before [`finish`](Self::finish), its block and staging buffers return
+/// If the upload is dropped before [`finish`](Self::finish), its memory and staging buffers return
 /// to their pools when the copies in flight are done.
 ///
 /// # Examples
@@ -264,8 +302,11 @@ impl<D: Device> PooledBuffer<D> {
 /// # Ok::<(), ts_pool::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct Upload<D: Device> {
-    target: Option<PooledBuffer<D>>,
+pub struct Upload<D: Device, T: UploadTarget<D> = PooledBuffer<D>> {
+    target: Option<T>,
+    range: MemoryRange,
+    /// Keeps the memory of a [`DeviceBuffer`] from being freed.
+    guard: Option<CopyGuard<D>>,
     stream: D::Stream,
     staging: [StagingBuffer<D>; 2],
     /// Index of the staging buffer that is being written.
@@ -304,19 +345,57 @@ impl<D: Device> Upload<D> {
         piece_bytes: usize,
         stream: &D::Stream,
     ) -> Result<Self, Error> {
+        let range = to.range();
+        Self::start(to, range, None, pinned, piece_bytes, stream.clone())
+    }
+}
+
+impl<D: Device> Upload<D, DeviceBuffer<D>> {
+    /// Starts an upload to a buffer, with copies on the stream that the buffer was allocated for.
+    ///
+    /// Acquires two staging buffers like [`new`](Self::new).
+    /// [`free_for_stream`](crate::StreamOrderedPool::free_for_stream) does not free the buffer
+    /// during the upload.
+    ///
+    /// # Errors
+    /// The same as [`new`](Self::new), and [`Error::Stale`] if the memory was freed.
+    pub fn to_buffer(
+        to: DeviceBuffer<D>,
+        pinned: &PinnedMemoryPool<D>,
+        piece_bytes: usize,
+    ) -> Result<Self, Error> {
+        let mut place = None;
+        let guard = to.begin_transfer(|stream, range| {
+            place = Some((range, stream.clone()));
+            Ok(())
+        })?;
+        let (range, stream) = place.expect("`begin_transfer` calls the function");
+        Self::start(to, range, Some(guard), pinned, piece_bytes, stream)
+    }
+}
+
+impl<D: Device, T: UploadTarget<D>> Upload<D, T> {
+    fn start(
+        to: T,
+        range: MemoryRange,
+        guard: Option<CopyGuard<D>>,
+        pinned: &PinnedMemoryPool<D>,
+        piece_bytes: usize,
+        stream: D::Stream,
+    ) -> Result<Self, Error> {
         let device = pinned.blocks().device();
         let staging = || -> Result<_, Error> {
             let pinned = Some(pinned.acquire(piece_bytes)?);
             Ok(StagingBuffer { pinned, copied: device.create_event()? })
         };
         let staging = [staging()?, staging()?];
-        let (target, stream) = (Some(to), stream.clone());
-        Ok(Self { target, stream, staging, current: 0, filled: 0, submitted: 0 })
+        let target = Some(to);
+        Ok(Self { target, range, guard, stream, staging, current: 0, filled: 0, submitted: 0 })
     }
 
-    /// Returns the number of bytes to upload: the requested size of the target block.
+    /// Returns the number of bytes to upload: the requested size of the target.
     pub fn byte_len(&self) -> usize {
-        self.target.as_ref().map_or(0, PooledBuffer::len)
+        self.target.as_ref().map_or(0, sealed::Target::byte_len)
     }
 
     /// Returns host memory for the next bytes, after those already [`written`](Self::written). The
@@ -367,7 +446,7 @@ impl<D: Device> Upload<D> {
         if filled < staging.range().len() && end < whole {
             return Ok(());
         }
-        let target = self.target.as_ref().expect("only `finish` and `drop` take the block").range();
+        let target = self.range;
         // SAFETY: this value owns both buffers, and `finish` and `drop` keep them until the stream
         // has run the copy. `space` returns the staging buffer again only after its event.
         unsafe {
@@ -386,21 +465,23 @@ impl<D: Device> Upload<D> {
     /// # Errors
     /// Returns [`Error::Device`] if the stream has failed, or if a host function on a stream made
     /// the call.
-    pub fn finish(mut self) -> Result<PooledBuffer<D>, Error> {
+    pub fn finish(mut self) -> Result<T, Error> {
         check_may_block()?;
         self.stream.synchronize()?;
+        drop(self.guard.take());
         self.staging.iter_mut().for_each(|staging| drop(staging.pinned.take()));
         Ok(self.target.take().expect("only `finish` and `drop` take the block"))
     }
 }
 
-impl<D: Device> Drop for Upload<D> {
+impl<D: Device, T: UploadTarget<D>> Drop for Upload<D, T> {
     fn drop(&mut self) {
         let staging = self.staging.iter_mut().filter_map(|staging| staging.pinned.take());
-        for buffer in staging.chain(self.target.take()) {
-            // The error can be ignored: a failed stream runs no more copies, so the buffer returns
-            // to its pool at once.
-            let _ = buffer.release_after(&self.stream);
+        for buffer in staging {
+            sealed::Target::release_after(buffer, &self.stream);
+        }
+        if let Some(target) = self.target.take() {
+            target.release_after(&self.stream);
         }
     }
 }

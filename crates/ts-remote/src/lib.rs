@@ -139,7 +139,9 @@ pub use hello::VERSION;
 pub use info::TensorInfo;
 pub use link::Link;
 pub use listener::Listener;
-pub use memory::{BufferSink, GpuMemory, HostMemory, Memory, PooledMemory, PooledSink};
+pub use memory::{
+    BufferSink, GpuMemory, HostMemory, Memory, OrderedMemory, OrderedSink, PooledMemory, PooledSink,
+};
 pub use options::{ConnectionOptions, SendOptions};
 pub use ranges::{
     Files, ListedFile, MAX_RANGE, RANGES, RangeClient, RangeHandler, Refusal, RefusalKind,

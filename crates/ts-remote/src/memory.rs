@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use ts_pool::ts_streams::Device;
 use ts_pool::{
-    BlockStats, GpuMemoryPool, HostPool, PinnedMemoryPool, PooledBuffer, TensorBuffer, Upload,
+    BlockStats, DeviceBuffer, GpuMemoryPool, HostPool, PinnedMemoryPool, PooledBuffer,
+    StreamOrderedPool, TensorBuffer, Upload,
 };
 
 use crate::{Error, Sink, TensorInfo};
@@ -285,5 +286,73 @@ impl<D: Device> Sink for PooledSink<D> {
                 upload.finish().map_err(|error| copy_failed(&self.tensor, bytes, error))
             }
         }
+    }
+}
+
+/// A source of device memory that is allocated and freed in stream order. Tensors get buffers of a
+/// [`StreamOrderedPool`], of exactly their size, which are filled through pinned memory.
+#[derive(Debug, Clone)]
+pub struct OrderedMemory<D: Device> {
+    pinned: PinnedMemoryPool<D>,
+    pool: StreamOrderedPool<D>,
+    stream: D::Stream,
+}
+
+impl<D: Device> OrderedMemory<D> {
+    /// Creates a source of buffers from `pool`. They belong to `stream`, on which they are filled
+    /// through `pinned`.
+    pub fn new(pinned: PinnedMemoryPool<D>, pool: StreamOrderedPool<D>, stream: D::Stream) -> Self {
+        Self { pinned, pool, stream }
+    }
+
+    /// Returns the pool of the buffers.
+    pub fn pool(&self) -> &StreamOrderedPool<D> {
+        &self.pool
+    }
+}
+
+/// A buffer of a [`StreamOrderedPool`] that is being filled.
+#[derive(Debug)]
+pub struct OrderedSink<D: Device> {
+    tensor: String,
+    upload: Upload<D, DeviceBuffer<D>>,
+}
+
+impl<D: Device> Memory for OrderedMemory<D> {
+    type Sink = OrderedSink<D>;
+
+    fn allocate(&mut self, info: &TensorInfo) -> Result<OrderedSink<D>, Error> {
+        let len = len_of(info);
+        let buffer = self.pool.allocate_for_stream(len, &self.stream);
+        let staging = STAGING_LEN.min(len.max(1));
+        let upload = buffer.and_then(|to| Upload::to_buffer(to, &self.pinned, staging));
+        let upload = upload.map_err(|error| no_memory(info, error))?;
+        Ok(OrderedSink { tensor: info.name.clone(), upload })
+    }
+}
+
+impl<D: Device> Sink for OrderedSink<D> {
+    type Full = DeviceBuffer<D>;
+
+    fn byte_len(&self) -> u64 {
+        self.upload.byte_len() as u64
+    }
+
+    fn space(&mut self, _: u64, len: usize) -> Result<&mut [u8], Error> {
+        let bytes = self.upload.byte_len();
+        let space = self.upload.space().map_err(|error| copy_failed(&self.tensor, bytes, error))?;
+        let len = len.min(space.len());
+        Ok(&mut space[..len])
+    }
+
+    fn filled(&mut self, _: u64, len: usize) -> Result<(), Error> {
+        let bytes = self.upload.byte_len();
+        self.upload.written(len).map_err(|error| copy_failed(&self.tensor, bytes, error))
+    }
+
+    /// Blocks until all copies are done, so that any stream may use the buffer afterwards.
+    fn finish(self) -> Result<DeviceBuffer<D>, Error> {
+        let (tensor, bytes) = (self.tensor, self.upload.byte_len());
+        self.upload.finish().map_err(|error| copy_failed(&tensor, bytes, error))
     }
 }

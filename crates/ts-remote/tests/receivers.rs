@@ -2,12 +2,19 @@
 //! Tests of tensor receivers with different kinds of memory.
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
+use std::alloc::Layout;
+
 use proptest::prelude::*;
 use ts_format::Dtype;
-use ts_pool::ts_streams::{Device, SimDevice, SimOptions, StreamPriority};
-use ts_pool::{GpuMemoryPool, PinnedMemoryPool, PoolConfig};
+use ts_pool::ts_streams::{
+    Device, MemoryKind, RawMemory, SimDevice, SimOptions, Stream, StreamPriority,
+};
+use ts_pool::{
+    GpuMemoryPool, OrderedOptions, PinnedMemoryPool, PoolConfig, StreamOrderedAllocator,
+    StreamOrderedPool,
+};
 use ts_remote::{
-    ErrorKind, GpuMemory, GpuReceiverEvent, GpuTensorReceiver, HostMemory, Memory,
+    ErrorKind, GpuMemory, GpuReceiverEvent, GpuTensorReceiver, HostMemory, Memory, OrderedMemory,
     PooledGpuReceiver, PooledMemory, SendOptions, Sink, Tensor, TensorInfo, TensorReceiver,
     TensorSender,
 };
@@ -126,9 +133,56 @@ proptest! {
         sender.send(info("w", 9 << 20), payload(9 << 20).into(), SendOptions::default()).unwrap();
         receiver.feed(&sender.encode()).unwrap();
         let memory = receiver.into_memory();
-        ts_pool::ts_streams::Stream::synchronize(&stream).unwrap();
+        stream.synchronize().unwrap();
         prop_assert_eq!(memory.gpu_pool_stats().unwrap().in_use_bytes, 0);
         prop_assert_eq!(memory.pinned_pool_stats().in_use_bytes, 0);
+    }
+
+    /// The same with buffers of a stream-ordered pool, which other streams use until they are done.
+    #[test]
+    fn ordered_buffers_are_filled_through_pinned_memory(
+        seed: u64,
+        sizes in prop::collection::vec(0usize..5 << 20, 1..4),
+        piece in 1000usize..3 << 20,
+    ) {
+        let device = SimDevice::new(SimOptions::default().with_seed(seed));
+        let stream = device.create_stream(StreamPriority::Normal).unwrap();
+        let compute = device.create_stream(StreamPriority::Normal).unwrap();
+        let pinned = PinnedMemoryPool::new(device.clone(), PoolConfig::default()).unwrap();
+        let pool = StreamOrderedPool::new(device.clone(), OrderedOptions::default());
+        let memory = OrderedMemory::new(pinned.clone(), pool.clone(), stream);
+        let mut receiver = TensorReceiver::new(memory);
+        for _ in 0..2 {
+            let mut sender = TensorSender::new();
+            for &len in &sizes {
+                sender.send(info("w", len), payload(len).into(), SendOptions::default()).unwrap();
+            }
+            transfer(&mut sender, &mut receiver, piece);
+            for &len in &sizes {
+                let Tensor { info, buffer } = receiver.take().unwrap();
+                let copy = device
+                    .allocate(Layout::from_size_align(len.max(1), 64).unwrap(), MemoryKind::PinnedHost)
+                    .unwrap();
+                pool.record_use(&buffer, &compute).unwrap();
+                // SAFETY: the copy ends before the memory is read and freed below. The buffer is
+                // freed after the use that was recorded, and no stream writes to it meanwhile.
+                unsafe { compute.copy(copy.range().slice(0..len), buffer.range().unwrap()) }.unwrap();
+                drop(buffer);
+                compute.synchronize().unwrap();
+                let mut bytes = vec![0; len];
+                // SAFETY: the copy is done.
+                unsafe { copy.read(0, &mut bytes) }.unwrap();
+                prop_assert_eq!((info.storage_len as usize, bytes), (len, payload(len)));
+            }
+        }
+        // A dropped incomplete tensor returns its memory when the device stream is done.
+        let mut sender = TensorSender::new();
+        sender.send(info("w", 9 << 20), payload(9 << 20).into(), SendOptions::default()).unwrap();
+        receiver.feed(&sender.encode()).unwrap();
+        drop(receiver);
+        device.synchronize().unwrap();
+        prop_assert_eq!(pool.stats().in_use_bytes, 0);
+        prop_assert_eq!(pinned.stats().in_use_bytes, 0);
     }
 }
 
