@@ -93,11 +93,12 @@ def _add_operators() -> None:
         overload = getattr(operation, name.partition(".")[2] or "default")
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            device = next(each.device for each in args if isinstance(each, torch.Tensor))
             moved = torch.utils._pytree.tree_map_only(
                 torch.Tensor, torch.Tensor.cpu, (args, kwargs)
             )
             result = overload(*moved[0], **moved[1])
-            return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(DEVICE), result)
+            return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), result)
 
         library.impl(name, run, "PrivateUse1")
 
@@ -107,13 +108,13 @@ def _add_operators() -> None:
     def histc(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         # The CPU counts only floats.
         counts = torch.ops.aten.histc.default(values.cpu().double(), *args, **kwargs)
-        return counts.to(values.dtype).to(DEVICE)
+        return counts.to(values.dtype).to(values.device)
 
     library.impl("histc", histc, "PrivateUse1")
 
     def convolution(*args: Any) -> torch.Tensor:
         moved = [each.cpu() if isinstance(each, torch.Tensor) else each for each in args]
-        return torch.ops.aten.convolution.default(*moved).to(DEVICE)
+        return torch.ops.aten.convolution.default(*moved).to(args[0].device)
 
     library.impl("convolution_overrideable", convolution, "PrivateUse1")
 
@@ -133,7 +134,7 @@ def _add_operators() -> None:
         )
         empty = torch.empty(0)
         count = query.shape[2], key.shape[2]
-        return output.to(DEVICE), empty, empty, empty, *count, empty, empty, empty
+        return output.to(query.device), empty, empty, empty, *count, empty, empty, empty
 
     # The stand-in's own kernel returns memory that nothing has written to.
     library.impl("_scaled_dot_product_fused_attention_overrideable", attention, "PrivateUse1")
@@ -142,7 +143,7 @@ def _add_operators() -> None:
 DEVICE = "accinte:0"
 
 
-def _linears(count: int = 8, width: int = 256) -> Any:
+def linears(count: int = 8, width: int = 256) -> Any:
     torch.manual_seed(0)
     layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU())]
     layers += [copy.deepcopy(layers[0]) for _ in range(count - 1)]
@@ -169,7 +170,7 @@ def _autocast() -> Iterator[None]:
         yield
 
 
-def _small_llama(**arguments: Any) -> Any:
+def small_llama(**arguments: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
@@ -188,7 +189,7 @@ def _small_llama(**arguments: Any) -> Any:
 @program
 def exactness() -> None:
     """A model streams in several passes, with gradients of inputs, autocast and inference mode."""
-    library, model = Library(), _linears()
+    library, model = Library(), linears()
     resident = copy.deepcopy(model).to(DEVICE)
     with tempfile.TemporaryDirectory() as directory:
         streamed = _streamed(model, directory)
@@ -208,7 +209,7 @@ def exactness() -> None:
                 streamed(given).sum().backward()
                 assert torch.equal(wanted.grad.cpu(), given.grad.cpu())
         for dtype in (torch.bfloat16, torch.float16):
-            other = _linears().to(dtype)
+            other = linears().to(dtype)
             expected = copy.deepcopy(other).to(DEVICE)
             actual = _streamed(other, directory)
             inputs = torch.randn(4, 256).to(dtype).to(DEVICE)
@@ -222,7 +223,7 @@ def exactness() -> None:
 @program
 def budget() -> None:
     """Weights on the device never take more than the budget."""
-    library, model = Library(), _linears()
+    library, model = Library(), linears()
     unit = 256 * 257 * 4
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -247,7 +248,7 @@ def budget() -> None:
 @program
 def handles() -> None:
     """Streams, events and memory of the device are freed with the model."""
-    library, model = Library(), _linears()
+    library, model = Library(), linears()
     with tempfile.TemporaryDirectory() as directory:
         for _ in range(3):
             streamed = _streamed(model, directory)
@@ -263,7 +264,7 @@ def handles() -> None:
 @program
 def moves() -> None:
     """A model stays on its device, and ``restore`` gives parameters there."""
-    model = _linears(4)
+    model = linears(4)
     model.register_buffer("scale", torch.ones(256))
     with tempfile.TemporaryDirectory() as directory:
         streamed = _streamed(model, directory)
@@ -297,7 +298,7 @@ def extras() -> None:
     import peft
     import transformers
 
-    model = _small_llama(pad_token_id=0)
+    model = small_llama(pad_token_id=0)
     ids = torch.arange(12).view(1, 12).to(DEVICE)
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
@@ -322,7 +323,7 @@ def extras() -> None:
         ts.offload(adapted, config)
         assert all(each.device == torch.device(DEVICE) for each in adapted.parameters())
         with torch.no_grad():
-            assert_same(_on_host(adapted(ids).logits), _on_host(expected(ids).logits))
+            assert_same(on_host(adapted(ids).logits), on_host(expected(ids).logits))
         for automatic in ({0: "300KiB", "cpu": "1MiB"}, {"accinte:0": "300KiB"}):
             mapped = ts.from_pretrained(directory, device_map="auto", max_memory=automatic)
             assert mapped.device == torch.device(DEVICE), mapped.device
@@ -374,7 +375,7 @@ def kept() -> None:
 @program
 def interrupts() -> None:
     """An exception while PyTorch is asked for its stream leaves nothing in use."""
-    model = _linears(3)
+    model = linears(3)
     with tempfile.TemporaryDirectory() as directory:
         streamed = _streamed(model, directory, budget="16MiB")
         inputs = torch.randn(2, 256).to(DEVICE)
@@ -407,7 +408,7 @@ def refusals() -> None:
 
     def refused(words: str, **settings: Any) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            model = _linears(2)
+            model = linears(2)
             try:
                 settings = {"budget": "1MiB", **settings}
                 ts.offload(model, ts.Config(storage_path=directory, **settings))
@@ -455,20 +456,20 @@ def _compare(model: Any, inputs: dict[str, Any], directory: str, **arguments: An
         expected = resident(**inputs)
         for turn in range(3):
             with library.delays(1000 if turn else 0, turn):
-                assert_same(_on_host(streamed(**inputs)), _on_host(expected))
+                assert_same(on_host(streamed(**inputs)), on_host(expected))
     # Those of `whole` may be freed only now.
     gc.collect()
     assert library.counters()["bytes"] - before <= budget, (library.counters(), budget)
     return resident, streamed
 
 
-def _on_host(value: Any) -> Any:
+def on_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, dict):
-        return {name: _on_host(each) for name, each in value.items()}
+        return {name: on_host(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_on_host(each) for each in value]
+        return [on_host(each) for each in value]
     return None
 
 
@@ -534,7 +535,7 @@ def lora() -> None:
     """An adapter over a streamed base gets the same gradients and updates."""
     import peft
 
-    model = _small_llama()
+    model = small_llama()
 
     def adapted(base: Any) -> Any:
         torch.manual_seed(1)
@@ -623,7 +624,7 @@ def kernels(skipped: str, passes: str) -> None:
 @program
 def delays(passes: str) -> None:
     """With random delays of copies, passes stay exact, and copies run while others compute."""
-    library, model = Library(), _linears()
+    library, model = Library(), linears()
     resident = copy.deepcopy(model).to(DEVICE)
     with tempfile.TemporaryDirectory() as directory:
         streamed = _streamed(model, directory)
@@ -661,7 +662,7 @@ def overlap() -> None:
 @program
 def tiers() -> None:
     """Weights that the host keeps are not read again, and those of the device not copied."""
-    library, model = Library(), _linears()
+    library, model = Library(), linears()
     resident = copy.deepcopy(model).to(DEVICE)
     with tempfile.TemporaryDirectory() as directory:
         streamed = _streamed(model, directory, host_budget="64MiB")
@@ -685,7 +686,7 @@ def tiers() -> None:
 @program
 def threads() -> None:
     """Several threads run passes, each on a stream of its own."""
-    model = _linears()
+    model = linears()
     resident = copy.deepcopy(model).to(DEVICE)
     inputs = [torch.randn(2, 256).to(DEVICE) for _ in range(3)]
     with torch.no_grad():

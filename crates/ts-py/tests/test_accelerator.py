@@ -18,9 +18,11 @@ needs_stand_in = pytest.mark.skipif(
 )
 
 
-def run(*arguments: object, tmp_path: Path, fails: str | None = None) -> str:
+def run(
+    *arguments: object, tmp_path: Path, fails: str | None = None, file: str = "on_stand_in.py"
+) -> str:
     """Runs a program. ``fails`` is a part of the error that it ends with, if it has to fail."""
-    program = Path(__file__).with_name("on_stand_in.py")
+    program = Path(__file__).with_name(file)
     environment = {**os.environ, "XDG_CACHE_HOME": os.fspath(tmp_path), "OMP_NUM_THREADS": "1"}
     outcome = subprocess.run(
         [sys.executable, program, *map(str, arguments)],
@@ -72,6 +74,19 @@ def test_models_stream_to_a_device(name: str, tmp_path: Path) -> None:
 )
 def test_families_are_bit_identical(names: tuple[str, ...], tmp_path: Path) -> None:
     run("families", *names, tmp_path=tmp_path)
+
+
+@needs_stand_in
+@pytest.mark.parametrize("name", ["drop_in", "layers", "lora", "refusals", "threads"])
+def test_models_stream_to_two_devices(name: str, tmp_path: Path) -> None:
+    run(name, tmp_path=tmp_path, file="on_two_devices.py")
+
+
+@needs_stand_in
+@pytest.mark.slow
+def test_families_are_bit_identical_on_two_devices(tmp_path: Path) -> None:
+    names = ("gpt2", "t5", "mixtral", "llava", "jamba", "clip")
+    run("families", *names, tmp_path=tmp_path, file="on_two_devices.py")
 
 
 @needs_stand_in

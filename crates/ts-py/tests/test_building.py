@@ -13,8 +13,8 @@ import pytest
 import tensorstream as ts
 import torch
 from conftest import leased
+from tensorstream.streaming._attach import attach
 from tensorstream.streaming._builder import Builder
-from tensorstream.streaming._offload import attach
 from tensorstream.streaming._symbolic_tensor import Source, SymbolicTensor
 from torch import nn
 

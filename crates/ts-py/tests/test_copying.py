@@ -169,7 +169,7 @@ def test_a_copy_of_a_wrapped_encoder(tmp_path: Path) -> None:
         forward = model.get_encoder().__dict__["forward"]
         assert forward.__wrapped__ is not None
     # The wrapper of the restored model does not keep the engine.
-    engine = weakref.ref(streamed.__dict__["_tensorstream"].weights)
+    engine = weakref.ref(streamed.__dict__["_tensorstream"].shares[0].weights)
     ts.restore(streamed)
     gc.collect()
     assert engine() is None

@@ -591,18 +591,18 @@ def test_the_most_used_experts_are_remembered(
     with torch.inference_mode():
         for _ in range(5):
             model(ids)
-    scores = dict(model._tensorstream.weights.streamer.routing_scores())
+    scores = dict(model._tensorstream.shares[0].streamer.routing_scores())
     assert max(scores.values()) > 4
     del model
     (profile,) = (tmp_path / "cache" / "tensorstream" / "routing").iterdir()
     second = ts.from_pretrained(path, budget=smallest(path))
-    loaded = dict(second._tensorstream.weights.streamer.routing_scores())
+    loaded = dict(second._tensorstream.shares[0].streamer.routing_scores())
     for unit, score in scores.items():
         assert abs(loaded[unit] - score / 4) < 0.1
     # A damaged profile is ignored, and `restore` saves a new one.
     profile.write_text("[1, 2")
     third = ts.from_pretrained(path, budget=smallest(path))
-    assert set(dict(third._tensorstream.weights.streamer.routing_scores()).values()) == {0.0}
+    assert set(dict(third._tensorstream.shares[0].streamer.routing_scores()).values()) == {0.0}
     with torch.inference_mode():
         third(ids)
         third(ids)

@@ -196,8 +196,8 @@ def test_a_conversion_over_budget_reports_the_smallest_budget(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uses transposed weights, which a loader creates for models with another layout."""
+    from tensorstream.streaming._attach import attach
     from tensorstream.streaming._builder import Builder
-    from tensorstream.streaming._offload import attach
 
     path = saved("gpt2")
     checkpoint = ts._native.Checkpoint(path)

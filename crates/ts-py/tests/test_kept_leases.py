@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import tensorstream as ts
 import torch
-from tensorstream.streaming._forward import streaming_of
+from tensorstream.streaming._state import streaming_of
 from tensorstream.streaming._streamed_tensor import StreamedTensor, StreamedWeight
 from torch import nn
 from torch.nn.utils import parametrize
@@ -236,7 +236,7 @@ def test_an_exception_ends_the_use(models: tuple[Model, Model]) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="from the forward"):
         streamed(torch.ones(2, 32))
     assert all(type(p) is StreamedTensor for p in streamed.parameters())
-    assert not streaming_of(streamed).weights.streamer.in_use()
+    assert not streaming_of(streamed).shares[0].streamer.in_use()
     streamed.last.act = None
     assert torch.equal(streamed(torch.ones(2, 32)), model(torch.ones(2, 32)))
     assert keeps_leases(streamed)
@@ -297,7 +297,7 @@ def test_a_write_to_a_kept_view_is_reported(models: tuple[Model, Model]) -> None
 def test_a_limit_takes_effect_between_passes(models: tuple[Model, Model]) -> None:
     model, streamed = models
     x = torch.ones(2, 32)
-    streamer = streaming_of(streamed).weights.streamer
+    streamer = streaming_of(streamed).shares[0].streamer
     streamer.set_limit(streamer.smallest_limit(), True)
     assert streamer.limit_in_force()
     loads = sum(unit["loads"] for unit in ts.stats(streamed)["units"])
@@ -318,7 +318,7 @@ def test_statistics_are_those_of_the_current_plan(
 ) -> None:
     _, streamed = models
     x = torch.ones(2, 32)
-    streamer = streaming_of(streamed).weights.streamer
+    streamer = streaming_of(streamed).shares[0].streamer
     with torch.no_grad():
         for limit in (streamer.smallest_limit(), 16 << 20):
             streamer.set_limit(limit, True)
@@ -354,7 +354,7 @@ def test_a_limit_of_another_thread_takes_effect_after_the_pass(
     models: tuple[Model, Model],
 ) -> None:
     model, streamed = models
-    streamer = streaming_of(streamed).weights.streamer
+    streamer = streaming_of(streamed).shares[0].streamer
 
     def limit(*_: Any) -> None:
         own = threading.Thread(target=streamer.set_limit, args=(streamer.smallest_limit(), True))
@@ -417,7 +417,7 @@ def test_units_used_together_for_the_first_time_count_for_the_smallest_limit(
     models: tuple[Model, Model],
 ) -> None:
     model, streamed = models
-    streamer = streaming_of(streamed).weights.streamer
+    streamer = streaming_of(streamed).shares[0].streamer
     smallest = streamer.smallest_limit()
     with torch.no_grad():
         for _ in range(PASSES):
@@ -479,7 +479,7 @@ def test_a_deleted_model_frees_its_engine_at_once(tmp_path: Path) -> None:
         for _ in range(PASSES):
             model(torch.ones(2, 32))
     assert keeps_leases(model)
-    streamer = weakref.ref(streaming_of(model).weights.streamer)
+    streamer = weakref.ref(streaming_of(model).shares[0].streamer)
     gc.collect()
     gc.disable()
     try:

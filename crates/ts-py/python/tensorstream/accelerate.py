@@ -2,14 +2,15 @@
 """Replaces the functions of accelerate that offload models: ``import tensorstream.accelerate``.
 
 The functions have the signatures of accelerate, and ``budget`` in addition. Weights stream from
-storage into CPU memory, where the model runs. Other names, such as ``Accelerator`` and
-``init_empty_weights``, are those of accelerate.
+storage to the device on which the model runs: the CPU, or accelerators. Other names, such as
+``Accelerator`` and ``init_empty_weights``, are those of accelerate.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,11 +19,13 @@ from torch import nn
 from . import _native
 from .budget import Budget
 from .config import Config, expanded
+from .devices import HOST_DEVICES, Device, default_device, device_of, devices_of_map
 from .errors import CheckpointError, ConfigurationError, ModelError
-from .streaming._arguments import check_device_map, check_execution_device, cpu_memory, dtype_of
+from .streaming._arguments import check_execution_device, device_of_map, dtype_of, memory_of
 from .streaming._builder import Builder
 from .streaming._division import FUSED
-from .streaming._offload import offload, restore, set_device_map
+from .streaming._offload import offload, restore
+from .streaming._placement import Placement
 from .streaming._places import find
 
 __all__ = [
@@ -36,7 +39,6 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 Path = str | os.PathLike[str]
-Device = int | str | torch.device
 
 #: The file in which accelerate lists the tensors of a directory.
 _INDEX = "index.json"
@@ -58,7 +60,7 @@ def disk_offload(
     Args:
         model: The model, on the CPU. If it is on the meta device, the directory is its checkpoint.
         offload_dir: The directory that the weights are written to, as a ``.ts`` file.
-        execution_device: The CPU.
+        execution_device: The device on which the model runs. The default is the CPU.
         offload_buffers: Has no effect. Buffers stay in memory.
         preload_module_classes: Has no effect. Modules whose parents use their weights directly are
             found without it.
@@ -68,7 +70,7 @@ def disk_offload(
         The model, which is changed in place. ``tensorstream.restore`` undoes this.
 
     Raises:
-        ConfigurationError: The execution device is not the CPU, or the budget is invalid.
+        ConfigurationError: The execution device cannot be used, or the budget is invalid.
         The errors of ``tensorstream.offload``.
 
     Examples:
@@ -79,14 +81,14 @@ def disk_offload(
         >>> model(torch.ones(1, 64)).shape
         torch.Size([1, 64])
     """
-    check_execution_device(execution_device)
+    config = Config(storage_path=offload_dir, budget=budget, device=execution_device)
     if os.path.isfile(os.path.join(offload_dir, _INDEX)) and _is_meta(model):
         raise ConfigurationError(
             f"{os.fspath(offload_dir)} has weights in the format of accelerate: pass a model with "
             "weights, which are written in another format, or use load_checkpoint_and_dispatch "
             "with a checkpoint"
         )
-    return _streamed(model, offload_dir, budget, None)
+    return _streamed(model, config, None)
 
 
 def cpu_offload(
@@ -169,47 +171,54 @@ def dispatch_model(
 
     Args:
         model: The model.
-        device_map: "cpu" or "disk" for the name of each module or parameter.
-        main_device: The CPU.
+        device_map: "cpu", "disk" or an accelerator for the name of each module or parameter. With
+            an accelerator, weights on the CPU or the disk stream to the main device.
+        main_device: The main device, to which results are moved. The default is the first
+            accelerator of the map, or the CPU.
         state_dict: The weights, if the model is on the meta device.
-        offload_dir: The directory that the weights are written to if the map names the disk. If the
-            model is on the meta device, and no ``state_dict`` is given, the directory must have
-            the checkpoint.
+        offload_dir: The directory that the weights are written to if the map names the disk or
+            accelerators. If the model is on the meta device, and no ``state_dict`` is given, the
+            directory must have the checkpoint.
         offload_index: Refused. Pass the checkpoint to ``load_checkpoint_and_dispatch``.
         offload_buffers: Has no effect. Buffers stay in memory.
         skip_keys: Has no effect. Inputs are not moved.
         preload_module_classes: Has no effect.
         force_hooks: Has no effect.
         budget: The memory for weights. The default is what the map needs: the weights on the CPU,
-            and twice those of the largest layer on the disk, such as one ``nn.Linear``. Which
+            and twice those of the largest layer on the disk, such as one ``nn.Linear``. Of an
+            accelerator: the weights on it, and twice those of the largest layer. Which
             weights stay in memory is chosen by the engine.
 
     Returns:
         The model, which is changed in place.
 
     Raises:
-        ConfigurationError: The map names another device or does not name every weight, the
-            directory is missing, or another argument is invalid.
+        ConfigurationError: The map names a device that cannot be used or does not name every
+            weight, the directory is missing, or another argument is invalid.
         The errors of ``tensorstream.offload``.
     """
-    _check_map(model, device_map)
-    check_execution_device(main_device)
+    device = _devices_of(model, device_map, main_device)
     if offload_index is not None:
         raise ConfigurationError(
             "dispatch_model cannot use `offload_index`: pass the checkpoint to "
             "load_checkpoint_and_dispatch"
         )
-    if "disk" not in map(str, device_map.values()):
+    if device is None and "disk" not in map(str, device_map.values()):
         return cpu_offload(model, state_dict=state_dict)
     if offload_dir is None:
+        where = "the disk" if device is None else "an accelerator, to which weights stream"
         raise ConfigurationError(
-            "the device map names the disk: pass `offload_dir`, a directory for the weights"
+            f"the device map names {where}: pass `offload_dir`, a directory for the weights"
         )
+    config = Config(
+        storage_path=offload_dir,
+        budget=_needed_bytes(model, device_map, None, device) if budget is None else budget,
+        device=device,
+    )
+    Placement(model, config)
     if state_dict is not None:
         model.load_state_dict(state_dict, assign=True)
-    if budget is None:
-        budget = _needed_bytes(model, device_map, None)
-    return disk_offload(model, offload_dir, budget=budget)
+    return _streamed(model, config, None)
 
 
 def load_checkpoint_and_dispatch(
@@ -237,9 +246,11 @@ def load_checkpoint_and_dispatch(
         model: The model, usually on the meta device. Its method ``tie_weights`` is called then.
         checkpoint: A directory, file, shard index, URL, or name on the Hugging Face Hub. See
             ``tensorstream.offload``.
-        device_map: "auto" or another strategy of accelerate; or "cpu" or "disk" for the name of
+        device_map: "auto" or another strategy of accelerate, which is the accelerator if there is
+            one that can be used, else the CPU; or "cpu", "disk" or an accelerator for the name of
             each module.
-        max_memory: ``{"cpu": "6GB"}`` is the budget, also for a device map that names modules.
+        max_memory: ``{"cpu": "6GB"}`` is the budget, also for a device map that names modules. With
+            accelerators, their memory is the budget, and that of the CPU the host budget.
         no_split_module_classes: Has no effect. Results do not depend on how layers are divided.
         offload_folder: The directory for weights that are cast. The default is in the user's cache
             directory. Others stream from the checkpoint.
@@ -260,8 +271,8 @@ def load_checkpoint_and_dispatch(
         The model, which is changed in place.
 
     Raises:
-        ConfigurationError: The map names another device, the budget is given twice, or another
-            argument is invalid.
+        ConfigurationError: The map names a device that cannot be used, the budget is given twice,
+            or another argument is invalid.
         CheckpointError: With ``strict``, the checkpoint has tensors that the model does not have.
         The errors of ``tensorstream.offload``.
     """
@@ -271,16 +282,23 @@ def load_checkpoint_and_dispatch(
             "the checkpoint; leave it out"
         )
     wanted = dtype_of(dtype)
-    most = cpu_memory(max_memory)
-    if most is not None and budget is not None:
-        raise ConfigurationError("the budget is given twice, also as `max_memory`; give only one")
-    budget = budget if most is None else most
     if isinstance(device_map, Mapping):
-        _check_map(model, device_map)
-        if budget is None and "disk" in map(str, device_map.values()):
-            budget = _needed_bytes(model, device_map, wanted)
+        device = _devices_of(model, device_map, None)
     else:
-        check_device_map(device_map)
+        named, automatic = device_of_map(device_map)
+        device = default_device() if automatic else named
+    memory = memory_of(max_memory, device)
+    if memory is not None and budget is not None:
+        raise ConfigurationError("the budget is given twice, also as `max_memory`; give only one")
+    if memory is not None:
+        config = Config(budget=memory.budget, device=memory.device, host_budget=memory.host)
+    else:
+        needed = None
+        if isinstance(device_map, Mapping) and (device or "disk" in map(str, device_map.values())):
+            needed = _needed_bytes(model, device_map, wanted, device)
+        config = Config(budget=needed if budget is None else budget, device=device)
+    config = replace(config, storage_path=offload_folder)
+    Placement(model, config)
     weights = find(expanded(checkpoint)).weights
     opened = _native.Checkpoint(weights)
     if strict:
@@ -290,31 +308,50 @@ def load_checkpoint_and_dispatch(
         tie_weights()  # init_empty_weights unties them
     undo = _adapt(model, opened, wanted)
     try:
-        _streamed(model, offload_folder, budget, weights)
+        _streamed(model, config, weights)
     except BaseException:
         undo()
         raise
     return restore(model) if device_map is None else model
 
 
-def _streamed(
-    model: M, folder: Path | None, budget: int | str | Budget | None, checkpoint: str | None
-) -> M:
+def _streamed(model: M, config: Config, checkpoint: str | None) -> M:
     """Streams a model. It has a device map, as with accelerate."""
-    offload(model, Config(storage_path=folder, budget=budget), checkpoint=checkpoint)
-    set_device_map(model)
+    offload(model, config, checkpoint=checkpoint)
+    Placement(model, config).set_device_map()
     return model
 
 
-def _check_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Refuses a map that names another device, or that does not name every weight."""
-    check_device_map(dict(device_map))
+def _devices_of(
+    model: nn.Module, device_map: Mapping[str, Device], main_device: Device | None
+) -> Device | Mapping[str, Device] | None:
+    """Returns the accelerator of a map, a map of several ones, or ``None`` for the CPU.
+
+    Raises:
+        ConfigurationError: The map is invalid, does not name every weight, or does not have the
+            main device.
+    """
     for name, _ in model.named_parameters():
         if _entry(name, device_map) is None:
             raise ConfigurationError(
                 f'the device map does not name `{name}`, or a module that has it; "" names the '
                 "whole model"
             )
+    device, _ = device_of_map(dict(device_map))
+    if main_device is None:
+        return device
+    main = device_of(main_device)
+    if isinstance(device, Mapping):
+        first = [name for name, own in device.items() if _is(own, main)]
+        if first:
+            return {name: device[name] for name in dict.fromkeys([*first, *device])}
+    if device_of("cpu" if device is None or isinstance(device, Mapping) else device) != main:
+        raise ConfigurationError(f"the main device {main} is not in the device map: leave it out")
+    return device
+
+
+def _is(device: Device, wanted: torch.device) -> bool:
+    return str(device) not in HOST_DEVICES and device_of(device) == wanted
 
 
 def _entry(name: str, device_map: Iterable[str]) -> str | None:
@@ -324,30 +361,42 @@ def _entry(name: str, device_map: Iterable[str]) -> str | None:
 
 
 def _needed_bytes(
-    model: nn.Module, device_map: Mapping[str, Device], dtype: torch.dtype | None
-) -> int:
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    dtype: torch.dtype | None,
+    device: Device | Mapping[str, Device] | None,
+) -> int | dict[str, int]:
     """Returns the memory that a device map needs. See ``dispatch_model``.
 
     Args:
         model: The model.
         device_map: The map.
         dtype: The dtype that floating-point weights are cast to, or ``None``.
+        device: The accelerator of the map, or a map of several ones, or ``None``.
     """
 
     def size(parameter: nn.Parameter) -> int:
         wanted = dtype if dtype and parameter.is_floating_point() else parameter.dtype
         return parameter.numel() * wanted.itemsize
 
-    def on_disk(name: str) -> bool:
-        entry = _entry(name, device_map)
-        return entry is not None and str(device_map[entry]) == "disk"
+    def place(name: str) -> str:
+        own = device_map[_entry(name, device_map) or ""]
+        return str(own) if str(own) in HOST_DEVICES else str(device_of(own))
 
-    kept = sum(size(p) for name, p in model.named_parameters() if not on_disk(name))
+    streamed = ("disk",) if device is None else HOST_DEVICES
+    kept: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        kept[place(name)] = kept.get(place(name), 0) + size(parameter)
     largest = 0
     for prefix, module in model.named_modules():
         parameters = module.named_parameters(prefix, recurse=isinstance(module, FUSED))
-        largest = max(largest, sum(size(p) for name, p in parameters if on_disk(name)))
-    return max(kept + 2 * largest, _LEAST_BYTES)
+        counted = (size(p) for name, p in parameters if device or place(name) in streamed)
+        largest = max(largest, sum(counted))
+    own = {where: count for where, count in kept.items() if where not in streamed}
+    if not isinstance(device, Mapping):
+        return max(sum(own.values()) + 2 * largest, _LEAST_BYTES)
+    devices = devices_of_map(device)
+    return {str(each): max(own.get(str(each), 0) + 2 * largest, _LEAST_BYTES) for each in devices}
 
 
 #: Less may not suffice, because memory for weights is divided into pages.

@@ -10,13 +10,14 @@ import functools
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from . import _native
 from .budget import Budget
-from .devices import accelerator, device_of
+from .devices import HOST_DEVICES, Device, accelerator, device_of, devices_of_map
 from .errors import BudgetError, BudgetWarning, ConfigurationError, NotBuiltWarning
 
 if TYPE_CHECKING:
@@ -152,14 +153,16 @@ class Config:
         budget: The memory for weights: bytes, a size such as ``"600MiB"`` or ``"1.5GB"``, or a
             share of the available memory such as ``"50%"``, or a ``Budget`` that models share. The
             default, ``"auto"``, is the share that ``memory_mode`` sets. A share is logged to the
-            logger "tensorstream" at level INFO.
+            logger "tensorstream" at level INFO. With several devices, it is the memory on each of
+            them; or a mapping from devices to bytes, sizes or shares.
         device: The device on which the model runs, such as "cuda" or "cuda:1". The budget is memory
             of this device, and weights are copied to it while others compute. The default is the
-            CPU. NVIDIA GPUs need a package that was built with the feature ``cuda``, and other
-            accelerators need ``register_accelerator``.
+            CPU. Accelerators other than NVIDIA's GPUs need ``register_accelerator``. A mapping from
+            names of modules to devices divides the model: inputs of these modules are moved to
+            their device. ``""`` is the name of the whole model, and a longer name counts more.
         host_budget: For a ``device`` with its own memory: the memory on the host in which weights
             are kept, so that they are not read again for each pass. Bytes, a size, or a share of
-            the available memory. The default keeps none.
+            the available memory. The default keeps none. Several devices divide it.
         storage_path: A directory. Its purpose depends on the call:
 
             - ``offload`` of a model with weights, without a ``checkpoint``, writes the weights to
@@ -215,8 +218,8 @@ class Config:
         '600MiB'
     """
 
-    budget: int | str | Budget | None = None
-    device: str | int | torch.device | None = None
+    budget: int | str | Budget | Mapping[Any, int | str] | None = None
+    device: Device | Mapping[str, Device] | None = None
     host_budget: int | str | None = None
     storage_path: str | os.PathLike[str] | None = None
     max_passes: int = 1
@@ -235,8 +238,7 @@ class Config:
     exact: bool = True
 
     def __post_init__(self) -> None:
-        if self.budget is not None and not isinstance(self.budget, Budget):
-            parse_budget(self.budget)
+        self._check_budget()
         if self.vram_budget_gb is not None:
             self._check_vram_budget()
         if self.storage_path is not None:
@@ -274,10 +276,20 @@ class Config:
                 "memory_pressure_mode", pressure.value, "strict, because the budget is shared"
             )
 
+    def _check_budget(self) -> None:
+        if isinstance(self.budget, Mapping):
+            if not isinstance(self.device, Mapping):
+                raise invalid("budget", self.budget, "a size, because there is one device")
+            for size in self.budget.values():
+                parse_budget(size)
+        elif self.budget is not None and not isinstance(self.budget, Budget):
+            parse_budget(self.budget)
+
     def _check_device(self) -> None:
         if self.host_budget is not None:
             parse_budget(self.host_budget, "host_budget")
-        if self.device is None or str(self.device) in ("cpu", "cpu:0"):
+        devices = self.device.values() if isinstance(self.device, Mapping) else [self.device]
+        if all(device is None or str(device) in HOST_DEVICES for device in devices):
             if self.host_budget is not None:
                 raise invalid("host_budget", self.host_budget, "None without an accelerator")
             return
@@ -332,14 +344,18 @@ class Config:
             return max(1, int(self.vram_budget_gb * 1e9))
         if isinstance(self.budget, Budget):
             return self.budget.bytes
-        budget = None if self.budget is None else parse_budget(self.budget)
+        budget = None if self.budget is None else parse_budget(self._one_budget())
         return budget if isinstance(budget, int) else None
+
+    def _one_budget(self) -> int | str:
+        assert not isinstance(self.budget, Budget | Mapping | None), "see on_devices"
+        return self.budget
 
     def share(self) -> float:
         """Returns the share of the available memory that is the budget if it is not a size."""
         if self.budget is None or isinstance(self.budget, Budget):
             return SHARES[MemoryMode(self.memory_mode)]
-        share = parse_budget(self.budget)
+        share = parse_budget(self._one_budget())
         return share if isinstance(share, float) else SHARES[MemoryMode(self.memory_mode)]
 
     def share_bytes(self, freed_bytes: int = 0) -> int:
@@ -478,8 +494,31 @@ class Config:
             "host_bytes": self.host_bytes(),
         }
 
+    def on_devices(self) -> dict[torch.device, Config]:
+        """Returns the settings for each device, the main one first.
+
+        Raises:
+            ConfigurationError: The device map is invalid, or the budget is a mapping that does not
+                have exactly the devices of the map.
+        """
+        if not isinstance(self.device, Mapping):
+            return {self.torch_device(): self}
+        devices = devices_of_map(self.device)
+        budgets: dict[torch.device, Any] = dict.fromkeys(devices, self.budget)
+        if isinstance(self.budget, Mapping):
+            budgets = {device_of(each): size for each, size in self.budget.items()}
+            if budgets.keys() != devices.keys():
+                names = ", ".join(map(str, devices))
+                raise invalid("budget", dict(self.budget), f"a size for each of {names}")
+        return {
+            device: dataclasses.replace(self, device=device, budget=budgets[device])
+            for device in devices
+        }
+
     def torch_device(self) -> torch.device:
-        """Returns the device on which the model runs."""
+        """Returns the device on which the model runs: of several devices, the main one."""
+        if isinstance(self.device, Mapping):
+            return next(iter(devices_of_map(self.device)))
         return device_of("cpu" if self.device is None else self.device)
 
     def accelerator(self) -> _native.Accelerator | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _native
 from .errors import ConfigurationError
@@ -13,6 +14,11 @@ from .errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
+#: The name or the number of a device, or the device.
+Device: TypeAlias = "str | int | torch.device"
+
+#: Where a device map leaves weights that are copied to the main device for computing.
+HOST_DEVICES = ("cpu", "cpu:0", "disk")
 #: The runtime library of each type of device, and the prefix of its functions.
 _libraries: dict[str, tuple[str, str]] = {}
 #: The types of devices whose library is loaded.
@@ -28,8 +34,6 @@ def register_accelerator(device_type: str, *, library: str | os.PathLike[str], p
     CUDA's runtime under another prefix, such as ``musaMalloc``: with the same signatures, constants
     and rules. PyTorch must support the device through ``torch.accelerator``, must take its memory
     by DLPack, and must tell the native handle of its streams (``torch.Stream.native_handle``).
-
-    NVIDIA GPUs need a package that was built with the feature ``cuda`` instead.
 
     Loading a library runs its code. The library is loaded when the device is first used.
 
@@ -83,6 +87,25 @@ def device_of(device: str | int | torch.device) -> torch.device:
     if found.index is not None:
         return found
     return torch.device(found.type, _current_index(found.type))
+
+
+def devices_of_map(device_map: Mapping[str, Device]) -> dict[torch.device, None]:
+    """Returns the accelerators of a device map, the main one first. Those of the CPU if none.
+
+    The main device is the first one. What the map leaves on the CPU or the disk streams to it.
+
+    Raises:
+        ConfigurationError: The map is empty, or has something else than devices.
+    """
+    found: dict[torch.device, None] = {}
+    for name, device in device_map.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(f"invalid device map: {name!r} is not the name of a module")
+        if str(device) not in HOST_DEVICES:
+            found[device_of(device)] = None
+    if not device_map:
+        raise ConfigurationError("invalid device map: it names no module")
+    return found or {device_of("cpu"): None}
 
 
 def default_device() -> torch.device | None:

@@ -19,8 +19,8 @@ from .budget import Budget
 from .config import Config
 from .errors import ConfigurationError
 from .streaming._arguments import check_execution_device
-from .streaming._forward import is_offloaded
 from .streaming._offload import offload, restore
+from .streaming._state import is_offloaded
 
 __all__ = ["apply_group_offloading", "enable_group_offload"]
 
@@ -52,7 +52,7 @@ def apply_group_offloading(
 
     Args:
         module: The model, in memory. Changed in place. A model that streams already is not changed.
-        onload_device: The CPU.
+        onload_device: The device on which the model runs.
         offload_device: The CPU. Without a directory, the weights stay there.
         offload_type: "block_level" or "leaf_level". Has no other effect: the engine plans which
             weights are in memory at a time.
@@ -82,8 +82,9 @@ def apply_group_offloading(
         >>> model(torch.ones(1, 64)).shape
         torch.Size([1, 64])
     """
-    check_execution_device(onload_device)
     check_execution_device(offload_device)
+    if offload_to_disk_path is None:
+        check_execution_device(onload_device)
     if str(getattr(offload_type, "value", offload_type)) not in _OFFLOAD_TYPES:
         raise ConfigurationError(
             f"invalid offload_type {offload_type!r}: expected one of {', '.join(_OFFLOAD_TYPES)}"
@@ -91,7 +92,8 @@ def apply_group_offloading(
     if is_offloaded(module):
         return
     if offload_to_disk_path is not None:
-        offload(module, Config(storage_path=offload_to_disk_path, budget=budget))
+        config = Config(storage_path=offload_to_disk_path, budget=budget, device=onload_device)
+        offload(module, config)
     elif budget is not None:
         raise ConfigurationError(
             "a budget needs `offload_to_disk_path`, a directory for the weights"

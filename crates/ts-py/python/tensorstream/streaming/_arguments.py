@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from ..budget import Budget
 from ..config import Config, parse_budget
-from ..devices import default_device, device_of
+from ..devices import Device, default_device, device_of
 from ..errors import ConfigurationError
 from ._hub import OPTIONS
 from ._offload import checked, with_shorthands
@@ -117,10 +118,10 @@ class Arguments:
     @classmethod
     def of(
         cls,
-        budget: int | str | Budget | None,
+        budget: int | str | Budget | Mapping[Any, int | str] | None,
         config: Any,
         kwargs: dict[str, Any],
-        device: str | int | torch.device | None = None,
+        device: Device | Mapping[str, Device] | None = None,
         host_budget: int | str | None = None,
     ) -> Arguments:
         """Translates the arguments of a call.
@@ -146,18 +147,13 @@ class Arguments:
         mapped, automatic = device_of_map(device_map)
         if device is None:
             device = default_device() if automatic and mapped is None else mapped
-        elif mapped is not None and device_of(mapped) != device_of(device):
+        elif mapped is not None and _differ(mapped, device):
             raise ConfigurationError(
                 f"the device is given twice: {device} as `device`, and {mapped} by `device_map`"
             )
-        memory = _memory(kwargs.pop("max_memory", None), device)
-        settings = with_shorthands(
-            _settings(budget, config, memory, kwargs),
-            None,
-            device if memory is None else memory.device,
-            host_budget if memory is None or memory.host is None else memory.host,
-        )
-        settings.accelerator()  # refuses a device that cannot be used
+        settings = _settings(budget, config, device, host_budget, kwargs)
+        for own in settings.on_devices().values():
+            own.accelerator()  # refuses a device that cannot be used
         return cls(
             settings=settings,
             has_device_map=device_map is not None,
@@ -172,32 +168,48 @@ class Arguments:
         )
 
 
+def _differ(one: Any, other: Any) -> bool:
+    """Returns whether two arguments give other devices."""
+    if isinstance(one, Mapping) or isinstance(other, Mapping):
+        return bool(one != other)
+    return device_of(one) != device_of(other)
+
+
 def _is_model_config(config: Any) -> bool:
     """Returns whether an object is a configuration of a model, or the path of one."""
     return hasattr(config, "model_type") or isinstance(config, str | os.PathLike)
 
 
 @dataclass(frozen=True)
-class _Memory:
+class Memory:
     """The device and the memory for weights that ``max_memory`` gives."""
 
-    device: str | int | torch.device | None
-    budget: int | str
+    device: Device | Mapping[str, Device] | None
+    budget: int | str | dict[str, int | str]
     host: int | str | None = None
 
 
 _NOTHING = (0, "0", "0GB", "0GiB", "0MB", "0MiB")
 
 
-def _memory(max_memory: Any, device: str | int | torch.device | None) -> _Memory | None:
+def memory_of(max_memory: Any, device: Device | Mapping[str, Device] | None) -> Memory | None:
     """Returns what ``max_memory`` means for a model on this device, as accelerate understands it.
 
     The memory of the device is the budget, and that of the CPU the host budget. Without memory of
-    the device, the model is on the CPU.
+    the device, the model is on the CPU. A model on several devices needs memory of each.
     """
+    if max_memory is None:
+        return None
+    if isinstance(device, Mapping):
+        if not isinstance(max_memory, dict):
+            raise ConfigurationError(
+                f"invalid max_memory: {max_memory!r}: expected a size for each device of the map"
+            )
+        sizes = {str(device_of(k)): v for k, v in max_memory.items() if k not in ("cpu", "disk")}
+        return Memory(device, sizes, max_memory.get("cpu"))
     if device is None or device_of(device).type == "cpu" or not isinstance(max_memory, dict):
-        most = cpu_memory(max_memory)
-        return None if most is None else _Memory(device, most)
+        most = _cpu_memory(max_memory)
+        return None if most is None else Memory(device, most)
     wanted = device_of(device)
     own: Any = 0
     for key, size in max_memory.items():
@@ -209,37 +221,45 @@ def _memory(max_memory: Any, device: str | int | torch.device | None) -> _Memory
             )
         own = size
     if own in _NOTHING:
-        return _Memory(None, cpu_memory(max_memory) or 0)
+        return Memory(None, _cpu_memory(max_memory) or 0)
     parse_budget(own)
-    return _Memory(device, own, max_memory.get("cpu"))
+    return Memory(device, own, max_memory.get("cpu"))
 
 
 def _settings(
-    budget: int | str | Budget | None, config: Any, memory: _Memory | None, kwargs: dict[str, Any]
+    budget: int | str | Budget | Mapping[Any, int | str] | None,
+    config: Any,
+    device: Device | Mapping[str, Device] | None,
+    host_budget: int | str | None,
+    kwargs: dict[str, Any],
 ) -> Config:
     """Returns the settings of the engine. Removes the arguments for it from ``kwargs``."""
     if budget is not None and config is not None:
         raise ConfigurationError("cannot combine `budget` and `config`: set the budget in `config`")
-    settings = Config(budget=budget) if config is None else checked(config)
+    settings = checked(config)
+    memory = memory_of(kwargs.pop("max_memory", None), device)
     if memory is not None:
-        if settings.budget is not None or settings.vram_budget_gb is not None:
+        if budget is not None or settings.budget is not None or settings.vram_budget_gb is not None:
             raise ConfigurationError(
                 "the budget is given twice, also as `max_memory`; give only one"
             )
-        settings = replace(settings, budget=memory.budget)
+        budget, device = memory.budget, memory.device
+        host_budget = host_budget if memory.host is None else memory.host
+    settings = with_shorthands(settings, budget, device, host_budget)
     folder = kwargs.pop("offload_folder", None)
     if folder is not None and settings.storage_path is None:
         settings = replace(settings, storage_path=folder)
     return settings
 
 
-def device_of_map(device_map: Any) -> tuple[str | int | torch.device | None, bool]:
+def device_of_map(device_map: Any) -> tuple[Device | Mapping[str, Device] | None, bool]:
     """Returns the device that a device map names, or ``None``, and whether it lets us choose.
 
-    Weights that the map leaves on the CPU or the disk stream to the device, too.
+    Weights that the map leaves on the CPU or the disk stream to the device, too. With several
+    devices, the result is the map itself.
 
     Raises:
-        ConfigurationError: The map has several devices, or something else than devices.
+        ConfigurationError: The map has something else than devices.
     """
     devices = device_map.values() if isinstance(device_map, dict) else [device_map]
     found: dict[torch.device, Any] = {}
@@ -255,22 +275,13 @@ def device_of_map(device_map: Any) -> tuple[str | int | torch.device | None, boo
                     f"invalid device_map: {device_map!r}: {error}, or 'auto'"
                 ) from error
     if len(found) > 1:
-        raise ConfigurationError(
-            f"cannot stream to several devices ({', '.join(map(str, found))}): give one device"
-        )
+        return {
+            name: "disk" if device is None else device for name, device in device_map.items()
+        }, False
     return next(iter(found.values()), None), automatic
 
 
-def check_device_map(device_map: Any) -> None:
-    """Refuses a device map that names another device than the CPU and the disk."""
-    if device_of_map(device_map)[0] is not None:
-        raise ConfigurationError(
-            f"invalid device_map: {device_map!r}: this function streams weights into CPU memory; "
-            "use 'cpu', or tensorstream.offload(model, device=...)"
-        )
-
-
-def cpu_memory(max_memory: Any) -> int | str | None:
+def _cpu_memory(max_memory: Any) -> int | str | None:
     """Returns the memory for weights of ``max_memory``, as accelerate understands it."""
     if max_memory is None:
         return None
@@ -305,13 +316,13 @@ def dtype_of(given: Any) -> torch.dtype | None:
 
 
 def check_execution_device(device: int | str | torch.device | None) -> None:
-    """Refuses a device that is not the CPU.
+    """Refuses a device that is not the CPU, for weights that are not in files.
 
     Raises:
         ConfigurationError: The device is not the CPU.
     """
     if device is not None and str(device) not in ("cpu", "cpu:0"):
         raise ConfigurationError(
-            f"cannot execute on {device}: streamed weights are in CPU memory, where the model runs;"
-            ' leave the device out, or pass "cpu"'
+            f"cannot execute on {device}: weights stream to a device from files; give a directory "
+            "for them, or use tensorstream.offload(model, checkpoint=..., device=...)"
         )

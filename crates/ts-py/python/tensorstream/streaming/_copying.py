@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ._distributed import IGNORED, StreamedNames
-from ._forward import Parameters, Streaming, own_stand_ins
+from ._forward import Parameters, own_stand_ins
 from ._guards import stand_ins_below
 from ._replaced_method import (
     ReplacedMethod,
@@ -27,7 +27,6 @@ from ._replaced_method import (
 from ._store import DimensionOrders, memory_order
 from ._stored_weights import StoredWeights
 from ._streamed_tensor import StreamedTensor
-from ._weights import Weights
 
 #: Offloads a copy: the model, the stored orders of dimensions, and the ``id`` of each parameter
 #: that stays in memory.
@@ -37,16 +36,13 @@ Attach = Callable[[nn.Module, DimensionOrders, frozenset[int]], None]
 class DeepCopy(ReplacedMethod):
     """The method ``__deepcopy__`` of a streamed model. The copy is a second streamed model."""
 
-    def __init__(
-        self, model: nn.Module, streaming: Streaming, stored: StoredWeights, attach: Attach
-    ):
+    def __init__(self, model: nn.Module, stored: StoredWeights, attach: Attach):
         super().__init__(model, "__deepcopy__")
-        self._weights = streaming.weights
         self._stored = stored
         self._attach = attach
 
     def __call__(self, memo: dict[int, Any]) -> Any:
-        twin, streamed = _copied(self.module(), self._weights, self._without_memory, memo)
+        twin, streamed = _copied(self.module(), self._stored, self._without_memory, memo)
         orders = {
             name: memory_order(parameter)
             for name, parameter in twin.named_parameters()
@@ -73,19 +69,19 @@ class DeepCopyOfPart(ReplacedMethod):
     PEFT, for example, trains copies of layers: ``modules_to_save``, and norms.
     """
 
-    def __init__(self, module: nn.Module, weights: Weights) -> None:
+    def __init__(self, module: nn.Module, stored: StoredWeights) -> None:
         super().__init__(module, "__deepcopy__")
-        self._weights = weights
+        self._stored = stored
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         if is_copied_without_replaced_methods():  # with the module that contains it
             return _copied_with_memo(self.module(), memo)
-        return _copied(self.module(), self._weights, StreamedTensor.copy, memo)[0]
+        return _copied(self.module(), self._stored, StreamedTensor.copy, memo)[0]
 
 
 def _copied(
     original: Any,
-    weights: Weights,
+    stored: StoredWeights,
     values_of: Callable[[StreamedTensor], torch.Tensor],
     memo: dict[int, Any],
 ) -> tuple[nn.Module, set[int]]:
@@ -93,7 +89,7 @@ def _copied(
 
     Args:
         original: The module.
-        weights: The weights of the streamed model.
+        stored: The stored tensors of the streamed model.
         values_of: Returns the values of a parameter of the copy.
         memo: The argument of ``__deepcopy__``.
 
@@ -103,14 +99,15 @@ def _copied(
     parameters: dict[int, nn.Parameter] = {}
     for module in original.modules():
         for _, stand_in in own_stand_ins(module):
-            if stand_in.weights is not weights:
+            if not stored.has(stand_in):
                 continue
-            if stand_in.key not in parameters:
-                requires_grad = weights.requires_grad(stand_in.key)
-                parameters[stand_in.key] = nn.Parameter(values_of(stand_in), requires_grad)
-            memo[id(stand_in)] = parameters[stand_in.key]
+            number = stored.parameter(stand_in)
+            if number not in parameters:
+                requires_grad = stand_in.weights.requires_grad(stand_in.key)
+                parameters[number] = nn.Parameter(values_of(stand_in), requires_grad)
+            memo[id(stand_in)] = parameters[number]
             if stand_in.trainable is not None:
-                memo[id(stand_in.trainable)] = parameters[stand_in.key]
+                memo[id(stand_in.trainable)] = parameters[number]
     for module in original.modules():
         for method in module.__dict__.values():
             if isinstance(method, ReplacedMethod):  # wrappers have copies of its attributes
@@ -151,21 +148,18 @@ class GetState(ReplacedMethod):
         )
 
 
-def replace_copying(
-    model: nn.Module, streaming: Streaming, stored: StoredWeights, attach: Attach
-) -> None:
+def replace_copying(model: nn.Module, stored: StoredWeights, attach: Attach) -> None:
     """Makes ``copy.deepcopy`` return a second streamed model, and refuses other copies.
 
     Deep copies of parts of the model are ordinary modules in memory.
 
     Args:
         model: The model.
-        streaming: Its streaming state.
         stored: The stored tensors of its parameters.
         attach: Offloads the copy.
     """
     for module in model.modules():
         if any(stand_ins_below(module)):
-            replace_method(module, DeepCopyOfPart(module, streaming.weights))
-    replace_method(model, DeepCopy(model, streaming, stored, attach))
+            replace_method(module, DeepCopyOfPart(module, stored))
+    replace_method(model, DeepCopy(model, stored, attach))
     replace_method(model, GetState(model))

@@ -12,8 +12,10 @@ from .. import _native
 from ..config import expanded
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 from ._arguments import Arguments, dtype_of
+from ._attach import attach
 from ._builder import Builder
-from ._offload import Path, attach, set_device_map
+from ._offload import Path
+from ._placement import Placement
 from ._places import Place, find
 
 
@@ -39,7 +41,7 @@ def load_diffusers(model_class: Any, path: Path, arguments: Arguments) -> Any:
     model.eval()
     attach(model, arguments.settings, checkpoint)
     if arguments.has_device_map:
-        set_device_map(model, arguments.settings.torch_device())
+        Placement(model, arguments.settings).set_device_map()
     if not arguments.loading_info:
         return model
     unexpected = sorted(set(checkpoint.names()) - set(model.state_dict()))

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..devices import Device
 from ..errors import ModelError
 from ._curve import Curve
-from ._forward import streaming_of
 from ._offload import stats
 from ._report import html_folded, html_table, html_text, mib
+from ._state import streaming_of
 from ._stats import PassStats, Stats
 
 #: What is left in an explanation of the units that calls waited for.
@@ -112,13 +113,18 @@ class Explanation:
 _UNIT_HEADER = ("MiB", "reads", "waits", "waited s", "used s", "unit")
 
 
-def explain(model: nn.Module) -> Explanation:
+def explain(model: nn.Module, *, device: Device | None = None) -> Explanation:
     """Shows where the time of an offloaded model goes, and predicts other budgets.
 
     Needs at least one finished forward pass. Passes that ran at the same time as others are not
     measured.
 
+    Args:
+        model: The model.
+        device: One of the devices of a model that is on several ones.
+
     Raises:
+        ConfigurationError: The model is on several devices, and ``device`` is not one of them.
         ModelError: The model is not offloaded, or no pass has been measured.
 
     Examples:
@@ -130,7 +136,8 @@ def explain(model: nn.Module) -> Explanation:
         >>> ts.explain(model).bottleneck in ("storage", "compute")
         True
     """
-    measured = stats(model)
+    share = streaming_of(model).share(device)
+    measured = stats(model, device=share.device)
     passes, *others = steady_passes(measured)
     if not passes:
         raise ModelError(
@@ -170,7 +177,7 @@ def explain(model: nn.Module) -> Explanation:
         waits=tuple(
             (unit["name"], unit["stall_s"]) for unit in waited[:_LONGEST] if unit["stall_s"] > 0
         ),
-        curve=Curve(streaming_of(model).weights.streamer.curve(budgets)),
+        curve=Curve(share.streamer.curve(budgets)),
         _units=tuple(units),
     )
 

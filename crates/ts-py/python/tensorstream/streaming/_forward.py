@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 
 from .. import _native
 from ..errors import ModelError
-from ._profile import Profile
 from ._progress import first_pass
 from ._replaced_method import ReplacedMethod
 from ._streamed_tensor import (
@@ -402,66 +401,3 @@ def parts(model: nn.Module, streamed: set[int]) -> Iterator[nn.Module]:
         below = any(id(module) in streamed for module in part.modules() if module is not part)
         if below and type(part).forward is not nn.Module.forward:
             yield part
-
-
-class Streaming:
-    """The streaming state of a model, which is its attribute ``_tensorstream``."""
-
-    def __init__(
-        self,
-        checkpoint: _native.Checkpoint,
-        sources: dict[int, Any],
-        weights: Weights,
-        passed_over: list[tuple[str, str]],
-        profile: Profile,
-        expert_units: dict[str, list[int]],
-    ) -> None:
-        self.checkpoint = checkpoint
-        #: The stored tensor of each parameter, as a ``TensorSpec``, by key.
-        self.sources = sources
-        self.weights = weights
-        #: Requested backends that are not built yet, with the reason.
-        self.passed_over = passed_over
-        self.profile = profile
-        #: The units of the experts of each layer, by the name of the module that contains them.
-        self.expert_units = expert_units
-        #: Whether a trace is being recorded.
-        self.traced = False
-
-
-def is_offloaded(model: nn.Module) -> bool:
-    """Returns whether a model streams."""
-    return "_tensorstream" in model.__dict__
-
-
-def offloaded_in(model: nn.Module) -> nn.Module:
-    """Returns the model itself if it is offloaded, else the only offloaded model that it contains.
-
-    For example, a ``PeftModel`` contains its base model.
-
-    Raises:
-        ModelError: The model contains no offloaded model, or several.
-    """
-    found = {}
-    if isinstance(model, nn.Module):
-        modules = [("", model)] if is_offloaded(model) else model.named_modules()
-        found = {name: each for name, each in modules if is_offloaded(each)}
-    if len(found) > 1:
-        raise ModelError(
-            f"this {type(model).__name__} contains several offloaded models "
-            f"({', '.join(f'`{name}`' for name in found)}); pass one of them"
-        )
-    if not found:
-        raise ModelError(f"this {type(model).__name__} is not offloaded; call offload(model) first")
-    return next(iter(found.values()))
-
-
-def streaming_of(model: nn.Module) -> Streaming:
-    """Returns the streaming state of an offloaded model, which another model may contain.
-
-    Raises:
-        ModelError: The model is not offloaded.
-    """
-    streaming = offloaded_in(model).__dict__["_tensorstream"]
-    assert isinstance(streaming, Streaming)
-    return streaming

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 
 class PlanStats(TypedDict):
@@ -245,3 +245,53 @@ class Stats(TypedDict):
     tables: TableStats
     plan: PlanStats
     units: list[UnitStats]
+
+
+#: Numbers of which those of several devices are not added up, but the largest counts.
+_LARGEST = frozenset(("passes", "recent_s", "predicted_pass_s", "kind", "wall_s"))
+
+
+def merged(devices: list[Stats]) -> Stats:
+    """Returns the statistics of several devices together.
+
+    Passes run on all devices at once. What one device waits for is computing to another one, so
+    that computing is what remains of a pass.
+    """
+    if len(devices) == 1:
+        return devices[0]
+    whole: Any = _together([dict(each) for each in devices])
+    latest = zip(*(reversed(each["recent_passes"]) for each in devices), strict=False)
+    whole["recent_passes"] = [_pass_of([dict(own) for own in each]) for each in latest][::-1]
+    slowest = max(devices, key=lambda each: each["stall_s"])
+    whole["plan"]["bottleneck"] = slowest["plan"]["bottleneck"]
+    whole["bottleneck"] = slowest["bottleneck"]
+    stats: Stats = whole
+    return stats
+
+
+def _pass_of(devices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns a pass over several devices."""
+    whole = _together(devices)
+    busy = whole["wait_s"] + whole["overhead_s"]
+    whole["compute_s"] = max(0.0, whole["wall_s"] - busy)
+    whole["bottleneck"] = max(devices, key=lambda each: each["wait_s"])["bottleneck"]
+    return whole
+
+
+def _together(devices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns a dictionary with the sum of each number, and all elements of each list."""
+    whole: dict[str, Any] = {}
+    for key, first in devices[0].items():
+        values = [each[key] for each in devices]
+        if isinstance(first, dict):
+            keys = dict.fromkeys(key for each in values for key in each)
+            whole[key] = _together([{key: each.get(key, 0) for key in keys} for each in values])
+        elif isinstance(first, list):
+            whole[key] = [each for value in values for each in value]
+        elif isinstance(first, bool):
+            whole[key] = all(values)
+        elif isinstance(first, int | float):
+            whole[key] = max(values) if key in _LARGEST else sum(values)
+        else:
+            whole[key] = first
+    return whole

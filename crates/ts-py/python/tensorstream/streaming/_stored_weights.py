@@ -21,6 +21,7 @@ from ._store import memory_order
 from ._streamed_tensor import StreamedTensor
 from ._symbolic_tensor import Source, SymbolicTensor
 from ._units import TensorSpec
+from ._weights import Weights
 
 
 class StoredWeights:
@@ -28,21 +29,40 @@ class StoredWeights:
 
     Args:
         checkpoint: The checkpoint.
-        sources: The stored tensor of each parameter, by key.
-        budget_bytes: The budget. A smaller budget leads to smaller pieces.
+        budget_bytes: The smallest budget. A smaller budget leads to smaller pieces.
     """
 
-    def __init__(
-        self,
-        checkpoint: _native.Checkpoint,
-        sources: dict[int, TensorSpec],
-        budget_bytes: int,
-    ) -> None:
+    def __init__(self, checkpoint: _native.Checkpoint, budget_bytes: int) -> None:
         self._checkpoint = checkpoint
         self._builder = Builder(checkpoint, budget_bytes)
-        self._sources = sources
-        #: The storages of mapped weights that still exist, by key.
+        #: The stored tensor of each weight, and its original parameter as a number, by key, for the
+        #: weights on each device. Those refer to this object.
+        self._weights: weakref.WeakKeyDictionary[Weights, dict[int, tuple[TensorSpec, int]]]
+        self._weights = weakref.WeakKeyDictionary()
+        #: The storages of mapped weights that still exist, by parameter.
         self._mapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def add(
+        self, weights: Weights, sources: dict[int, TensorSpec], parameters: dict[int, int]
+    ) -> None:
+        """Adds the weights on a device.
+
+        Args:
+            weights: The weights.
+            sources: Their stored tensors, by key.
+            parameters: Their original parameters as numbers, by key. Weights on several devices can
+                have the same one.
+        """
+        own = {key: (source, parameters[key]) for key, source in sources.items()}
+        self._weights[weights] = own
+
+    def parameter(self, stand_in: StreamedTensor) -> int:
+        """Returns the original parameter of a weight, as a number."""
+        return self._weights[stand_in.weights][stand_in.key][1]
+
+    def has(self, stand_in: StreamedTensor) -> bool:
+        """Returns whether a stand-in is one of the model's."""
+        return stand_in.weights in self._weights
 
     def is_in(self, directory: str | os.PathLike[str]) -> bool:
         """Returns whether weights stream from files in a directory."""
@@ -61,14 +81,15 @@ class StoredWeights:
         state_dict = dict(tensors)
         for name, tensor in tensors.items():
             if type(tensor) is StreamedTensor:
-                if tensor.key not in made:
-                    made[tensor.key] = self.symbolic(tensor)
-                state_dict[name] = made[tensor.key]
+                parameter = self.parameter(tensor)
+                if parameter not in made:
+                    made[parameter] = self.symbolic(tensor)
+                state_dict[name] = made[parameter]
         return state_dict
 
     def symbolic(self, stand_in: StreamedTensor) -> torch.Tensor:
         """Returns a symbolic tensor for a weight, or a view of one if it is not contiguous."""
-        name, _, shape, parts, phase = self._sources[stand_in.key]
+        name, _, shape, parts, phase = self._weights[stand_in.weights][stand_in.key][0]
         source = Source(name, tuple(parts), phase)
         stored = SymbolicTensor(shape, stand_in.dtype, source, self._builder)
         if stand_in.is_contiguous():
@@ -87,10 +108,10 @@ class StoredWeights:
             CheckpointChangedError: The file changed since it was opened.
         """
         spec = stand_in.weights.specs[stand_in.key]
-        storage = self._mapped.get(stand_in.key)
+        stored, parameter = self._weights[stand_in.weights][stand_in.key]
+        storage = self._mapped.get(parameter)
         if storage is None:
-            storage = self._map(self._sources[stand_in.key]).untyped_storage()
-            self._mapped[stand_in.key] = storage
+            storage = self._mapped[parameter] = self._map(stored).untyped_storage()
         whole = torch.empty(0, dtype=spec.dtype)
         return whole.set_(storage, 0, spec.shape, spec.strides)
 

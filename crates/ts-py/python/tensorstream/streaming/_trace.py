@@ -10,8 +10,9 @@ from types import TracebackType
 
 from torch import nn
 
+from ..devices import Device
 from ..errors import ConfigurationError, ModelError
-from ._forward import Streaming, streaming_of
+from ._state import Share, Streaming, streaming_of
 
 #: The most budgets in the curve of a page.
 _POINTS = 8
@@ -32,9 +33,11 @@ class trace:
     Args:
         model: The offloaded model.
         path: The file. An existing file is replaced.
+        device: One of the devices of a model that is on several ones.
 
     Raises:
-        ConfigurationError: The path has another suffix, or its directory does not exist.
+        ConfigurationError: The path has another suffix, its directory does not exist, or the model
+            is on several devices, and ``device`` is not one of them.
         ModelError: The model is not offloaded, or a trace of it is running.
         OSError: The file cannot be written.
 
@@ -48,7 +51,9 @@ class trace:
         True
     """
 
-    def __init__(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, model: nn.Module, path: str | os.PathLike[str], *, device: Device | None = None
+    ) -> None:
         self._path = Path(path)
         if self._path.suffix not in (".html", ".json"):
             raise ConfigurationError(
@@ -59,15 +64,17 @@ class trace:
                 f"cannot write a trace to {str(path)!r}: the directory does not exist"
             )
         self._model = model
-        self._streaming: Streaming | None = None
+        self._device = device
+        self._running: tuple[Streaming, Share] | None = None
 
     def __enter__(self) -> trace:
         streaming = streaming_of(self._model)
-        if streaming.traced:
+        share = streaming.share(self._device)
+        if share in streaming.traced:
             raise ModelError("a trace of this model is running: end it before you begin another")
-        streaming.weights.streamer.begin_trace()
-        streaming.traced = True
-        self._streaming = streaming
+        share.streamer.begin_trace()
+        streaming.traced.append(share)
+        self._running = streaming, share
         return self
 
     def __exit__(
@@ -76,11 +83,12 @@ class trace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        streaming, self._streaming = self._streaming, None
-        if streaming is None:
+        running, self._running = self._running, None
+        if running is None:
             return
-        streaming.traced = False
-        streamer = streaming.weights.streamer
+        streaming, share = running
+        streaming.traced.remove(share)
+        streamer = share.streamer
         stats = streamer.stats()
         budget, whole = stats["budget_bytes"], sum(unit["slot_bytes"] for unit in stats["units"])
         least = stats["plan"]["smallest_budget_bytes"]

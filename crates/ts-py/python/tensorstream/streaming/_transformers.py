@@ -27,9 +27,11 @@ from ..errors import (
     ModelError,
 )
 from ._arguments import Arguments
+from ._attach import attach
 from ._builder import Builder
-from ._offload import Path, attach, plan_model, set_device_map
+from ._offload import Path, plan_model
 from ._pipelines import load_with_its_library, sentence_transformer_name
+from ._placement import Placement
 from ._places import Place, find
 from ._symbolic_tensor import SymbolicTensor
 from ._weights import Divided
@@ -167,7 +169,7 @@ def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> An
     model.name_or_path = model.config._name_or_path = place.name
     attach(model, arguments.settings, checkpoint, kept=new)
     if arguments.has_device_map:
-        set_device_map(model, arguments.settings.torch_device())
+        Placement(model, arguments.settings).set_device_map()
     return (model, info) if arguments.loading_info else model
 
 

@@ -48,6 +48,7 @@ def units_for_budget(
     device: torch.device,
     fitted: Callable[[int, int], int],
     kept: frozenset[int] = frozenset(),
+    is_own: Callable[[nn.Module], bool] = lambda _: True,
 ) -> tuple[UnitBuilder, int]:
     """Divides no more parameters than the budget requires. Returns the units and the budget.
 
@@ -62,10 +63,11 @@ def units_for_budget(
         fitted: Returns the budget. Its arguments are the smallest budget that works, and the
             budget that keeps all units in memory.
         kept: The ``id`` of each parameter that stays in memory as it is.
+        is_own: Returns whether a module is on the device.
     """
 
     def build(rows: Rows) -> tuple[UnitBuilder, int, int]:
-        units = UnitBuilder(model, checkpoint, converted, orders, rows, exact, device, kept)
+        units = UnitBuilder(model, checkpoint, converted, orders, rows, exact, device, kept, is_own)
         together, tables = units.leased_together(), units.tables
         sizes = _native.requirement(
             checkpoint, units.specs, together=together, settings=settings, tables=tables
@@ -136,6 +138,7 @@ class UnitBuilder:
         exact: bool,
         device: torch.device,
         kept: frozenset[int] = frozenset(),
+        is_own: Callable[[nn.Module], bool] = lambda _: True,
     ) -> None:
         #: Whether addresses modulo 64 are those in host memory. Else they are those that the
         #: allocator of a device gives: 0.
@@ -149,7 +152,7 @@ class UnitBuilder:
         #: The parameters whose slices are units, although a pass uses all of them, by ``id``.
         self._batch_divided = batch_divided(model, rows, exact=exact, device=device)
         #: The experts that are modules of a list.
-        self._experts = expert_modules(model)
+        self._experts = [each for each in expert_modules(model) if is_own(each)]
         self._in_expert = {id(each) for expert in self._experts for each in expert.modules()}
         #: The tensors whose rows can be read one by one, with their dtypes.
         self.tables: list[tuple[TensorSpec, torch.dtype]] = []
@@ -185,15 +188,20 @@ class UnitBuilder:
             (module, f"{prefix}.{name}".lstrip("."), name, buffer)
             for prefix, module in model.named_modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None and (isinstance(buffer, SymbolicTensor) or buffer.is_meta)
+            if buffer is not None
+            and is_own(module)
+            and (isinstance(buffer, SymbolicTensor) or buffer.is_meta)
         ]
         for prefix, module in model.named_modules():
-            self._add_module(prefix, module)
+            if is_own(module):
+                self._add_module(prefix, module)
         self.modules = [
             (module, {name: self._final(key) for name, key in keys.items()})
             for module, keys in self.modules
         ]
         self.sources = {self._final(key): spec for key, spec in self.sources.items()}
+        #: The keys of weights by ``id`` of the parameter.
+        self.keys = {parameter: self._final(key) for parameter, key in self._keys.items()}
 
     def _final(self, key: int) -> int:
         """Returns the final key of a weight."""

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Divides a model among devices, and moves the inputs of its modules to their devices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Config
+from ..devices import HOST_DEVICES, device_of
+from ..errors import ConfigurationError
+
+
+class Placement:
+    """The device of each module of a model.
+
+    Args:
+        model: The model.
+        config: The settings.
+
+    Raises:
+        ConfigurationError: The device map names a module that does not exist, leaves out a module
+            with weights, or places parameters of one module on several devices; or a device cannot
+            be used.
+    """
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        #: The settings for each device, the main one first.
+        self.configs = config.on_devices()
+        for each in self.configs.values():
+            each.accelerator()  # refuses a device that cannot be used
+        self.main = next(iter(self.configs))
+        self._model = model
+        #: The device of each name in the map.
+        self._map: dict[str, torch.device] = {"": self.main}
+        if isinstance(config.device, Mapping):
+            self._map = {
+                name: self.main if str(device) in HOST_DEVICES else device_of(device)
+                for name, device in config.device.items()
+            }
+            self._check_names()
+        self._devices = {
+            id(module): self._device_of(prefix, module) for prefix, module in model.named_modules()
+        }
+
+    def device(self, module: nn.Module) -> torch.device:
+        """Returns the device of a module of the model."""
+        return self._devices[id(module)]
+
+    def share(self, device: torch.device) -> float:
+        """Returns the share of a device in the bytes of all parameters, 0 to 1."""
+        sizes = dict.fromkeys(self.configs, 0)
+        for module in self._model.modules():
+            sizes[self.device(module)] += sum(each.nbytes for each in module.parameters(False))
+        return sizes[device] / max(sum(sizes.values()), 1)
+
+    def set_device_map(self) -> None:
+        """Gives the model a map that says to other libraries that it must stay where it is.
+
+        ``Accelerator.prepare`` and ``Trainer`` do not move models whose map has several entries,
+        pipelines use the first device, and PEFT looks for each layer, whose name ends with its
+        number. The values are not "cpu" or "disk", for which transformers and PEFT expect hooks of
+        accelerate. Without an accelerator, they refuse the CPU as a device then, and several
+        processes.
+        """
+        names = ["", *(name for name, _ in self._model.named_children())]
+        for name, _ in self._model.named_modules():
+            numbers = [part for part in name.split(".") if part.isdigit()]
+            if len(numbers) == 1 and name.endswith(f".{numbers[0]}"):
+                names.append(name)
+        modules = dict(self._model.named_modules())
+        devices = {name: self.device(modules[name]) for name in names}
+        self._model.__dict__["hf_device_map"] = devices
+
+    def move_inputs(self) -> None:
+        """Makes modules move their inputs to their devices, also after ``restore``.
+
+        Results of the model are moved to the main device.
+        """
+        for module in self._model.modules():
+            _remove_hooks(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+            _remove_hooks(module._forward_hooks, module._forward_hooks_with_kwargs)
+        if len(self.configs) == 1:
+            return
+        divided = (
+            module
+            for module in self._model.modules()
+            if len({self.device(each) for each in module.modules()}) > 1
+        )
+        parts = (part for each in divided for child in each.children() for part in _run(child))
+        for module in dict.fromkeys([self._model, *parts]):
+            inputs = InputsTo(self.device(module))
+            module.register_forward_pre_hook(inputs, prepend=True, with_kwargs=True)
+        self._model.register_forward_hook(ResultTo(self.main))
+
+    def _check_names(self) -> None:
+        modules = {name for name, _ in self._model.named_modules()}
+        tensors = [
+            *self._model.named_parameters(remove_duplicate=False),
+            *self._model.named_buffers(remove_duplicate=False),
+        ]
+        known = modules | {name for name, _ in tensors}
+        for name in self._map:
+            if name not in known:
+                raise ConfigurationError(
+                    f"invalid device map: the {type(self._model).__name__} has no module `{name}`"
+                )
+        for name, _ in self._model.named_parameters():
+            if self._entry(name) is None:
+                raise ConfigurationError(
+                    f"invalid device map: it does not name `{name}`, or a module that has it; "
+                    '"" names the whole model'
+                )
+
+    def _entry(self, name: str) -> str | None:
+        """Returns the longest name in the map that is, or contains, this module or tensor."""
+        found = [each for each in self._map if not each or f"{name}.".startswith(f"{each}.")]
+        return max(found, key=len, default=None)
+
+    def _device_of(self, prefix: str, module: nn.Module) -> torch.device:
+        names = [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters("", False)]
+        own = {self._map[entry] for name in names if (entry := self._entry(name)) is not None}
+        if len(own) > 1:
+            raise ConfigurationError(
+                f"invalid device map: the parameters of `{prefix}` are on several devices "
+                f"({', '.join(map(str, own))}): name the module, not its parameters"
+            )
+        entry = self._entry(prefix)
+        return next(iter(own), self.main if entry is None else self._map[entry])
+
+
+def _run(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields a module, or instead those in it if it is a list of modules without a forward."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        for each in module.children():
+            yield from _run(each)
+    else:
+        yield module
+
+
+@dataclass(frozen=True)
+class InputsTo:
+    """A hook that moves the inputs of a module to a device."""
+
+    device: torch.device
+
+    def __call__(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        return moved(args, self.device), moved(kwargs, self.device)
+
+
+@dataclass(frozen=True)
+class ResultTo:
+    """A hook that moves the result of a module to a device."""
+
+    device: torch.device
+
+    def __call__(self, _: nn.Module, args: Any, result: Any) -> Any:
+        return moved(result, self.device)
+
+
+def _remove_hooks(hooks: dict[int, Any], with_kwargs: dict[int, bool]) -> None:
+    """Removes the hooks of this file from the hooks of a module."""
+    for number, hook in list(hooks.items()):
+        if isinstance(hook, InputsTo | ResultTo):
+            del hooks[number]
+            with_kwargs.pop(number, None)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Returns tensors, and tuples, lists and mappings of them, on a device.
+
+    Other objects, such as caches, are returned as they are: their parts are on the devices of the
+    layers that use them. So are containers whose tensors are on the device already.
+    """
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device or value.is_meta else value.to(device)
+    if all(each.device == device for each in _tensors(value)):
+        return value
+    if isinstance(value, Mapping):
+        other: Any = copy.copy(value)
+        for key, each in value.items():
+            other[key] = moved(each, device)
+        return other
+    parts = [moved(each, device) for each in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors that ``moved`` moves."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Programs that run models on both devices of the stand-in accelerator. See ``on_stand_in.py``."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import tensorstream as ts
+import torch
+from exactness import assert_same
+from on_stand_in import DEVICE, Library, linears, main, on_host, program, small_llama
+
+OTHER = "accinte:1"
+
+
+def _halves(model: Any) -> dict[str, str]:
+    """Returns a map with the second half of each list of layers on the other device."""
+    halves = {"": DEVICE}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) > 1:
+            layers = range(len(module) // 2, len(module))
+            halves |= {f"{name}.{layer}": OTHER for layer in layers}
+    return halves
+
+
+@program
+def layers() -> None:
+    """Each device has its own layers, budget and statistics."""
+    library, model = Library(), linears()
+    resident = copy.deepcopy(model).to(DEVICE)
+    placed = {"": DEVICE, "4": OTHER, "5": OTHER, "6": OTHER, "7": "disk"}
+    unit = 256 * 257 * 4
+    with tempfile.TemporaryDirectory() as directory:
+        config = ts.Config(
+            storage_path=directory,
+            device=placed,
+            budget={DEVICE: 3 * unit, OTHER: 2 * unit + 50_000},
+        )
+        streamed = ts.offload(copy.deepcopy(model), config)
+        assert [str(each.device) for each in streamed.parameters()][::2] == [
+            *[DEVICE] * 4,
+            *[OTHER] * 3,
+            DEVICE,
+        ]
+        for turn in range(4):
+            inputs = torch.randn(4, 256)
+            with library.delays(2000 if turn else 0, turn), torch.no_grad():
+                result = streamed(inputs.to((DEVICE, OTHER, "cpu")[turn % 3]))
+                assert result.device == torch.device(DEVICE)
+                assert torch.equal(resident(inputs.to(DEVICE)).cpu(), result.cpu())
+            wanted = inputs.clone().to(DEVICE).requires_grad_()
+            given = inputs.clone().to(DEVICE).requires_grad_()
+            resident(wanted).sum().backward()
+            streamed(given).sum().backward()
+            assert torch.equal(wanted.grad.cpu(), given.grad.cpu())
+        both, one, two = (ts.stats(streamed, device=each) for each in (None, DEVICE, OTHER))
+        assert (len(one["units"]), len(two["units"])) == (5, 3)
+        assert both["budget_bytes"] == 5 * unit + 50_000
+        assert both["read_bytes"] == one["read_bytes"] + two["read_bytes"] > 0
+        assert both["passes"] == one["passes"] == two["passes"] == 8
+        assert one["plan"]["peak_bytes"] <= 3 * unit and two["plan"]["streamed_bytes_per_pass"] > 0
+        assert both["recent_passes"][-1]["wall_s"] > 0
+        assert library.counters()["peak"] <= 5 * unit + 50_000, library.counters()
+        for look in (ts.explain, lambda each, **how: ts.trace(each, "a.json", **how).__enter__()):
+            try:
+                look(streamed)
+            except ts.ConfigurationError as error:
+                assert "several devices" in str(error), error
+            else:
+                raise AssertionError("no device was chosen")
+        assert ts.explain(streamed, device=OTHER).passes > 0
+        with ts.trace(streamed, Path(directory) / "a.json", device=OTHER), torch.no_grad():
+            streamed(torch.randn(4, 256))
+        restored = ts.restore(streamed)
+        assert str(restored[5][0].weight.device) == OTHER
+        with torch.no_grad():
+            assert torch.equal(restored(inputs).cpu(), resident(inputs.to(DEVICE)).cpu())
+        again = ts.offload(restored.cpu(), ts.Config(storage_path=directory, budget=4 * unit))
+        with torch.no_grad():
+            assert again(inputs).device == torch.device("cpu")
+
+
+@program
+def families(*names: str) -> None:
+    """Families of transformers models stream to two devices, and generate the same tokens."""
+    import transformers
+    from families import FAMILIES
+
+    for name in names:
+        family = FAMILIES[name]
+        torch.manual_seed(0)
+        config = family.config()
+        config._attn_implementation = "eager"
+        load = getattr(transformers, family.model_class)
+        model = load(config)
+        inputs = {key: each.to(DEVICE) for key, each in family.inputs(2).items()}
+        with tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+            eager = {"attn_implementation": "eager"}
+            resident = load.from_pretrained(directory, **eager).eval().to(DEVICE)
+            halves = _halves(resident)
+            assert OTHER in halves.values(), name
+            how = {"model_class": load, "device_map": halves, **eager}
+            whole = ts.from_pretrained(directory, budget="64MiB", **how)
+            sizes: dict[int, int] = {}
+            for index, device in enumerate((DEVICE, OTHER)):
+                sizes[index] = ts.stats(whole, device=device)["plan"]["smallest_budget_bytes"]
+            del whole
+            streamed = ts.from_pretrained(directory, max_memory=sizes, **how)
+            assert streamed.device == torch.device(DEVICE)
+            assert len(set(streamed.hf_device_map.values())) == 2
+            for index, device in enumerate((DEVICE, OTHER)):
+                plan = ts.stats(streamed, device=device)["plan"]
+                assert plan["peak_bytes"] <= sizes[index], (name, plan, sizes)
+            assert ts.stats(streamed)["plan"]["streamed_bytes_per_pass"] > 0, name
+            with torch.inference_mode():
+                expected = resident(**inputs)
+                for turn in range(3):
+                    with Library().delays(1000 if turn else 0, turn):
+                        assert_same(on_host(streamed(**inputs)), on_host(expected))
+            if family.generates:
+                first = dict(list(inputs.items())[:1])
+                for options in ({"do_sample": False}, {"num_beams": 2}):
+                    wanted, got = (
+                        each.generate(**first, **options, max_new_tokens=5).cpu()
+                        for each in (resident, streamed)
+                    )
+                    assert torch.equal(wanted, got), name
+            _check_copies(streamed, directory, inputs, expected)
+
+
+def _check_copies(streamed: Any, directory: str, inputs: Any, expected: Any) -> None:
+    """A copy streams to the same devices, and a saved model has the same tensors."""
+    twin = copy.deepcopy(streamed)
+    with torch.inference_mode():
+        assert_same(on_host(twin(**inputs)), on_host(expected))
+    with tempfile.TemporaryDirectory() as other:
+        streamed.save_pretrained(other)
+        before, after = (
+            ts.load_file(Path(each) / "model.safetensors") for each in (directory, other)
+        )
+        assert before.keys() == after.keys()
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@program
+def lora() -> None:
+    """An adapter over a base on two devices gets the same gradients and updates."""
+    import peft
+
+    model = small_llama()
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(
+            task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "v_proj"]
+        )
+        return peft.get_peft_model(base, lora)
+
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        base = ts.from_pretrained(
+            directory, budget="140KiB", device=_halves(model), attn_implementation="eager"
+        )
+        streamed = adapted(base)
+        resident = adapted(model.to(DEVICE)).to(DEVICE)
+        devices = {str(each.device) for each in streamed.parameters() if each.requires_grad}
+        assert devices == {DEVICE, OTHER}, devices
+        optimizers = [
+            torch.optim.AdamW((p for p in each.parameters() if p.requires_grad), foreach=False)
+            for each in (resident, streamed)
+        ]
+        for step in range(4):
+            tokens = ((torch.arange(24) * (step + 3)) % 250).view(2, 12).to(DEVICE)
+            losses = []
+            for each, optimizer in zip((resident, streamed), optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = each(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach().cpu())
+            assert torch.equal(*losses), losses
+        assert ts.stats(streamed)["plan"]["streamed_bytes_per_pass"] > 0
+
+
+@program
+def threads() -> None:
+    """Threads run passes over both devices at once."""
+    model = linears()
+    resident = copy.deepcopy(model).to(DEVICE)
+    inputs = [torch.randn(2, 256).to(DEVICE) for _ in range(3)]
+    with torch.no_grad():
+        expected = [resident(each).cpu() for each in inputs]
+    errors: list[BaseException] = []
+    placed = {"": DEVICE, **{str(layer): OTHER for layer in range(0, 8, 2)}}
+    with tempfile.TemporaryDirectory() as directory:
+        config = ts.Config(
+            storage_path=directory, device=placed, budget="800KiB", max_passes=2, host_budget="1MiB"
+        )
+        streamed = ts.offload(model, config)
+        plan = ts.stats(streamed)["plan"]
+        whole = sum(each.nbytes for each in resident.parameters())
+        assert 0 < plan["streamed_bytes_per_pass"] <= whole / 2, plan
+
+        def run(index: int) -> None:
+            try:
+                with torch.no_grad():
+                    for _ in range(10):
+                        assert torch.equal(streamed(inputs[index]).cpu(), expected[index])
+            except BaseException as error:
+                errors.append(error)
+
+        running = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+        for each in running:
+            each.start()
+        for each in running:
+            each.join()
+    assert not errors, errors
+
+
+@program
+def drop_in() -> None:
+    """The functions of accelerate and diffusers that place weights on devices stream to them."""
+    import tensorstream.accelerate as ours
+    from tensorstream.diffusers import apply_group_offloading
+
+    model, inputs = linears(), torch.randn(4, 256).to(DEVICE)
+    resident = copy.deepcopy(model).to(DEVICE)
+    unit = 256 * 257 * 4
+    halves: dict[str, Any] = {str(each): (0, "accinte:1", "cpu")[each % 3] for each in range(8)}
+
+    def on_meta() -> Any:
+        with torch.device("meta"):
+            return linears()
+
+    with torch.no_grad(), tempfile.TemporaryDirectory() as directory:
+        expected = resident(inputs).cpu()
+        saved = Path(directory) / "model.safetensors"
+        ts.save_file(model.state_dict(), saved)
+
+        def check(streamed: Any, devices: set[str]) -> Any:
+            for _ in range(2):
+                result = streamed(inputs)
+                assert str(result.device) == next(iter(sorted(devices)))
+                assert torch.equal(result.cpu(), expected)
+            assert {str(each.device) for each in streamed.parameters()} == devices
+            return ts.stats(streamed)
+
+        streamed = ours.disk_offload(copy.deepcopy(model), directory, DEVICE, budget=3 * unit)
+        assert check(streamed, {DEVICE})["plan"]["streamed_bytes_per_pass"] > 0
+        streamed = ours.dispatch_model(copy.deepcopy(model), halves, offload_dir=directory)
+        check(streamed, {DEVICE, OTHER})
+        sizes = {device: ts.stats(streamed, device=device)["budget_bytes"] for device in (0, OTHER)}
+        # Three layers, and twice the largest one.
+        assert sizes == {0: 5 * unit, OTHER: 5 * unit}, sizes
+        loaded = ours.load_checkpoint_and_dispatch(
+            on_meta(), saved, halves, max_memory={0: 3 * unit, 1: 2 * unit + 50_000, "cpu": "1MiB"}
+        )
+        assert check(loaded, {DEVICE, OTHER})["budget_bytes"] == 5 * unit + 50_000
+        automatic = ours.load_checkpoint_and_dispatch(on_meta(), saved, "auto", budget=3 * unit)
+        check(automatic, {DEVICE})
+        grouped = copy.deepcopy(model)
+        apply_group_offloading(
+            grouped,
+            DEVICE,
+            offload_type="leaf_level",
+            offload_to_disk_path=directory,
+            budget=3 * unit,
+        )
+        check(grouped, {DEVICE})
+        for refused in (
+            lambda: ours.cpu_offload(copy.deepcopy(model), DEVICE),
+            lambda: apply_group_offloading(copy.deepcopy(model), DEVICE),
+            lambda: ours.dispatch_model(copy.deepcopy(model), halves),
+            lambda: ours.dispatch_model(
+                copy.deepcopy(model), {"": 0}, "accinte:1", None, directory
+            ),
+        ):
+            try:
+                refused()
+            except ts.ConfigurationError as error:
+                assert (
+                    "give a directory" in str(error)
+                    or "offload_dir" in str(error)
+                    or ("main device" in str(error))
+                ), error
+            else:
+                raise AssertionError("was accepted")
+
+
+@program
+def refusals() -> None:
+    """Device maps that cannot work are refused in words, before anything is changed."""
+
+    def refused(words: str, model: Any, **settings: Any) -> None:
+        before = dict(model.named_parameters())
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                settings = {"budget": "1MiB", **settings}
+                ts.offload(model, ts.Config(storage_path=directory, **settings))
+            except ts.ConfigurationError as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(f"{settings} was accepted")
+            assert not any(Path(directory).iterdir()), "weights were written"
+        assert before.keys() == dict(model.named_parameters()).keys()
+        assert all(before[name] is each for name, each in model.named_parameters())
+
+    model = linears(2)
+    refused("names no module", model, device={})
+    refused("no module `9`", model, device={"": DEVICE, "9": OTHER})
+    refused("does not name `1.0.weight`", model, device={"0": DEVICE})
+    refused("2 device(s)", model, device={"0": DEVICE, "1": "accinte:7"})
+    refused("on several devices", model, device={"": DEVICE, "0.0.bias": OTHER})
+    refused(
+        "a size for each of accinte:0, accinte:1",
+        model,
+        device={"0": DEVICE, "1": OTHER},
+        budget={DEVICE: "1MiB"},
+    )
+    refused("there is one device", model, device=DEVICE, budget={DEVICE: "1MiB"})
+
+
+if __name__ == "__main__":
+    main()
