@@ -7,6 +7,7 @@
 // PyO3 extracts arguments as owned values.
 #![allow(clippy::needless_pass_by_value)]
 
+mod accelerator;
 mod cli;
 mod dlpack;
 mod dtype;
@@ -59,6 +60,7 @@ fn backends() -> Vec<&'static str> {
 
 #[pymodule]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<accelerator::Accelerator>()?;
     m.add_class::<dtype::PyDtype>()?;
     m.add_function(wrap_pyfunction!(parse_bytes, m)?)?;
     m.add_function(wrap_pyfunction!(available_memory, m)?)?;

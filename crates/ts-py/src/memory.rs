@@ -13,10 +13,11 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use tensorstream::exec::contiguous_strides;
 use tensorstream::format::Dtype;
-use tensorstream::pool::{self, PooledBuffer, TensorBuffer};
+use tensorstream::pool::{self, DeviceBuffer, PooledBuffer, TensorBuffer};
 use tensorstream::remote;
-use tensorstream::streams::AnyDevice;
+use tensorstream::streams::{AnyDevice, Device};
 
+use crate::accelerator::Accelerator;
 use crate::dlpack::{CPU, CUDA, CapsuleBytes, Imported};
 
 /// Bytes at a fixed address, on the host or a GPU, with their owner.
@@ -33,8 +34,35 @@ pub(crate) struct Memory {
 enum Owner {
     Buffer(TensorBuffer),
     Pooled { _block: PooledBuffer<AnyDevice> },
+    Device(DeviceOwner),
     Imported { _tensor: Imported },
     Zeroed { _allocation: ZeroedAllocation },
+}
+
+/// Memory of a device, which work on PyTorch's streams may use.
+struct DeviceOwner {
+    /// None only while this value is dropped.
+    buffer: Option<DeviceBuffer<AnyDevice>>,
+    accelerator: Py<Accelerator>,
+}
+
+impl DeviceOwner {
+    /// Copies the bytes to the host, after all work on the device.
+    fn to_host(&self) -> Result<Vec<u8>, pool::Error> {
+        let buffer = self.buffer.as_ref().expect("only `drop` takes the buffer");
+        self.accelerator.get().device().synchronize()?;
+        let mut bytes = vec![0; buffer.len()];
+        buffer.read(0, &mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+impl Drop for DeviceOwner {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            self.accelerator.get().release(buffer);
+        }
+    }
 }
 
 /// Zeroed memory from the allocator. The pages of large allocations are mapped when they are first
@@ -119,6 +147,20 @@ impl Memory {
         })
     }
 
+    /// Takes ownership of memory of a device, from its [`receiving`](Accelerator::receiving) pool.
+    ///
+    /// # Errors
+    /// Returns [`pool::Error::Stale`] if the memory was freed.
+    pub(crate) fn on_device(
+        buffer: DeviceBuffer<AnyDevice>,
+        accelerator: Py<Accelerator>,
+    ) -> Result<Self, pool::Error> {
+        let (data, len) = (buffer.range()?.as_ptr(), buffer.len());
+        let device = accelerator.get().dlpack();
+        let owner = Owner::Device(DeviceOwner { buffer: Some(buffer), accelerator });
+        Ok(Self { data, len, device, read_only: false, owner })
+    }
+
     /// Takes ownership of an imported tensor, whose elements are in the `len` bytes at `data`.
     /// `device` is DLPack's device type and device number.
     ///
@@ -157,6 +199,15 @@ impl Memory {
         self.device
     }
 
+    /// Returns PyTorch's name of the device.
+    pub(crate) fn device_name(&self) -> String {
+        match (&self.owner, self.device) {
+            (Owner::Device(own), _) => own.accelerator.get().torch_name().to_owned(),
+            (_, (CUDA, ordinal)) => format!("cuda:{ordinal}"),
+            _ => "cpu".into(),
+        }
+    }
+
     pub(crate) fn is_read_only(&self) -> bool {
         self.read_only
     }
@@ -193,7 +244,8 @@ impl Memory {
         match (&self.owner, self.bytes()) {
             (_, Some(bytes)) => Ok(bytes.to_vec()),
             (Owner::Buffer(buffer), None) => buffer.to_host(),
-            (_, None) => unreachable!("only a `TensorBuffer` can be on a GPU"),
+            (Owner::Device(own), None) => own.to_host(),
+            (_, None) => unreachable!("only these owners can be on a device"),
         }
     }
 }

@@ -5,7 +5,6 @@
 //! So an exception of a signal handler arrives before or after a step, never during one. Dropping a
 //! [`Use`](lease::Use) or a [`Pass`](pass::Pass) ends it.
 
-mod accelerator;
 mod engine;
 mod expected;
 mod forward;
@@ -30,7 +29,6 @@ type Lease = orchestrator::Lease<AnyDevice>;
 type TensorBytes = orchestrator::TensorBytes<AnyDevice>;
 
 pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<accelerator::Accelerator>()?;
     m.add_class::<inner::Streamer>()?;
     m.add_class::<lease::Use>()?;
     m.add_class::<forward::UnitForward>()?;

@@ -4,6 +4,7 @@
 mod connection;
 mod incoming;
 mod listener;
+mod place;
 mod settings;
 mod wait;
 

@@ -51,6 +51,7 @@ def run(
         "kept",
         "handles",
         "moves",
+        "network",
         "overlap",
         "threads",
         "tiers",

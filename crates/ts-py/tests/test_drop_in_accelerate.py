@@ -195,7 +195,10 @@ def test_models_on_the_cpu_stay_there(reference: Model) -> None:
         (lambda d: ours.dispatch_model(Model(), {"embed": "cpu"}), "does not name `layers.0"),
         (lambda d: ours.dispatch_model(Model(), {"": "disk"}), "offload_dir"),
         (lambda d: ours.dispatch_model(Model(), {"": "cpu"}, offload_index={}), "offload_index"),
-        (lambda d: ours.dispatch_model(Model(), {"": "cpu"}, main_device=1), "not in the device map"),
+        (
+            lambda d: ours.dispatch_model(Model(), {"": "cpu"}, main_device=1),
+            "not in the device map",
+        ),
         (lambda d: ours.cpu_offload(Model().to("meta")), "on the meta device"),
         (lambda d: ours.load_checkpoint_and_dispatch(empty(), d, "auto", dtype="int3"), "int3"),
         (lambda d: ours.load_checkpoint_and_dispatch(empty(), d, "auto", {0: "3GB"}), "max_memory"),

@@ -331,6 +331,13 @@ impl<D: Device> Memory for OrderedMemory<D> {
     }
 }
 
+impl<D: Device> OrderedSink<D> {
+    /// Returns the name of the tensor.
+    pub fn tensor(&self) -> &str {
+        &self.tensor
+    }
+}
+
 impl<D: Device> Sink for OrderedSink<D> {
     type Full = DeviceBuffer<D>;
 

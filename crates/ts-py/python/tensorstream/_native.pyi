@@ -184,6 +184,7 @@ class Checkpoint:
 class Accelerator:
     def __new__(
         cls,
+        torch_name: str,
         ordinal: int,
         dlpack_type: int,
         current_stream: Callable[[], int],
@@ -761,11 +762,16 @@ class Connection:
         self,
         *,
         into: Tensor | None = None,
+        device: Accelerator | None = None,
         timeout: float | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> Tensor | bytes | None: ...
     def _recv_all(
-        self, *, timeout: float | None = None, progress: Callable[[int], object] | None = None
+        self,
+        *,
+        device: Accelerator | None = None,
+        timeout: float | None = None,
+        progress: Callable[[int], object] | None = None,
     ) -> list[Tensor] | None: ...
     def stats(self) -> _ConnectionStats: ...
     def close(self, reason: str = "the peer called close()") -> None: ...

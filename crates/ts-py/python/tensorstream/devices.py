@@ -152,7 +152,7 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
         # PyTorch makes the context that the copies use, too.
         torch.cuda.init()  # type: ignore[no-untyped-call]  # PyTorch gives it no types
         stream = functools.partial(torch._C._cuda_getCurrentRawStream, index)
-        return _native.Accelerator(index, _CUDA, stream)
+        return _native.Accelerator(str(device), index, _CUDA, stream)
     if device.type not in _libraries:
         raise ConfigurationError(
             f"cannot use the device {device}: call tensorstream.register_accelerator("
@@ -169,7 +169,9 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
         handle: int = stream.native_handle
         return handle
 
-    found = _native.Accelerator(index, _dlpack_type(device), current, _libraries[device.type])
+    found = _native.Accelerator(
+        str(device), index, _dlpack_type(device), current, _libraries[device.type]
+    )
     _opened.add(device.type)
     try:
         current()

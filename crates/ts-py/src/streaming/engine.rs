@@ -12,8 +12,8 @@ use tensorstream::orchestrator::{
 };
 
 use super::Engine;
-use super::accelerator::Accelerator;
 use super::sharing::page_store;
+use crate::accelerator::Accelerator;
 use crate::errors::to_python;
 use crate::files::checkpoint::{Checkpoint, Part};
 use crate::signals::interruptible;

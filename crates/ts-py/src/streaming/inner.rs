@@ -14,12 +14,12 @@ use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::{PassId, Table, TableId, UnitId};
 use tensorstream::streams::AnyStream;
 
-use super::accelerator::Accelerator;
 use super::engine::EngineFactory;
 use super::torch::Torch;
 use super::unit_tensors::{UnitEntry, UnitTensors};
 use super::weight::Weight;
 use super::{Engine, Lease};
+use crate::accelerator::Accelerator;
 use crate::dlpack::CPU;
 use crate::errors::to_python;
 use crate::heap;

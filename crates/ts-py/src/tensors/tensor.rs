@@ -202,13 +202,10 @@ impl PyTensor {
         self.info.meta.byte_len().unwrap_or(0)
     }
 
-    /// The device of the memory: "cpu", or a GPU such as "cuda:0".
+    /// The device of the memory: "cpu", or an accelerator such as "cuda:0".
     #[getter]
     fn device(&self) -> String {
-        match self.memory.device() {
-            (CUDA, ordinal) => format!("cuda:{ordinal}"),
-            _ => "cpu".into(),
-        }
+        self.memory.device_name()
     }
 
     /// Whether the memory is read-only.

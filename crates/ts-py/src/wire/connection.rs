@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The native halves of `tensorstream.connect` and of the class `Connection`.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,8 +14,10 @@ use tensorstream::format::Compression;
 use tensorstream::remote::{Bytes, Error, Link, Role, SendOptions, Socket};
 
 use super::incoming::{ConnectionState, Incoming};
+use super::place::moved;
 use super::settings::{Settings, address, tls_client};
 use super::wait::{POLL_INTERVAL, deadline, is_over, poll_time, try_lock};
+use crate::accelerator::Accelerator;
 use crate::errors::{configuration_error, pool_error, timeout_error, wire_error};
 use crate::memory::Payload;
 use crate::tensors::PyTensor;
@@ -60,6 +64,8 @@ pub(crate) fn connect(
 struct Request<'a> {
     /// The memory for the next tensor; None to allocate it.
     into: Option<&'a PyTensor>,
+    /// The device to allocate it on; None for the host.
+    device: Option<&'a Py<Accelerator>>,
     /// The stream to receive from; None for any.
     stream: Option<u32>,
     deadline: Option<Instant>,
@@ -99,7 +105,7 @@ impl PyConnection {
             if let Some(index) = state.ready.iter().position(is_requested) {
                 return Ok(state.ready.remove(index));
             }
-            state.provide_memory(py, request.into)?;
+            state.provide_memory(py, request.into, request.device)?;
             let time = poll_time(request.deadline);
             let event = match py.detach(|| state.link.next_event_within(time)) {
                 Ok(event) => event,
@@ -108,7 +114,8 @@ impl PyConnection {
             };
             let nothing = event.is_none();
             if let Some(event) = event {
-                state.handle(event);
+                py.detach(|| state.handle(event, request.device))
+                    .map_err(|error| wire_error(py, &error))?;
             }
             if last_check.elapsed() >= POLL_INTERVAL {
                 last_check = Instant::now();
@@ -230,6 +237,7 @@ impl PyConnection {
     ///
     /// Args:
     ///     into: The memory for the tensor; None to allocate it.
+    ///     device: The device to allocate it on; None for the host.
     ///     timeout: Seconds to wait; None to wait without a limit.
     ///     progress: Called about ten times a second with the bytes received so far.
     ///
@@ -241,20 +249,29 @@ impl PyConnection {
     ///         in use.
     ///     OutOfMemoryError: There is too little memory for the tensor, or its storage exceeds
     ///         ``limit_bytes``.
-    #[pyo3(signature = (*, into=None, timeout=None, progress=None))]
+    #[pyo3(signature = (*, into=None, device=None, timeout=None, progress=None))]
     fn _recv<'py>(
         &self,
         py: Python<'py>,
         into: Option<&Bound<'py, PyTensor>>,
+        device: Option<Py<Accelerator>>,
         timeout: Option<f64>,
         progress: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let into = into.map(|tensor| tensor.get().clone());
-        let request = Request { into: into.as_ref(), stream: None, deadline: deadline(timeout) };
+        let request = Request {
+            into: into.as_ref(),
+            device: device.as_ref(),
+            stream: None,
+            deadline: deadline(timeout),
+        };
         loop {
             match self.next(py, &request, progress)? {
                 None => return Ok(None),
-                Some((_, Incoming::Tensor(tensor))) => {
+                Some((_, Incoming::Tensor(mut tensor))) => {
+                    if into.is_none() {
+                        move_all(py, std::slice::from_mut(&mut tensor), device.as_ref())?;
+                    }
                     return Ok(Some(Bound::new(py, tensor)?.into_any()));
                 }
                 Some((_, Incoming::Message(bytes))) => {
@@ -272,6 +289,7 @@ impl PyConnection {
     /// connection. Blocks until the stream ends.
     ///
     /// Args:
+    ///     device: The device to allocate the tensors on; None for the host.
     ///     timeout: Seconds to wait for the end of the stream; None to wait without a limit.
     ///     progress: Called about ten times a second with the bytes received so far.
     ///
@@ -283,14 +301,20 @@ impl PyConnection {
     ///         or in use.
     ///     OutOfMemoryError: There is too little memory for a tensor, or its storage exceeds
     ///         ``limit_bytes``.
-    #[pyo3(signature = (*, timeout=None, progress=None))]
+    #[pyo3(signature = (*, device=None, timeout=None, progress=None))]
     fn _recv_all<'py>(
         &self,
         py: Python<'py>,
+        device: Option<Py<Accelerator>>,
         timeout: Option<f64>,
         progress: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Option<Vec<Bound<'py, PyTensor>>>> {
-        let mut request = Request { into: None, stream: None, deadline: deadline(timeout) };
+        let mut request = Request {
+            into: None,
+            device: device.as_ref(),
+            stream: None,
+            deadline: deadline(timeout),
+        };
         let mut tensors = Vec::new();
         loop {
             let next = match self.next(py, &request, progress) {
@@ -324,6 +348,7 @@ impl PyConnection {
                     ));
                 }
                 Some((_, Incoming::Finished)) => {
+                    move_all(py, &mut tensors, device.as_ref())?;
                     let tensors = tensors.into_iter().map(|tensor| Bound::new(py, tensor));
                     return tensors.collect::<PyResult<_>>().map(Some);
                 }
@@ -368,6 +393,28 @@ impl PyConnection {
         let Some(state) = self.state(py)?.take() else { return Ok(()) };
         py.detach(|| state.link.close(reason)).map_err(|error| wire_error(py, &error))
     }
+}
+
+/// Moves received tensors to a device, or to the host for None, unless they are there. Blocks.
+/// Tensors that share memory share it afterwards, too.
+fn move_all(
+    py: Python<'_>,
+    tensors: &mut [PyTensor],
+    device: Option<&Py<Accelerator>>,
+) -> PyResult<()> {
+    let mut copies = HashMap::new();
+    for tensor in tensors {
+        let memory = match copies.entry(Arc::as_ptr(&tensor.memory)) {
+            Entry::Occupied(copy) => Arc::clone(copy.get()),
+            Entry::Vacant(none) => {
+                let moved = py.detach(|| moved(&tensor.memory, &tensor.info, device));
+                Arc::clone(none.insert(moved.map_err(|error| wire_error(py, &error))?))
+            }
+        };
+        tensor.memory = memory;
+        tensor.info.device = tensor.memory.device_name();
+    }
+    Ok(())
 }
 
 /// Returns the state of a connection.

@@ -7,10 +7,12 @@ use std::time::Instant;
 
 use pyo3::prelude::*;
 use tensorstream::pool::{self, PinnedMemoryPool};
-use tensorstream::remote::{Bytes, Error, Event, Link, TensorInfo};
+use tensorstream::remote::{Bytes, Error, Event, Link, Sink, TensorInfo};
 use tensorstream::streams::AnyDevice;
 
+use super::place::{Place, no_memory};
 use super::settings::Settings;
+use crate::accelerator::Accelerator;
 use crate::errors::{configuration_error, wire_error};
 use crate::memory::{Memory, Target};
 use crate::tensors::PyTensor;
@@ -27,11 +29,11 @@ pub(super) enum Incoming {
 type StorageKey = (u32, u64);
 
 pub(super) struct ConnectionState {
-    pub(super) link: Link<Target>,
+    pub(super) link: Link<Place>,
     /// The stream for messages, and for tensors that are not sent on a separate stream.
     default_stream: Option<u32>,
-    /// Storages that later tensors may share.
-    shared_storages: HashMap<StorageKey, Arc<Memory>>,
+    /// Storages that later tensors may share. None while the storage is in transfer.
+    shared_storages: HashMap<StorageKey, Option<Arc<Memory>>>,
     /// The shared storage whose final tensor is in transfer. The storage is forgotten when this
     /// tensor is complete.
     expiring_storage: Option<StorageKey>,
@@ -49,7 +51,7 @@ pub(super) struct ConnectionState {
 }
 
 impl ConnectionState {
-    pub(super) fn new(py: Python<'_>, link: Link<Target>, settings: &Settings) -> PyResult<Self> {
+    pub(super) fn new(py: Python<'_>, link: Link<Place>, settings: &Settings) -> PyResult<Self> {
         Ok(Self {
             link,
             default_stream: None,
@@ -63,8 +65,15 @@ impl ConnectionState {
         })
     }
 
-    /// Updates the state for an event of the link.
-    pub(super) fn handle(&mut self, event: Event<Target>) {
+    /// Updates the state for an event of the link. May block until a copy to a device is done.
+    ///
+    /// # Errors
+    /// Returns an error if a copy to a device failed, or there is no memory for an empty tensor.
+    pub(super) fn handle(
+        &mut self,
+        event: Event<Place>,
+        device: Option<&Py<Accelerator>>,
+    ) -> Result<(), Error> {
         match event {
             Event::Metadata { stream, info, known, kept } => {
                 let key = (stream, info.storage_id);
@@ -79,11 +88,18 @@ impl ConnectionState {
             }
             Event::End { stream, info, sink } => {
                 let key = (stream, info.storage_id);
-                let memory = match sink {
-                    Some(target) => Some(target.into_memory()),
-                    None if info.storage_len == 0 => Memory::zeros(0).map(Arc::new),
-                    None => self.shared_storages.get(&key).cloned(),
+                let memory = match (sink, device) {
+                    (Some(place), _) => Some(place.finish()?),
+                    (None, Some(device)) if info.storage_len == 0 => {
+                        Some(Place::on_device(device, &info)?.finish()?)
+                    }
+                    (None, None) if info.storage_len == 0 => Memory::zeros(0).map(Arc::new),
+                    (None, _) => self.shared_storages.get(&key).cloned().flatten(),
                 };
+                if let (Some(shared), Some(memory)) = (self.shared_storages.get_mut(&key), &memory)
+                {
+                    *shared = Some(Arc::clone(memory));
+                }
                 if self.expiring_storage.take_if(|expiring| *expiring == key).is_some() {
                     self.shared_storages.remove(&key);
                 }
@@ -105,6 +121,7 @@ impl ConnectionState {
             }
             _ => {}
         }
+        Ok(())
     }
 
     fn forget_stream(&mut self, stream: u32) {
@@ -112,8 +129,8 @@ impl ConnectionState {
         self.announced.take_if(|(of, ..)| *of == stream);
     }
 
-    /// Provides memory for the announced tensor, if there is one. Uses the memory of `into`, else a
-    /// block of the pool, else new memory.
+    /// Provides memory for the announced tensor, if there is one. Uses the memory of `into`, else
+    /// of `device`, else a block of the pool, else new memory.
     ///
     /// # Errors
     /// ConfigurationError if `into` cannot receive the tensor, OutOfMemoryError if there is too
@@ -123,12 +140,13 @@ impl ConnectionState {
         &mut self,
         py: Python<'_>,
         into: Option<&PyTensor>,
+        device: Option<&Py<Accelerator>>,
     ) -> PyResult<()> {
         let Some((stream, info, shared)) = self.announced.take() else { return Ok(()) };
         let len = info.storage_len as usize;
-        let memory = match into {
-            Some(into) => match fitting(into, len) {
-                Ok(memory) => memory,
+        let place = match (into, device) {
+            (Some(into), _) => match fitting(into, len) {
+                Ok(memory) => Ok(on_host(memory, len)),
                 Err(found) => {
                     let message = format!(
                         "cannot receive tensor `{}` with a storage of {len} bytes into {found}: \
@@ -139,44 +157,47 @@ impl ConnectionState {
                     return Err(configuration_error(py, &message));
                 }
             },
-            None => match self.allocate(&info) {
-                Ok(memory) => Arc::new(memory),
-                Err(error) => {
-                    // The text of `error` begins with "cannot", so the reason is a sentence.
-                    self.link.connection().cancel(stream, &format!("the receiver {error}"));
-                    return Err(wire_error(py, &error));
-                }
-            },
+            (None, Some(device)) => {
+                self.check_limit(&info).and_then(|()| Place::on_device(device, &info))
+            }
+            (None, None) => self.allocate(&info).map(|memory| on_host(Arc::new(memory), len)),
+        };
+        let place = match place {
+            Ok(place) => place,
+            Err(error) => {
+                // The text of `error` begins with "cannot", so the reason is a sentence.
+                self.link.connection().cancel(stream, &format!("the receiver {error}"));
+                return Err(wire_error(py, &error));
+            }
         };
         if shared {
-            self.shared_storages.insert((stream, info.storage_id), Arc::clone(&memory));
+            self.shared_storages.insert((stream, info.storage_id), None);
         }
-        let target = Target::new(memory, 0, len)
-            .expect("`fitting` and `allocate` return `len` writable bytes on the host");
-        self.link.connection().accept(stream, target).map_err(|error| wire_error(py, &error))
+        self.link.connection().accept(stream, place).map_err(|error| wire_error(py, &error))
+    }
+
+    /// Checks that memory may be allocated for a tensor.
+    fn check_limit(&self, info: &TensorInfo) -> Result<(), Error> {
+        if info.storage_len <= self.limit_bytes {
+            return Ok(());
+        }
+        Err(no_memory(info)(pool::Error::NeverFits {
+            requested_bytes: info.storage_len as usize,
+            capacity_bytes: self.limit_bytes as usize,
+        }))
     }
 
     /// Allocates memory for a tensor, from the pool if there is one and it has space.
     fn allocate(&self, info: &TensorInfo) -> Result<Memory, Error> {
+        self.check_limit(info)?;
         let requested_bytes = info.storage_len as usize;
-        let no_memory = |source| Error::Memory {
-            tensor: info.name.clone(),
-            bytes: info.storage_len,
-            source: Arc::new(source),
-        };
-        if info.storage_len > self.limit_bytes {
-            return Err(no_memory(pool::Error::NeverFits {
-                requested_bytes,
-                capacity_bytes: self.limit_bytes as usize,
-            }));
-        }
         let block = self.pool.as_ref().and_then(|pool| pool.acquire(requested_bytes).ok());
         if let Some(memory) = block.and_then(Memory::from_pool) {
             return Ok(memory);
         }
         Memory::zeros(requested_bytes).ok_or_else(|| {
             let source = std::io::ErrorKind::OutOfMemory.into();
-            no_memory(pool::Error::Map { bytes: requested_bytes, source })
+            no_memory(info)(pool::Error::Map { bytes: requested_bytes, source })
         })
     }
 
@@ -191,6 +212,11 @@ impl ConnectionState {
             None => Ok(*self.default_stream.insert(self.link.connection().open_stream()?)),
         }
     }
+}
+
+fn on_host(memory: Arc<Memory>, len: usize) -> Place {
+    let target = Target::new(memory, 0, len);
+    Place::Host(target.expect("`fitting` and `allocate` return `len` writable bytes on the host"))
 }
 
 /// Returns the memory of a tensor if the tensor can receive a payload of `len` bytes. Otherwise,

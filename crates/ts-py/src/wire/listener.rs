@@ -9,15 +9,15 @@ use tensorstream::remote::{Acceptor, Error, Listener};
 
 use super::connection::PyConnection;
 use super::incoming::ConnectionState;
+use super::place::Place;
 use super::settings::{Settings, acceptor};
 use super::wait::{deadline, is_over, poll_time, try_lock};
 use crate::errors::{configuration_error, timeout_error, wire_error};
-use crate::memory::Target;
 
 /// A listening socket that accepts connections.
 #[pyclass(frozen, module = "tensorstream", name = "Listener")]
 pub(crate) struct PyListener {
-    listener: Mutex<Option<(Listener, Acceptor<Target>)>>,
+    listener: Mutex<Option<(Listener, Acceptor<Place>)>>,
     settings: Settings,
     address: String,
 }

@@ -12,6 +12,8 @@ from typing import Any, Literal, NotRequired, TypedDict
 from .. import _native
 from .._deprecated import renamed
 from .._native import PoolConfig, Tensor
+from ..devices import Device, accelerator, device_of
+from ..errors import ConfigurationError
 
 __all__ = ["Connection", "Listener", "connect", "listen"]
 
@@ -298,6 +300,7 @@ class Connection:
         self,
         *,
         into: Any = None,
+        device: Device | None = None,
         timeout: float | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> Tensor | bytes | None:
@@ -306,6 +309,9 @@ class Connection:
         Args:
             into: Memory for the tensor: a contiguous and writable object that supports DLPack and
                 has exactly the size of the tensor.
+            device: The device of the tensor, such as "cuda", to which its bytes are copied in
+                pieces as they arrive. The default is the CPU. The memory is freed in the order of
+                PyTorch's current stream.
             timeout: Seconds to wait. None waits without a limit.
             progress: Called about ten times a second with the bytes received so far.
 
@@ -318,20 +324,27 @@ class Connection:
                 progress.
             ConnectionLost: The connection was lost, or the other side cancelled the transfer.
             ConfigurationError: ``into`` has another size than the tensor; the tensor can still be
-                received. Also raised if the connection is closed or in use.
+                received. Also raised if the device cannot be used, and if the connection is closed
+                or in use.
             OutOfMemoryError: There is not enough memory for the tensor, or it exceeds
                 ``limit_bytes``. The connection stays usable.
             ChecksumError: The tensor differs from its checksums.
             ProtocolError: The other side sent invalid data.
         """
+        if into is not None and device is not None:
+            raise ConfigurationError("recv takes either `into` or `device`, not both")
         target = None if into is None else Tensor.from_dlpack(_detached(into))
         received: Tensor | bytes | None = self._native._recv(
-            into=target, timeout=timeout, progress=progress
+            into=target, device=_accelerator(device), timeout=timeout, progress=progress
         )
         return received
 
     def recv_state_dict(
-        self, *, timeout: float | None = None, progress: Callable[[int], object] | None = None
+        self,
+        *,
+        device: Device | None = None,
+        timeout: float | None = None,
+        progress: Callable[[int], object] | None = None,
     ) -> dict[str, Tensor] | None:
         """Returns the tensors of one ``send_state_dict`` by name, or None at the end. Blocks.
 
@@ -341,7 +354,9 @@ class Connection:
         Raises:
             ConfigurationError: A message arrived instead of a tensor.
         """
-        tensors = self._native._recv_all(timeout=timeout, progress=progress)
+        tensors = self._native._recv_all(
+            device=_accelerator(device), timeout=timeout, progress=progress
+        )
         return None if tensors is None else {tensor.name: tensor for tensor in tensors}
 
     def stats(self) -> ConnectionStats:
@@ -432,6 +447,11 @@ class Listener:
 
 def _log_refusal(peer: str, reason: str) -> None:
     logging.getLogger("tensorstream").warning("refused a connection from %s: %s", peer, reason)
+
+
+def _accelerator(device: Device | None) -> _native.Accelerator | None:
+    """Opens the device for received tensors. Returns ``None`` for the CPU."""
+    return None if device is None else accelerator(device_of(device))
 
 
 def _detached(tensor: Any) -> Any:

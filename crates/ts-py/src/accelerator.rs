@@ -7,15 +7,26 @@ use std::path::PathBuf;
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use tensorstream::pool::{
+    self, DeviceBuffer, OrderedOptions, PinnedMemoryPool, PoolConfig, StreamOrderedAllocator,
+    StreamOrderedPool,
+};
+use tensorstream::remote::OrderedMemory;
 use tensorstream::streams::{
-    AnyDevice, AnyStream, CudaDevice, Device, RuntimeDevice, RuntimeLibrary,
+    AnyDevice, AnyStream, CudaDevice, Device, RuntimeDevice, RuntimeLibrary, StreamPriority,
 };
 
 use crate::errors::configuration_error;
 
+/// The size of a piece of pinned memory through which tensors are received, in bytes.
+const PIECE_BYTES: usize = 4 << 20;
+/// The memory for received tensors that stays allocated when they are gone, in bytes.
+const KEPT_BYTES: usize = 64 << 20;
+
 /// A device with its own memory, on which models run.
 ///
 /// Args:
+///     torch_name: PyTorch's name of the device, such as "cuda:0".
 ///     ordinal: The number of the device, from 0.
 ///     dlpack_type: The type of the device in DLPack.
 ///     current_stream: Returns the native handle of PyTorch's current stream on the device.
@@ -30,6 +41,10 @@ pub(crate) struct Accelerator {
     /// DLPack's device type and device number.
     dlpack: (i32, i32),
     current_stream: Py<PyAny>,
+    /// PyTorch's name of the device.
+    torch_name: String,
+    /// The memory for tensors from other computers, once there are any.
+    receiving: Mutex<Option<OrderedMemory<AnyDevice>>>,
     /// The streams that were PyTorch's current one, by native handle. They must not be destroyed.
     streams: Mutex<HashMap<usize, AnyStream>>,
 }
@@ -37,9 +52,10 @@ pub(crate) struct Accelerator {
 #[pymethods]
 impl Accelerator {
     #[new]
-    #[pyo3(signature = (ordinal, dlpack_type, current_stream, library=None))]
+    #[pyo3(signature = (torch_name, ordinal, dlpack_type, current_stream, library=None))]
     fn new(
         py: Python<'_>,
+        torch_name: String,
         ordinal: u32,
         dlpack_type: i32,
         current_stream: Py<PyAny>,
@@ -54,8 +70,9 @@ impl Accelerator {
             None => CudaDevice::new(ordinal as usize).map(AnyDevice::from),
         };
         let device = py.detach(open).map_err(|e| configuration_error(py, &e.to_string()))?;
-        let (dlpack, streams) = ((dlpack_type, ordinal as i32), Mutex::default());
-        Ok(Self { device, dlpack, current_stream, streams })
+        let dlpack = (dlpack_type, ordinal as i32);
+        let (receiving, streams) = (Mutex::default(), Mutex::default());
+        Ok(Self { device, dlpack, current_stream, torch_name, receiving, streams })
     }
 
     /// The name of the device.
@@ -79,17 +96,52 @@ impl Accelerator {
 }
 
 impl Accelerator {
-    pub(super) fn device(&self) -> &AnyDevice {
+    pub(crate) fn device(&self) -> &AnyDevice {
         &self.device
     }
 
     /// Returns DLPack's device type and device number.
-    pub(super) fn dlpack(&self) -> (i32, i32) {
+    pub(crate) fn dlpack(&self) -> (i32, i32) {
         self.dlpack
     }
 
+    pub(crate) fn torch_name(&self) -> &str {
+        &self.torch_name
+    }
+
+    /// Returns memory on the device for tensors from other computers. It is filled through pinned
+    /// memory.
+    ///
+    /// # Errors
+    /// Returns an error if the device cannot create a stream.
+    pub(crate) fn receiving(&self) -> Result<OrderedMemory<AnyDevice>, pool::Error> {
+        let mut receiving = self.receiving.lock();
+        if let Some(memory) = &*receiving {
+            return Ok(memory.clone());
+        }
+        let pinned = PoolConfig::default().with_max_block_bytes(PIECE_BYTES);
+        let pinned = PinnedMemoryPool::new(self.device.clone(), pinned)?;
+        let pool = StreamOrderedPool::new(self.device.clone(), OrderedOptions::default());
+        let stream = self.device.create_stream(StreamPriority::Normal)?;
+        Ok(receiving.insert(OrderedMemory::new(pinned, pool, stream)).clone())
+    }
+
+    /// Frees memory of [`receiving`](Self::receiving) when the work that was submitted to
+    /// PyTorch's current stream is done.
+    pub(crate) fn release(&self, buffer: DeviceBuffer<AnyDevice>) {
+        let Ok(memory) = self.receiving() else { return drop(buffer) };
+        let stream = Python::try_attach(|py| self.current_stream(py).ok()).flatten();
+        let recorded = stream.map(|stream| memory.pool().record_use(&buffer, &stream));
+        if !matches!(recorded, Some(Ok(()))) {
+            // Even if this fails, the work has ended.
+            let _ = self.device.synchronize();
+        }
+        drop(buffer);
+        memory.pool().trim(KEPT_BYTES);
+    }
+
     /// Returns PyTorch's current stream on the device.
-    pub(super) fn current_stream(&self, py: Python<'_>) -> PyResult<AnyStream> {
+    pub(crate) fn current_stream(&self, py: Python<'_>) -> PyResult<AnyStream> {
         let handle: usize = self.current_stream.bind(py).call0()?.extract()?;
         let mut streams = self.streams.lock();
         if let Some(stream) = streams.get(&handle) {
