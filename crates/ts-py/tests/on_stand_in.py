@@ -727,7 +727,7 @@ def network() -> None:
             ts.listen(f"unix:{directory}/socket", shared_memory=pages) as listener,
         ):
 
-            def send() -> None:
+            def send(pages: bool = pages) -> None:
                 with ts.connect(listener.address, shared_memory=pages) as connection:
                     for name, tensor in tensors.items():
                         connection.send(tensor, name, checksums=True)
