@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Compares operators and modules of PyTorch on the device ``ts`` with the CPU, bit for bit.
 
-usage: opdb.py [--only NAME ...] [--modules] [--every] [--served] [--samples 6] [--jobs 2] [--json]
-[--verbose]
+usage: opdb.py [--only NAME ...] [--modules] [--every] [--served] [--device cpu] [--samples 6]
+[--jobs 2] [--json] [--verbose]
 
 The entries are those of PyTorch's own test tables: op_db for operators and module_db for modules.
 Each sample of an entry runs on the device and on the CPU. The outputs of both must have the same
@@ -17,6 +17,7 @@ bits. If the entry is differentiable, the gradients must have the same bits too.
 --modules: compare modules instead of operators, in training mode and in evaluation mode.
 --every: compare seven dtypes, and every set of up to four inputs that require gradients.
 --served: use ``tensorstream serve``, whose sessions are sandboxed, instead of a local machine.
+--device: the device that ``--served`` serves and that results are compared with, such as cuda.
 --samples: the maximum number of samples of each operator.
 --jobs: the number of processes that compare entries at the same time.
 --json: print all outcomes as JSON.
@@ -32,6 +33,7 @@ import itertools
 import json
 import math
 import multiprocessing as mp
+import os
 import sys
 import traceback
 import warnings
@@ -78,22 +80,31 @@ def _dtype(info: Any) -> Any:
     return next((dtype for dtype in order if dtype in info.dtypes), None)
 
 
-def _to_host(value: Any, grad: bool = False) -> Any:
-    """Copies all tensors in nested containers to the CPU. Replaces devices ``ts`` with the CPU."""
+#: The environment variable with the device that results are compared with.
+_REFERENCE = "OPDB_REFERENCE"
+
+
+def _reference() -> str:
+    return os.environ.get(_REFERENCE, "cpu")
+
+
+def _to_reference(value: Any, grad: bool = False) -> Any:
+    """Copies all tensors in nested containers to the reference. Replaces devices ``ts`` with it."""
     import torch
 
     if isinstance(value, torch.Tensor):
         # Copies the whole storage, because some operators read outside the view.
         whole = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
-        host = whole.detach().cpu().as_strided(value.shape, value.stride(), value.storage_offset())
+        there = whole.detach().cpu().to(_reference())
+        host = there.as_strided(value.shape, value.stride(), value.storage_offset())
         return host.requires_grad_(value.requires_grad and grad)
     if isinstance(value, (list, tuple)):
-        moved = [_to_host(item, grad) for item in value]
+        moved = [_to_reference(item, grad) for item in value]
         return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     if isinstance(value, dict):
-        return {name: _to_host(item, grad) for name, item in value.items()}
+        return {name: _to_reference(item, grad) for name, item in value.items()}
     if isinstance(value, torch.device) or (isinstance(value, str) and value.startswith("ts")):
-        return torch.device("cpu") if isinstance(value, torch.device) else "cpu"
+        return torch.device(_reference()) if isinstance(value, torch.device) else _reference()
     return value
 
 
@@ -135,11 +146,9 @@ def _compare(name: str, expected: Any, actual: Any) -> None:
             f"{tuple(actual.shape)}"
         )
         if name not in _UNDEFINED:
-            actual = actual.detach().cpu()
-            if not _same(expected.detach(), actual):
-                torch.testing.assert_close(
-                    actual, expected.detach(), equal_nan=True, check_stride=False
-                )
+            actual, expected = actual.detach().cpu(), expected.detach().cpu()
+            if not _same(expected, actual):
+                torch.testing.assert_close(actual, expected, equal_nan=True, check_stride=False)
                 raise AssertionError("the values are close, but rounded differently")
     elif isinstance(expected, (list, tuple)):
         assert len(expected) == len(actual), f"expected {len(expected)} results, got {len(actual)}"
@@ -197,7 +206,7 @@ def _forward(info: Any, device: Any, most: int) -> int:
     count = 0
     for sample in _samples(info, device, dtype, False, most):
         there = (sample.input, sample.args, sample.kwargs)
-        here = _to_host(there)
+        here = _to_reference(there)
         torch.manual_seed(count)
         try:
             expected = info.op(here[0], *here[1], **here[2])
@@ -219,12 +228,12 @@ def _backward(info: Any, device: Any, most: int) -> int:
     import torch
 
     dtype = _dtype(info)
-    if dtype is None or dtype not in info.supported_backward_dtypes(torch.device("cpu").type):
+    if dtype is None or dtype not in info.supported_backward_dtypes(_reference()):
         return 0
     count = 0
     for sample in _samples(info, device, dtype, True, most):
         there = (sample.input, sample.args, sample.kwargs)
-        here = _to_host(there, True)
+        here = _to_reference(there, True)
         gradients = []
         for values in (here, there):
             torch.manual_seed(count)
@@ -530,6 +539,7 @@ def main() -> int:
     parser.add_argument(
         "--served", action="store_true", help="use `tensorstream serve`, not a local machine"
     )
+    parser.add_argument("--device", default="cpu", help="the device to serve and to compare with")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
@@ -541,7 +551,11 @@ def main() -> int:
         for at, info in enumerate(table)
         if not options.only or info.name in options.only or names[at] in options.only
     ]
-    with served() if options.served else contextlib.nullcontext() as address:
+    if options.device != "cpu" and (not options.served or options.modules or options.every):
+        parser.error("--device needs --served, and neither --modules nor --every")
+    os.environ[_REFERENCE] = options.device
+    server = served("--device", options.device) if options.served else contextlib.nullcontext()
+    with server as address:
         done = _sweep(options.samples, options.jobs, wanted, what, address)
     if options.json:
         print(json.dumps({names[at]: done[at] for at in wanted}))

@@ -14,15 +14,35 @@ const FOLDER: &str = "target/gpu-bundle";
 const LIMIT: u64 = 60 << 20;
 
 /// The tests that use a GPU, as (package, test target).
-const TESTS: [(&str, &str); 3] =
-    [("ts-streams", "gpu"), ("ts-pool", "gpu"), ("ts-orchestrator", "devices")];
+const TESTS: [(&str, &str); 4] = [
+    ("ts-streams", "gpu"),
+    ("ts-pool", "gpu"),
+    ("ts-orchestrator", "devices"),
+    ("ts-remote", "gpu"),
+];
+
+/// The Python programs in the folder.
+const PROGRAMS: [&str; 7] = [
+    "benches/python/gpu.py",
+    "benches/python/opdb.py",
+    "benches/python/servers.py",
+    "crates/ts-py/tests/exactness.py",
+    "crates/ts-py/tests/families.py",
+    "crates/ts-py/tests/on_stand_in.py",
+    "crates/ts-py/tests/on_two_devices.py",
+];
+
+/// What the programs compare with. It is small, and seldom installed beside PyTorch.
+const PEER: &str = "diffusers>=0.35,<1";
 
 /// The script run.sh in the folder, which runs all tests.
 const RUN: &str = r#"#!/bin/sh
-# Runs the tests of TensorStream that need an NVIDIA GPU and its driver. It uses compute-sanitizer
-# and PyTorch if they are installed.
+# Runs the tests and measurements of TensorStream that need an NVIDIA GPU and its driver, in less than
+# ten minutes. It uses compute-sanitizer, PyTorch, transformers, accelerate and PEFT if they are
+# installed. The measurements are written to $OUT, or to this folder: gpu.json and gpu.md.
 # Exits with 0 if no test failed. Tests that find no GPU print "skipped: no CUDA device".
 cd "$(dirname "$0")" || exit 1
+out=${OUT:-.}
 failed=0
 if command -v nvidia-smi >/dev/null; then
     nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
@@ -42,7 +62,22 @@ else
 fi
 if python3 -c "import torch" 2>/dev/null; then
     mkdir -p wheel/here && python3 -m zipfile -e wheel/*.whl wheel/here
-    PYTHONPATH=wheel/here run python3 load.py
+    mkdir -p peer/here && python3 -m zipfile -e peer/*.whl peer/here
+    PYTHONPATH=$PWD/wheel/here:$PWD/peer/here
+    export PYTHONPATH
+    run python3 load.py
+    if python3 -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
+        TENSORSTREAM_TEST_DEVICE=cuda:0
+        export TENSORSTREAM_TEST_DEVICE
+        for name in exactness kept interrupts moves threads lora extras network; do
+            run timeout 60 python3 on_stand_in.py $name
+        done
+        run timeout 120 python3 on_stand_in.py families
+        run timeout 300 python3 gpu.py --seconds 270 --out "$out"
+        run timeout 100 python3 opdb.py --served --device cuda --samples 2 --jobs 8
+    else
+        echo "skipped: PyTorch finds no GPU"
+    fi
 else
     echo "skipped: no PyTorch"
 fi
@@ -90,6 +125,14 @@ pub(crate) fn make() -> Result<()> {
         "crates/ts-py/Cargo.toml",
     ]);
     run::run(wheel.arg("--out").arg(folder.join("wheel")))?;
+    let mut peer = venv.python();
+    peer.args(["-m", "pip", "download", "--quiet", "--no-deps", PEER, "--dest"]);
+    run::run(peer.arg(folder.join("peer")))?;
+    for program in PROGRAMS {
+        let name = Path::new(program).file_name().expect("the path has a name");
+        fs::copy(program, folder.join(name))
+            .map_err(|e| format!("cannot copy {program} to {FOLDER}: {e}"))?;
+    }
     for (name, text) in [("run.sh", RUN), ("load.py", LOAD)] {
         let path = folder.join(name);
         fs::write(&path, text).map_err(|e| format!("cannot write {}: {e}", path.display()))?;

@@ -12,9 +12,7 @@ from typing import Any
 import tensorstream as ts
 import torch
 from exactness import assert_same
-from on_stand_in import DEVICE, Library, linears, main, on_host, program, small_llama
-
-OTHER = "accinte:1"
+from on_stand_in import DEVICE, OTHER, Library, linears, main, on_host, program, small_llama
 
 
 def _halves(model: Any) -> dict[str, str]:

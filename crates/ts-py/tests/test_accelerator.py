@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import tensorstream as ts
 import torch
-from on_stand_in import COPIES, LIBRARY, REUSE, STAGING
+from on_stand_in import COPIES, LIBRARY, REUSE, STAGING, STAND_IN
 
 needs_stand_in = pytest.mark.skipif(
     not LIBRARY.exists(), reason="the stand-in accelerator is not built: run `cargo xtask ci`"
@@ -88,6 +89,32 @@ def test_models_stream_to_two_devices(name: str, tmp_path: Path) -> None:
 def test_families_are_bit_identical_on_two_devices(tmp_path: Path) -> None:
     names = ("gpt2", "t5", "mixtral", "llava", "jamba", "clip")
     run("families", *names, tmp_path=tmp_path, file="on_two_devices.py")
+
+
+@needs_stand_in
+@pytest.mark.slow
+def test_the_measurements_of_the_gpu_bundle_run(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "benches/python/gpu.py"
+    arguments = ["--small", "--device", "accinte:0", "--stand-in", STAND_IN]
+    arguments += ["--programs", Path(__file__).with_name("on_stand_in.py")]
+    arguments += ["--folder", tmp_path, "--out", tmp_path]
+    outcome = subprocess.run(
+        [sys.executable, script, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "XDG_CACHE_HOME": os.fspath(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    [results] = json.loads((tmp_path / "gpu.json").read_text())["rounds"]
+    # Diffusers refuses streams on the stand-in.
+    assert [name for name in results if "failed" in results[name]] == ["diffusers"], results
+    assert results["ours"]["tokens"] == results["resident"]["tokens"]
+    assert (
+        "tokens equal to the resident model's (1 is yes) | 1.000"
+        in (tmp_path / "gpu.md").read_text()
+    )
 
 
 @needs_stand_in
