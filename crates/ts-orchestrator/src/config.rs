@@ -41,13 +41,13 @@ pub struct EngineConfig {
     /// rows of tables. For a device with its own memory, it covers only the slots on the device.
     pub budget_bytes: usize,
     /// The number of units that fit into the staging memory on the host at the same time. The
-    /// memory is sized for the largest units. Used only for devices with their own memory; 0 counts
-    /// as 1.
+    /// memory is sized for the largest units, and pinned when it is first used. Used only for
+    /// devices with their own memory; 0 counts as 1.
     pub staging_units: usize,
-    /// The memory on the host in which units are kept as they are on storage, in bytes. They are
-    /// copied to the device from there, through the staging memory, instead of being read again.
-    /// Reads then go through bounce buffers. Used only for devices with their own memory; 0, the
-    /// default, keeps none.
+    /// The memory on the host in which units are kept, in bytes. They are copied to the device from
+    /// there instead of being read again. Units that are compressed on storage stay compressed, and
+    /// are decoded into the staging memory. The memory of others is pinned after the first read.
+    /// Used only for devices with their own memory; 0, the default, keeps none.
     pub host_bytes: usize,
     /// Whether plans without an engine are for a device with its own memory.
     pub device_memory: bool,

@@ -206,7 +206,7 @@ impl Encoding {
             return (self.slot, Encoded::TooLong(bytes));
         }
         parts.sort_unstable_by_key(|part| part.read.slot_offset);
-        let layout = Arc::new(ImageLayout { parts, len });
+        let layout = Arc::new(ImageLayout { parts, len, is_slot: false });
         (self.slot, Encoded::Kept(KeptImage { bytes: bytes.freeze(), layout }))
     }
 }

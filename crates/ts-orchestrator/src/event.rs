@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ts_format::Chunk;
 use ts_io::Completion;
-use ts_pool::{Buffer, DeviceBuffer};
+use ts_pool::{Buffer, DeviceBuffer, SharedBuffer};
 use ts_streams::Device;
 
 use crate::unit::UnitId;
@@ -125,6 +125,8 @@ pub(crate) enum PanickedJob {
 pub(crate) struct UploadResult<D: Device> {
     pub(crate) load: u32,
     pub(crate) slot: DeviceBuffer<D>,
+    /// The bytes on the host, if they are to be kept for later loads.
+    pub(crate) kept: Option<SharedBuffer>,
     /// The event that is reached when the copy is done, or why it was not submitted.
     pub(crate) result: Result<D::Event, ts_pool::Error>,
 }

@@ -21,8 +21,11 @@ pub(crate) struct KeptImage {
 pub(crate) struct ImageLayout {
     /// The parts, sorted by their position in the slot.
     pub(crate) parts: Vec<ImagePart>,
-    /// The length of the image, in bytes: the lengths of all parts.
+    /// The length of the image, in bytes: the lengths of all parts, or of the slot.
     pub(crate) len: usize,
+    /// Whether the image has the bytes of the slot, which a device copies from there. Then the
+    /// parts do not matter.
+    pub(crate) is_slot: bool,
 }
 
 /// A part of an image, which is copied or decoded into the slot.
@@ -39,16 +42,22 @@ impl ImageLayout {
     /// unit is not smaller there than in memory. Reads in this order fill the image.
     pub(crate) fn new(layout: &SlotLayout, sizes: RequestSizes) -> Option<Self> {
         let decodes = |read: &SlotRead| matches!(read.kind, ReadKind::Decoded { .. });
-        if !layout.reads.iter().any(decodes) {
-            return None;
-        }
-        let image = Self::stored(layout, sizes);
-        (image.bytes() < layout.len).then_some(image)
+        layout
+            .reads
+            .iter()
+            .any(decodes)
+            .then(|| Self::stored(layout, sizes))
+            .filter(|image| image.bytes() < layout.len)
     }
 
-    /// Returns the layout of the image of a unit, compressed or not. Reads in this order fill the
-    /// image.
-    pub(crate) fn stored(layout: &SlotLayout, sizes: RequestSizes) -> Self {
+    /// Returns the layout of the image of a unit that is kept on the host for a device: as it is on
+    /// storage if it is smaller there, else as it is in the slot.
+    pub(crate) fn on_host(layout: &SlotLayout, sizes: RequestSizes) -> Self {
+        let slot = Self { parts: Vec::new(), len: layout.len, is_slot: true };
+        Self::new(layout, sizes).unwrap_or(slot)
+    }
+
+    fn stored(layout: &SlotLayout, sizes: RequestSizes) -> Self {
         let (mut parts, mut len) = (Vec::new(), 0);
         // An empty tensor needs no bytes.
         let reads = layout.reads.iter().filter(|read| read.required > 0);
@@ -56,7 +65,7 @@ impl ImageLayout {
             parts.push(ImagePart { read, at: len });
             len += read.required;
         }
-        Self { parts, len }
+        Self { parts, len, is_slot: false }
     }
 
     /// Returns the memory that the image takes in a pool, in bytes.

@@ -321,7 +321,7 @@ impl Preparation {
             || config.tables.iter().any(|table| !table.tensor().chunks.is_empty());
         let mut units = units;
         for unit in units.iter_mut().filter(|own| on_host && own.unit.access == Access::Ordered) {
-            unit.image = Some(Arc::new(ImageLayout::stored(&unit.layout, requests)));
+            unit.image = Some(Arc::new(ImageLayout::on_host(&unit.layout, requests)));
         }
         if config.keep_compressed && !staged {
             for unit in units.iter_mut().filter(|unit| unit.unit.access == Access::Ordered) {

@@ -43,6 +43,20 @@ struct DeviceSlots<D: Device> {
     _reservation: Reservation,
 }
 
+/// Returns the staging memory for a device. It is pinned when it is first used, if the device can
+/// pin memory that exists, and else now.
+fn staging<D: Device>(device: &D, bytes: usize) -> Result<HostPool, ts_pool::Error> {
+    let budget = Budget::new(bytes);
+    let later = HostPool::new(&budget, bytes)?;
+    // One page, for a moment.
+    let can_register = later.allocate(1.min(bytes)).and_then(|mut page| page.register(device));
+    if can_register.is_ok() {
+        return Ok(later);
+    }
+    drop(later);
+    HostPool::for_device(device, &budget, bytes)
+}
+
 /// Returns the size of all these blocks together, in bytes.
 fn total(aside: &[SetAside]) -> usize {
     aside.iter().map(SetAside::bytes).sum()
@@ -66,11 +80,22 @@ impl<D: Device> Slot<D> {
     }
 }
 
+/// Where the bytes of a unit are on the host while it is loaded.
+#[derive(Debug)]
+pub(crate) enum HostBytes {
+    /// They are read into this memory: the slot, or staging memory.
+    Empty(Buffer),
+    /// They are read into this memory, and stay there for later loads.
+    EmptyToKeep(Buffer),
+    /// They are there from an earlier load, and are copied to the device.
+    Kept(SharedBuffer),
+}
+
 /// The memory for loading one unit.
 #[derive(Debug)]
 pub(crate) struct LoadBuffers<D: Device> {
-    /// The slot on the host, or staging memory.
-    pub(crate) host: Buffer,
+    /// The bytes on the host.
+    pub(crate) host: HostBytes,
     /// The slot on the device, if units live there.
     pub(crate) device: Option<DeviceBuffer<D>>,
     /// Where the pages of the slot on the host come from.
@@ -79,14 +104,18 @@ pub(crate) struct LoadBuffers<D: Device> {
 
 impl<D: Device> LoadBuffers<D> {
     pub(crate) fn on_host(host: Buffer) -> Self {
-        Self { host, device: None, pages: Pages::Own }
+        Self { host: HostBytes::Empty(host), device: None, pages: Pages::Own }
     }
 
-    /// Returns the slot, and frees staging memory.
-    pub(crate) fn into_slot(self) -> Slot<D> {
-        match self.device {
-            Some(slot) => Slot::Device(slot, None),
-            None => Slot::Host(self.host),
+    /// Returns the slot, and memory on the host that is to be kept. Frees staging memory.
+    pub(crate) fn into_slot(self) -> (Slot<D>, Option<Buffer>) {
+        match (self.device, self.host) {
+            (Some(slot), HostBytes::EmptyToKeep(host)) => (Slot::Device(slot, None), Some(host)),
+            (Some(slot), _) => (Slot::Device(slot, None), None),
+            (None, HostBytes::Empty(host) | HostBytes::EmptyToKeep(host)) => {
+                (Slot::Host(host), None)
+            }
+            (None, HostBytes::Kept(_)) => unreachable!("only units on a device are kept so"),
         }
     }
 }
@@ -133,7 +162,7 @@ impl<D: Device> SlotPool<D> {
     ) -> Result<Self, ts_pool::Error> {
         let tier = HostPool::new(&Budget::new(tier_bytes), tier_bytes)?;
         let reservation = budget.reserve(bytes)?;
-        let host = HostPool::for_device(device, &Budget::new(staging_bytes), staging_bytes)?;
+        let host = staging(device, staging_bytes)?;
         let options = OrderedOptions::default()
             .with_backing(Backing::Segments)
             .with_kind(MemoryKind::Device)
@@ -145,7 +174,7 @@ impl<D: Device> SlotPool<D> {
             device.create_stream(StreamPriority::Normal)?,
         );
         pool.reserve_segment(bytes, &stream)?;
-        let uploader = Uploader::new(stream, events)?;
+        let uploader = Uploader::new(device, &host, stream, events)?;
         let device = Some(DeviceSlots { pool, tier, uploader, _reservation: reservation });
         Ok(Self {
             host,
@@ -221,32 +250,37 @@ impl<D: Device> SlotPool<D> {
     }
 
     /// Allocates the memory to load a unit of `len` bytes, using the slot in `reserved` if there is
-    /// one. If the allocation fails, `reserved` is unchanged.
+    /// one, and the memory in `host` if the unit is kept on the host. If the allocation fails, both
+    /// are unchanged.
     pub(crate) fn allocate_for_load(
         &self,
         len: usize,
         reserved: &mut Option<Slot<D>>,
+        host: &mut Option<HostBytes>,
     ) -> Result<LoadBuffers<D>, AllocationError> {
         // Allocates staging memory first, because the reserved slot must not be lost if this fails.
         let staging = match self.device {
-            Some(_) => Some(self.host.allocate(len).map_err(|_| AllocationError::StagingFull)?),
-            None => None,
+            Some(_) if host.is_none() => {
+                let staging = self.host.allocate(len).map_err(|_| AllocationError::StagingFull)?;
+                Some(HostBytes::Empty(staging))
+            }
+            _ => None,
         };
         let slot = reserved.take().map_or_else(|| self.allocate(len), Ok)?;
-        Ok(match (slot, staging) {
+        Ok(match (slot, staging.or_else(|| host.take())) {
             (Slot::Host(host), _) => LoadBuffers::on_host(host),
             (Slot::Device(device, _), Some(host)) => {
-                LoadBuffers { device: Some(device), ..LoadBuffers::on_host(host) }
+                LoadBuffers { host, device: Some(device), pages: Pages::Own }
             }
             (Slot::Device(..), None) => unreachable!("a pool in host memory has no device slots"),
         })
     }
 
-    /// Starts to copy a unit from staging memory to its slot on the device. Causes an
-    /// [`Event::Uploaded`], and an [`Event::Copied`] if the copy was submitted.
-    pub(crate) fn upload(&self, load: u32, unit: UnitId, staging: Buffer, slot: DeviceBuffer<D>) {
+    /// Starts to copy a unit to its slot on the device. Causes an [`Event::Uploaded`], and an
+    /// [`Event::Copied`] if the copy was submitted.
+    pub(crate) fn upload(&self, load: u32, unit: UnitId, host: HostBytes, slot: DeviceBuffer<D>) {
         let slots = self.device.as_ref().expect("only units on a device are uploaded");
-        slots.uploader.submit(Upload { load, unit, staging, slot });
+        slots.uploader.submit(Upload { load, unit, host, slot });
     }
 
     /// Returns the memory of a unit whose slot was filled. Watches it for writes only if the unit

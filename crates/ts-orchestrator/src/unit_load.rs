@@ -17,7 +17,7 @@ use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::prepared::PreparedUnit;
 use crate::requests::{RequestSizes, requests};
 use crate::sharing::Pages;
-use crate::slot_pool::LoadBuffers;
+use crate::slot_pool::{HostBytes, LoadBuffers};
 use crate::stats::add_bytes;
 use crate::table::Table;
 use crate::unit::UnitId;
@@ -77,6 +77,11 @@ pub(crate) struct UnitLoad<D: Device> {
     pub(crate) prepared: Arc<PreparedUnit>,
     /// The slot on the device, if the unit is copied to a device after it is read.
     pub(crate) device: Option<DeviceBuffer<D>>,
+    /// Whether the memory on the host is kept for later loads.
+    pub(crate) keeps_host: bool,
+    /// The bytes on the host that are kept for later loads. Without parts, they are there from an
+    /// earlier one.
+    pub(crate) kept: Option<SharedBuffer>,
     /// The parts of the slot or the staging memory, in order. Some are gaps that no read fills.
     parts: Vec<Part>,
     /// The number of parts that are not filled yet.
@@ -139,6 +144,8 @@ impl<D: Device> UnitLoad<D> {
             id,
             prepared: Arc::clone(prepared),
             device,
+            keeps_host: matches!(host, HostBytes::EmptyToKeep(_)),
+            kept: None,
             parts: Vec::new(),
             pending: 0,
             from_image: matches!(image, Image::Filled(_)),
@@ -151,6 +158,14 @@ impl<D: Device> UnitLoad<D> {
             cancelled: false,
             started_ns: now_ns,
             read_bytes: Vec::new(),
+        };
+        let host = match host {
+            HostBytes::Empty(host) | HostBytes::EmptyToKeep(host) => host,
+            HostBytes::Kept(bytes) => {
+                load.from_image = true;
+                load.kept = Some(bytes);
+                return (load, LoadWork::default());
+            }
         };
         let parts: Vec<ImagePart> = match &image {
             _ if matches!(load.pages, Pages::Taken) => Vec::new(),
@@ -330,15 +345,20 @@ fn with_alignment(len: usize, alignment: usize) -> usize {
 }
 
 /// Returns the size of a bounce buffer for these layouts, in bytes; 0 if all reads are in place. If
-/// units are also kept `on_host`, no read is.
+/// units are also kept `on_host`, those of compressed units are not.
 pub(crate) fn bounce_bytes<'a>(
     layouts: impl Iterator<Item = &'a SlotLayout>,
     alignment: usize,
     on_host: bool,
 ) -> usize {
     let with_alignment = |len| with_alignment(len, alignment);
-    let needs = layouts.flat_map(|layout| &layout.reads).map(|read| match read.kind {
-        ReadKind::InPlace if !on_host => 0,
+    let decodes = |read: &SlotRead| matches!(read.kind, ReadKind::Decoded { .. });
+    let reads = layouts.flat_map(|layout| {
+        let keeps_stored = on_host && layout.reads.iter().any(decodes);
+        layout.reads.iter().map(move |read| (read, keeps_stored))
+    });
+    let needs = reads.map(|(read, keeps_stored)| match read.kind {
+        ReadKind::InPlace if !keeps_stored => 0,
         // Longer reads are split.
         ReadKind::InPlace | ReadKind::Copied => with_alignment(read.len).min(LARGEST_COPY),
         ReadKind::Decoded { .. } => with_alignment(read.required),

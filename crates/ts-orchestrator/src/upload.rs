@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Copies units from staging memory on the host to their device.
+//! Copies units from memory on the host to their device.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use ts_pool::{Buffer, DeviceBuffer, PendingWrite};
+use ts_pool::{DeviceBuffer, HostPool, PendingWrite};
 use ts_streams::{Device, Stream, check_may_block};
 
 use crate::event::{CopyResult, Event, UploadResult};
+use crate::slot_pool::HostBytes;
 use crate::unit::UnitId;
 
 /// A unit to copy to its device.
@@ -16,7 +17,7 @@ use crate::unit::UnitId;
 pub(crate) struct Upload<D: Device> {
     pub(crate) load: u32,
     pub(crate) unit: UnitId,
-    pub(crate) staging: Buffer,
+    pub(crate) host: HostBytes,
     pub(crate) slot: DeviceBuffer<D>,
 }
 
@@ -31,6 +32,8 @@ pub(crate) struct Uploader<D: Device> {
 
 impl<D: Device> Uploader<D> {
     pub(crate) fn new(
+        device: &D,
+        staging: &HostPool,
         stream: D::Stream,
         events: &Sender<Event<D>>,
     ) -> Result<Self, ts_streams::Error> {
@@ -38,7 +41,8 @@ impl<D: Device> Uploader<D> {
         let (running, copies) = channel::<(UnitId, PendingWrite<D>)>();
         let mut this = Self { stream, queue: Some(queue), threads: Vec::new() };
         let (stream, sink) = (this.stream.clone(), events.clone());
-        this.spawn("ts-uploads", move || submit_all(&stream, &inbox, &running, &sink))?;
+        let from = (device.clone(), staging.clone());
+        this.spawn("ts-uploads", move || submit_all(&from, &stream, &inbox, &running, &sink))?;
         let (stream, sink) = (this.stream.clone(), events.clone());
         this.spawn("ts-copied", move || finish_all(&stream, &copies, &sink))?;
         Ok(this)
@@ -69,13 +73,27 @@ impl<D: Device> Uploader<D> {
 
 /// Submits the copy of each upload, and announces the unit.
 fn submit_all<D: Device>(
+    (device, staging): &(D, HostPool),
     stream: &D::Stream,
     inbox: &Receiver<Upload<D>>,
     running: &Sender<(UnitId, PendingWrite<D>)>,
     events: &Sender<Event<D>>,
 ) {
-    for Upload { load, unit, staging, mut slot } in inbox {
-        let begun = catch_unwind(AssertUnwindSafe(|| slot.begin_write(0, staging)));
+    for Upload { load, unit, host, mut slot } in inbox {
+        let (bytes, kept) = match host {
+            // If memory cannot be locked, the driver copies through its own, which is slower.
+            HostBytes::Empty(memory) => {
+                let _ = staging.register(device);
+                (memory.freeze(), None)
+            }
+            HostBytes::EmptyToKeep(mut memory) => {
+                let _ = memory.register(device);
+                let bytes = memory.freeze();
+                (bytes.clone(), Some(bytes))
+            }
+            HostBytes::Kept(bytes) => (bytes, None),
+        };
+        let begun = catch_unwind(AssertUnwindSafe(|| slot.begin_write(0, bytes)));
         let begun = match begun {
             Ok(begun) => begun.map_err(|(error, _)| error),
             Err(_) => Err(panicked(stream)),
@@ -93,7 +111,7 @@ fn submit_all<D: Device>(
             Err(error) => (None, Err(error)),
         };
         // The unit is announced before the end of its copy is.
-        let _ = events.send(Event::Uploaded(UploadResult { load, slot, result }));
+        let _ = events.send(Event::Uploaded(UploadResult { load, slot, kept, result }));
         if let Some(copy) = copy {
             running.send((unit, copy)).expect("the thread receives until the sender is dropped");
         }

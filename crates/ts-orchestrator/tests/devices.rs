@@ -281,9 +281,12 @@ fn a_gpu_streams_units() {
         }
     };
     let model = Model::assembled(&SIZES);
-    let engine =
-        Engine::with_device(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
-    assert_eq!(passes(&model, &engine, &device, 20), 0);
+    for host_bytes in [0, 150 * KIB, usize::MAX] {
+        let config = config(BUDGET).with_host_bytes(host_bytes);
+        let (units, sources) = (model.units.clone(), model.sources());
+        let engine = Engine::with_device(&device, units, sources, config).unwrap();
+        assert_eq!(passes(&model, &engine, &device, 20), 0);
+    }
 }
 
 #[test]

@@ -124,6 +124,11 @@ impl Arena {
         }
     }
 
+    /// Returns whether a device allocated the memory.
+    pub(crate) fn is_of_device(&self) -> bool {
+        matches!(self.memory, Memory::Device { .. })
+    }
+
     /// Returns the pages of a range to the system. The range then reads as zeros. Does nothing for
     /// memory that a device allocated, and on systems other than Linux.
     ///

@@ -3,6 +3,8 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use ts_streams::Device;
+
 use crate::Error;
 use crate::pool::{Block, HostPool, SetAside};
 
@@ -86,6 +88,22 @@ impl Buffer {
     /// Returns the offset of this part in its block, in bytes.
     pub fn offset(&self) -> usize {
         self.offset
+    }
+
+    /// Locks the pages of this buffer, so that a device copies them without staging, until the
+    /// buffer and all that shares its memory are dropped. May block for as long as writing the
+    /// memory takes. Has no effect on memory of [`HostPool::for_device`], which is pinned already.
+    ///
+    /// # Errors
+    /// Returns [`Error::Device`] if the device cannot lock memory, or not so much of it.
+    ///
+    /// # Panics
+    /// Panics if the buffer is a part of a block.
+    pub fn register<D: Device>(&mut self, device: &D) -> Result<(), Error> {
+        let is_whole = self.offset == 0;
+        let block = Arc::get_mut(&mut self.block).filter(|_| is_whole);
+        let block = block.expect("only whole blocks are registered");
+        Ok(block.register(device)?)
     }
 
     /// Converts the buffer to a read-only buffer that can be cloned. Copies nothing.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
-use ts_streams::Device;
+use ts_streams::{Device, MemoryRange, Registration};
 
 use crate::arena::{Arena, BLOCK_ALIGN};
 use crate::offset::{BlockId, OffsetAllocator, Owner};
@@ -35,6 +35,8 @@ pub struct HostPool {
 
 #[derive(Debug)]
 struct PoolInner {
+    /// Keeps all pages locked for a device. Dropped before the memory.
+    registration: Mutex<Option<Registration>>,
     arena: Arena,
     state: Mutex<PoolState>,
     /// Whether freed blocks return their pages to the system.
@@ -99,6 +101,33 @@ impl HostPool {
         Self::with_arena(|len| Arena::of_device(device, len), budget, capacity_bytes)
     }
 
+    /// Locks all pages of the pool, so that a device copies them without staging, until the pool and
+    /// its buffers are dropped. The first call may block for as long as writing the memory takes.
+    /// Has no effect on memory of [`for_device`](Self::for_device), which is pinned already.
+    ///
+    /// From now on, [`retire`](Self::retire) and [`set_aside`](Self::set_aside) return no memory to
+    /// the system.
+    ///
+    /// # Errors
+    /// Returns [`Error::Device`] if the device cannot lock memory, or not so much of it, or if a
+    /// buffer is [registered](crate::Buffer::register).
+    pub fn register<D: Device>(&self, device: &D) -> Result<(), Error> {
+        let mut registration = self.inner.registration.lock();
+        if registration.is_none() && !self.inner.arena.is_of_device() && self.inner.arena.len() > 0
+        {
+            let arena = &self.inner.arena;
+            let range = MemoryRange::new(arena.at(0).as_ptr(), arena.len());
+            // SAFETY: the arena is dropped after the registration, and stays mapped until then:
+            // `discard` leaves registered pages alone.
+            *registration = Some(unsafe { device.register(range) }?);
+        }
+        Ok(())
+    }
+
+    fn is_registered(&self) -> bool {
+        self.inner.registration.lock().is_some()
+    }
+
     /// Lets processes that are forked from now on inherit the memory of this pool, copy-on-write.
     ///
     /// By default, the memory is not mapped in forked processes, because the first write to each
@@ -125,6 +154,7 @@ impl HostPool {
             failures: 0,
         };
         let inner = PoolInner {
+            registration: Mutex::default(),
             arena: allocate(capacity)?,
             state: Mutex::new(state),
             retired: AtomicBool::new(false),
@@ -163,6 +193,7 @@ impl HostPool {
             id,
             ptr,
             size: granules * BLOCK_ALIGN,
+            registration: None,
             mapped: None,
             lost: false,
         })
@@ -250,6 +281,8 @@ pub(crate) struct Block {
     id: BlockId,
     ptr: NonNull<u8>,
     size: usize,
+    /// Keeps the pages locked for a device.
+    registration: Option<Registration>,
     /// The pages of a file that are mapped over the block.
     mapped: Option<MappedPages>,
     /// Whether there may be no memory at the addresses of the block. Such a block is never freed.
@@ -310,9 +343,22 @@ impl Block {
         mapped
     }
 
-    /// Gives the block anonymous pages again, if a file is mapped over it. Call this only while the
+    /// Locks the pages of the block for a device, until the block is freed.
+    pub(crate) fn register<D: Device>(&mut self, device: &D) -> Result<(), ts_streams::Error> {
+        let is_pinned = self.pool.inner.arena.is_of_device() || self.pool.is_registered();
+        if self.registration.is_none() && !is_pinned {
+            let range = MemoryRange::new(self.ptr.as_ptr(), self.size);
+            // SAFETY: the arena stays mapped while the block exists, which owns the registration.
+            // Blocks are whole pages, and those of this one are neither registered nor pinned.
+            self.registration = Some(unsafe { device.register(range) }?);
+        }
+        Ok(())
+    }
+
+    /// Ends what was done with the pages of the block. Gives it anonymous pages again, if a file is mapped over it. Call this only while the
     /// block has no buffer.
     fn unmap_pages(&mut self) {
+        self.registration = None;
         // In a forked process, other memory may be at this address.
         if let Some(pages) = self.mapped.take()
             && pages.process == std::process::id()
@@ -329,6 +375,9 @@ impl Block {
     /// before there is one, or when it is dropped.
     fn discard(&mut self) {
         self.unmap_pages();
+        if self.pool.is_registered() {
+            return; // the device would copy other pages than those at the address
+        }
         let offset = self.offset();
         // SAFETY: this block owns the range until it is dropped, and has no buffer, so no thread
         // accesses the range. The next owner relies only on initialised bytes, and zeros are

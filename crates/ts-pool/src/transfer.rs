@@ -8,7 +8,7 @@ use ts_streams::{Device, Event, MemoryKind, MemoryRange, Stream, check_may_block
 
 use crate::error::range_in;
 use crate::ordered::CopyGuard;
-use crate::{Buffer, DeviceBuffer, Error, PinnedMemoryPool, PooledBuffer};
+use crate::{DeviceBuffer, Error, PinnedMemoryPool, PooledBuffer, SharedBuffer};
 
 impl<D: Device> DeviceBuffer<D> {
     /// Copies host bytes into the buffer, starting at byte `offset`.
@@ -45,8 +45,8 @@ impl<D: Device> DeviceBuffer<D> {
     pub fn begin_write(
         &mut self,
         offset: usize,
-        from: Buffer,
-    ) -> Result<PendingWrite<D>, (Error, Buffer)> {
+        from: SharedBuffer,
+    ) -> Result<PendingWrite<D>, (Error, SharedBuffer)> {
         let begun = || {
             let part = range_in(self.len(), offset, from.len())?;
             let source = MemoryRange::new(from.as_ptr().cast_mut(), from.len());
@@ -137,7 +137,7 @@ pub struct PendingWrite<D: Device> {
     started: D::Event,
     done: D::Event,
     /// `None` after the wait.
-    source: Option<Buffer>,
+    source: Option<SharedBuffer>,
     _guard: CopyGuard<D>,
 }
 
@@ -153,7 +153,7 @@ impl<D: Device> PendingWrite<D> {
     /// # Errors
     /// Returns [`Error::Device`] if the copy failed or the call was made in a host function. In a
     /// host function, the host memory is lost.
-    pub fn wait(mut self) -> (Result<Duration, Error>, Option<Buffer>) {
+    pub fn wait(mut self) -> (Result<Duration, Error>, Option<SharedBuffer>) {
         if let Err(error) = check_may_block() {
             return (Err(error.into()), None);
         }

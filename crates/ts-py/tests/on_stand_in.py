@@ -66,6 +66,11 @@ class Library:
         finally:
             self.native.standinDelayCopies(0, 0)
 
+    def registered(self) -> int:
+        """Returns how many bytes of the host's memory are registered."""
+        self.native.standinRegistered.restype = ctypes.c_long
+        return int(self.native.standinRegistered())
+
     def counters(self) -> dict[str, int]:
         """Returns the counters of the library. ``peak`` is the most bytes that existed."""
         values = (ctypes.c_long * 8)()
@@ -687,6 +692,8 @@ def tiers() -> None:
             read.append(ts.stats(streamed)["read_bytes"])
             copied.append(library.counters()["copied"])
         assert ts.stats(streamed)["plan"]["streamed_bytes_per_pass"] == 0
+        # They are copied from where they are.
+        assert library.registered() >= 4 * 256 * 257 * 4, library.registered()
         assert read[-1] == read[-2] <= 2 * 8 * 270_000 and copied[-1] > copied[-2], (read, copied)
         whole = _streamed(model, directory, budget="16MiB")
         for _ in range(4):
@@ -694,6 +701,9 @@ def tiers() -> None:
             with torch.no_grad():
                 whole(inputs)
         assert library.counters()["copied"] == before
+        del streamed, whole
+        gc.collect()
+        assert library.registered() == 0
 
 
 @program

@@ -10,7 +10,9 @@ use crate::accelerator::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
 #[cfg(feature = "runtime")]
 use crate::accelerator::{RuntimeDevice, RuntimeEvent, RuntimeMemory, RuntimeStream};
 use crate::cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
-use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
+use crate::device::{
+    Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Registration, Status, Stream,
+};
 use crate::id::StreamId;
 use crate::priority::StreamPriority;
 use crate::range::{MemoryKind, MemoryRange};
@@ -237,6 +239,11 @@ impl Device for AnyDevice {
 
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<AnyMemory, Error> {
         dispatch_into!(AnyDevice, self, device => device.allocate(layout, kind), AnyMemory)
+    }
+
+    unsafe fn register(&self, range: MemoryRange) -> Result<Registration, Error> {
+        // SAFETY: the caller has the same obligations.
+        dispatch!(AnyDevice, self, device => unsafe { device.register(range) })
     }
 
     fn allocate_async(&self, layout: Layout, stream: &AnyStream) -> Result<AnyMemory, Error> {

@@ -51,6 +51,31 @@ pub enum MemoryLocation {
     Host,
 }
 
+/// Host memory that a device copies without staging, from [`Device::register`], until this value is
+/// dropped.
+pub struct Registration(Option<Box<dyn FnOnce() + Send + Sync>>);
+
+impl Registration {
+    /// Creates a registration that ends with a call of `end`.
+    pub(crate) fn new(end: impl FnOnce() + Send + Sync + 'static) -> Self {
+        Self(Some(Box::new(end)))
+    }
+}
+
+impl fmt::Debug for Registration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Registration")
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        if let Some(end) = self.0.take() {
+            end();
+        }
+    }
+}
+
 /// A device that runs the work submitted to its streams. Clones are handles to the same device.
 ///
 /// Code that is generic over `Device` runs on the host, on the simulated GPU and on CUDA GPUs.
@@ -115,6 +140,23 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// Returns [`Error::OutOfMemory`] if there is not enough memory, or [`Error::Driver`] if a
     /// CUDA driver call fails.
     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<Self::Memory, Error>;
+
+    /// Locks the pages of host memory, so that streams copy it without staging, as if it was
+    /// [`MemoryKind::PinnedHost`]. May block: locking takes about as long as writing the memory.
+    ///
+    /// # Errors
+    /// - [`Error::Unsupported`]: the device cannot register memory. The default implementation
+    ///   always returns this error.
+    /// - [`Error::Driver`]: a call failed, for example because too much memory is locked.
+    ///
+    /// # Safety
+    /// The range must stay valid until the result is dropped and all copies of it have ended. No
+    /// page of it may be pinned or registered already.
+    unsafe fn register(&self, range: MemoryRange) -> Result<Registration, Error> {
+        let _ = range;
+        let device = self.info().name.clone();
+        Err(Error::Unsupported { device, what: "registering host memory" })
+    }
 
     /// Allocates device memory, with undefined contents, for work submitted to `stream` from now
     /// on.

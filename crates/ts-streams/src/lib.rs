@@ -90,7 +90,9 @@ pub use any::{AnyDevice, AnyEvent, AnyMemory, AnyStream};
 pub use coordinator::{CancelToken, Execution, MultiStreamCoordinator};
 pub use cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
 pub use detect::GpuError;
-pub use device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
+pub use device::{
+    Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Registration, Status, Stream,
+};
 pub use error::{Error, ErrorKind};
 pub use gpu::GpuStatus;
 pub use graph::{TaskGraph, TaskId};

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use crate::Error;
 use crate::cpu::elapsed;
-use crate::device::{Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Status, Stream};
+use crate::device::{
+    Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Registration, Status, Stream,
+};
 use crate::id::{DeviceKind, StreamId};
 use crate::memory::{HostBlock, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
@@ -409,6 +411,10 @@ impl Device for SimDevice {
             freed_in_order: false,
             shared: Arc::clone(shared),
         })
+    }
+
+    unsafe fn register(&self, _: MemoryRange) -> Result<Registration, Error> {
+        Ok(Registration::new(|| ()))
     }
 
     fn allocate_async(&self, layout: Layout, _: &SimStream) -> Result<SimMemory, Error> {

@@ -279,6 +279,42 @@ fn an_old_driver_is_named() {
 }
 
 #[test]
+fn registered_memory_is_copied_like_pinned_memory() {
+    emulated("registered_memory_is_copied_like_pinned_memory", &[], || {
+        let device = CudaDevice::new(0).unwrap();
+        let stream = device.create_stream(StreamPriority::Normal).unwrap();
+        let memory = device.allocate(layout(1 << 20), MemoryKind::Device).unwrap();
+        let before = counters();
+        let mut bytes = vec![1; 1 << 20];
+        // SAFETY: the bytes outlive the registration and the copies.
+        let registration = unsafe { device.register(MemoryRange::of(&mut bytes)) }.unwrap();
+        // SAFETY: refused, so that nothing is registered.
+        let twice = unsafe { device.register(MemoryRange::of(&mut bytes)) }.unwrap_err();
+        assert!(twice.to_string().contains("cuMemHostRegister"), "{twice}");
+        assert_eq!(counters().blocks, before.blocks + 1);
+        let (open, gate) = std::sync::mpsc::channel::<()>();
+        stream.launch_host_fn(HostFn::new(move || gate.recv().unwrap())).unwrap();
+        // SAFETY: the bytes are not written to until the copy is done.
+        unsafe { stream.copy(memory.range(), MemoryRange::of(&mut bytes)) }.unwrap();
+        open.send(()).unwrap(); // the copy did not wait for the function before it
+        stream.synchronize().unwrap();
+        drop(registration);
+        assert_eq!(counters().blocks, before.blocks);
+        // A host function may drop a registration. The driver hears of it at the next call.
+        // SAFETY: as above.
+        let registration = unsafe { device.register(MemoryRange::of(&mut bytes)) }.unwrap();
+        stream.launch_host_fn(HostFn::new(move || drop(registration))).unwrap();
+        stream.synchronize().unwrap();
+        drop(device.allocate(layout(1), MemoryKind::Device).unwrap());
+        assert_eq!(counters().blocks, before.blocks);
+        let mut read = vec![0; 1 << 20];
+        // SAFETY: all work is done.
+        unsafe { memory.read(0, &mut read) }.unwrap();
+        assert!(read == bytes);
+    });
+}
+
+#[test]
 fn a_copy_of_pageable_memory_has_the_bytes_of_the_call() {
     emulated("a_copy_of_pageable_memory_has_the_bytes_of_the_call", &[], || {
         let device = CudaDevice::new(0).unwrap();

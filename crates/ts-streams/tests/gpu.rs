@@ -134,7 +134,8 @@ fn every_driver_problem_is_reported() {
          cuEventDestroy_v2",
         "cuEventElapsedTime cuEventQuery cuEventRecord cuEventSynchronize cuLaunchHostFunc \
          cuMemAllocManaged cuMemAlloc_v2",
-        "cuMemFreeHost cuMemFree_v2 cuMemHostAlloc cuMemPrefetchAsync cuMemcpy cuMemcpyAsync \
+        "cuMemFreeHost cuMemFree_v2 cuMemHostAlloc cuMemHostRegister_v2 cuMemHostUnregister \
+         cuMemPrefetchAsync cuMemcpy cuMemcpyAsync \
          cuMemsetD8Async cuStreamQuery",
         "cuDeviceGetDefaultMemPool cuMemAllocAsync cuMemFreeAsync cuMemPoolSetAttribute",
         "cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamSynchronize cuStreamWaitEvent",

@@ -149,9 +149,11 @@ impl<D: Device> EngineState<D> {
             match self.allocate(context, id) {
                 Ok(buffers) => allocated.push((id, buffers, reserved)),
                 Err(error) => {
-                    for (id, buffers, _) in allocated.into_iter().filter(|(.., reserved)| *reserved)
-                    {
-                        self.units[id.index()].reserved = Some(buffers.into_slot());
+                    for (id, buffers, reserved) in allocated {
+                        let unit = &mut self.units[id.index()];
+                        let (slot, kept) = buffers.into_slot();
+                        unit.reserved = Some(slot).filter(|_| reserved);
+                        unit.reserved_image = kept.or_else(|| unit.reserved_image.take());
                     }
                     return Err(error);
                 }

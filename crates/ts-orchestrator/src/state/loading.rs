@@ -18,7 +18,7 @@ use crate::layout::ReadKind;
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::sharing::Pages;
-use crate::slot_pool::{LoadBuffers, Slot};
+use crate::slot_pool::{HostBytes, LoadBuffers, Slot};
 use crate::stats::add_bytes;
 use crate::trace::{TraceEvent, TraceKind};
 use crate::unit::UnitId;
@@ -45,6 +45,7 @@ impl<D: Device> EngineState<D> {
         let prepared = &context.units[id.index()];
         let unit = &mut self.units[id.index()];
         let image = match (&unit.image, &prepared.image) {
+            (_, Some(layout)) if layout.is_slot => Image::None,
             (Some(image), _) => Image::Filled(image.clone()),
             (None, Some(layout)) if unit.compressed => {
                 let memory = unit.reserved_image.take();
@@ -55,13 +56,22 @@ impl<D: Device> EngineState<D> {
         };
         unit.presence = Presence::Loading;
         let mut buffers = buffers;
-        if let Some(sharing) = context.sharing.as_ref().filter(|_| unit.resident) {
-            buffers.pages = sharing.begin(sharing.unit(id), &mut buffers.host);
+        if let (Some(sharing), HostBytes::Empty(host)) =
+            (context.sharing.as_ref().filter(|_| unit.resident), &mut buffers.host)
+        {
+            buffers.pages = sharing.begin(sharing.unit(id), host);
         }
         let (mut load, work) =
             UnitLoad::new(load_id, Some(id), prepared, buffers, image, context.sizes, now_ns);
         load.guessed = guessed;
-        self.begin_load(context, load_id, load, now_ns);
+        match load.kept.take() {
+            // Nothing is read. The bytes were verified when they were.
+            Some(bytes) => {
+                self.loads.insert(load_id, load);
+                self.upload(context, load_id, HostBytes::Kept(bytes));
+            }
+            None => self.begin_load(context, load_id, load, now_ns),
+        }
         work
     }
 
@@ -415,17 +425,30 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
     ) {
         let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
-        match (host, load.device.take()) {
-            (Some(staging), Some(slot)) if load.error.is_none() && !load.cancelled => {
-                let unit = load.id.expect("gathered rows are in host memory");
-                self.copies_running += 1;
-                context.slots.upload(load_id, unit, staging, slot);
+        match host {
+            Some(host) if load.device.is_some() && load.error.is_none() && !load.cancelled => {
+                let keeps = load.keeps_host;
+                let host =
+                    if keeps { HostBytes::EmptyToKeep(host) } else { HostBytes::Empty(host) };
+                self.upload(context, load_id, host);
             }
-            (_, Some(slot)) => {
-                self.finish(context, load_id, Some(Slot::Device(slot, None)), now_ns);
+            host => {
+                let slot = match load.device.take() {
+                    Some(slot) => Some(Slot::Device(slot, None)),
+                    None => host.map(Slot::Host),
+                };
+                self.finish(context, load_id, slot, now_ns);
             }
-            (host, None) => self.finish(context, load_id, host.map(Slot::Host), now_ns),
         }
+    }
+
+    /// Starts to copy a unit to its device.
+    fn upload(&mut self, context: &EngineContext<D>, load_id: u32, host: HostBytes) {
+        let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
+        let unit = load.id.expect("gathered rows are in host memory");
+        let slot = load.device.take().expect("a unit on a device has a slot there");
+        self.copies_running += 1;
+        context.slots.upload(load_id, unit, host, slot);
     }
 
     /// Handles the submission of a copy to the device. The unit can be used from now on, by streams
@@ -436,8 +459,9 @@ impl<D: Device> EngineState<D> {
         upload: UploadResult<D>,
         now_ns: u64,
     ) {
-        let UploadResult { load: load_id, slot, result } = upload;
+        let UploadResult { load: load_id, slot, kept, result } = upload;
         let load = self.loads.get_mut(&load_id).expect("a load exists until its upload has ended");
+        load.kept = kept;
         let copied = match result {
             Ok(copied) => Some(copied),
             Err(error) => {
@@ -491,8 +515,11 @@ impl<D: Device> EngineState<D> {
         let unit = &mut self.units[id.index()];
         // The unit may have been evicted from memory for good meanwhile.
         let image = load.image.take().filter(|_| unit.compressed);
+        let kept = load.kept.take().filter(|_| unit.compressed);
         if load.error.is_some() || load.cancelled {
             unit.reserved_image = image.or_else(|| unit.reserved_image.take());
+        } else if let (Some(bytes), Some(layout)) = (kept, &load.prepared.image) {
+            unit.image = Some(KeptImage { bytes, layout: Arc::clone(layout) });
         } else if let (Some(mut image), Some(layout)) = (image, &load.prepared.image) {
             if let (Some(pages), Some(sharing)) = (load.image_pages.take(), &context.sharing) {
                 unit.shared_image = sharing.end(sharing.image(id), pages, &mut image);
@@ -543,6 +570,24 @@ impl<D: Device> EngineState<D> {
 }
 
 impl<D: Device> UnitState<D> {
+    /// Returns the bytes of a unit that is kept on the host as it is in its slot, or memory for
+    /// them. Returns `None` if the unit is not kept, or not so.
+    pub(super) fn take_host_bytes(
+        &mut self,
+        context: &EngineContext<D>,
+        prepared: &PreparedUnit,
+    ) -> Option<HostBytes> {
+        let layout = prepared.image.as_ref().filter(|image| image.is_slot)?;
+        if let Some(image) = &self.image {
+            return Some(HostBytes::Kept(image.bytes.clone()));
+        }
+        let reserved = self.reserved_image.take().filter(|_| self.compressed);
+        let mut memory = reserved
+            .or_else(|| context.allocate_image(Some(layout.len).filter(|_| self.compressed)))?;
+        drop(memory.split_off(layout.len)); // what rounding has added
+        Some(HostBytes::EmptyToKeep(memory))
+    }
+
     /// Gives the memory for the compressed unit the bytes that another process has read, or
     /// prepares it for the load to fill.
     fn empty_image(

@@ -5,7 +5,7 @@ use ts_streams::Device;
 
 use crate::config::Prefetch;
 use crate::context::EngineContext;
-use crate::slot_pool::{AllocationError, LoadBuffers};
+use crate::slot_pool::{AllocationError, HostBytes, LoadBuffers};
 use crate::unit::UnitId;
 
 use super::{EngineState, Presence};
@@ -112,7 +112,14 @@ impl<D: Device> EngineState<D> {
         context: &EngineContext<D>,
         id: UnitId,
     ) -> Result<LoadBuffers<D>, AllocationError> {
-        let len = context.units[id.index()].layout.len;
-        context.slots.allocate_for_load(len, &mut self.units[id.index()].reserved)
+        let prepared = &context.units[id.index()];
+        let unit = &mut self.units[id.index()];
+        let mut host = unit.take_host_bytes(context, prepared);
+        let buffers =
+            context.slots.allocate_for_load(prepared.layout.len, &mut unit.reserved, &mut host);
+        if let Some(HostBytes::EmptyToKeep(memory)) = host {
+            unit.reserved_image = Some(memory);
+        }
+        buffers
     }
 }

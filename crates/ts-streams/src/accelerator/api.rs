@@ -59,6 +59,21 @@ pub trait Api: fmt::Debug + Send + Sync + 'static {
     /// enough memory.
     fn allocate(&self, bytes: usize, kind: MemoryKind) -> Result<Option<*mut u8>, Error>;
 
+    /// Locks the pages of host memory.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] if the driver cannot.
+    ///
+    /// # Safety
+    /// The memory must be valid until [`unregister`](Self::unregister), and not pinned.
+    unsafe fn register(&self, range: MemoryRange) -> Result<(), Error>;
+
+    /// Ends [`register`](Self::register).
+    ///
+    /// # Safety
+    /// The memory must be registered, and nothing may copy it any more.
+    unsafe fn unregister(&self, start: *mut u8);
+
     /// Makes stream-ordered allocation keep freed memory.
     ///
     /// # Errors

@@ -50,7 +50,7 @@ pub(crate) fn status() -> GpuStatus {
 }
 
 /// The driver functions that this module calls, together with [`MORE_SYMBOLS`].
-const SYMBOLS: [&str; 36] = [
+const SYMBOLS: [&str; 38] = [
     "cuInit",
     "cuCtxGetStreamPriorityRange",
     "cuCtxPopCurrent_v2",
@@ -79,6 +79,8 @@ const SYMBOLS: [&str; 36] = [
     "cuMemFree_v2",
     "cuMemGetInfo_v2",
     "cuMemHostAlloc",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
     "cuMemPoolSetAttribute",
     "cuMemPrefetchAsync",
     "cuMemcpy",
@@ -88,6 +90,8 @@ const SYMBOLS: [&str; 36] = [
     "cuStreamDestroy_v2",
     "cuStreamWaitEvent",
 ];
+/// Pinned memory that all contexts know.
+const PORTABLE: u32 = 1;
 const MORE_SYMBOLS: [&str; 2] = ["cuStreamQuery", "cuStreamSynchronize"];
 
 /// Returns the number of devices. The first call loads and initializes the driver. Later calls
@@ -277,7 +281,6 @@ impl CudaApi {
     /// not enough memory. The memory is not write-combined, because the host reads such memory
     /// slowly.
     fn allocate_pinned(&self, bytes: usize) -> Result<Option<*mut u8>, Error> {
-        const PORTABLE: u32 = 1;
         let _current = self.make_current()?;
         let mut start = null_mut();
         // SAFETY: `start` is valid for writes.
@@ -321,6 +324,21 @@ impl Api for CudaApi {
             MemoryKind::Managed => self.allocate_managed(bytes),
             MemoryKind::PinnedHost => self.allocate_pinned(bytes),
             MemoryKind::Host => unreachable!("`HostBlock` allocates this kind, not the driver"),
+        }
+    }
+
+    unsafe fn register(&self, range: MemoryRange) -> Result<(), Error> {
+        let _current = self.make_current()?;
+        // SAFETY: the caller guarantees that the memory is valid until `unregister`.
+        check("cuMemHostRegister", unsafe {
+            sys::cuMemHostRegister_v2(range.as_ptr().cast(), range.len(), PORTABLE)
+        })
+    }
+
+    unsafe fn unregister(&self, start: *mut u8) {
+        if let Ok(_current) = self.make_current() {
+            // SAFETY: the caller guarantees that the memory is registered and no longer copied.
+            let _ = unsafe { sys::cuMemHostUnregister(start.cast()) };
         }
     }
 

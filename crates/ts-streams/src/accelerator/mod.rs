@@ -32,7 +32,7 @@ pub use self::runtime::{
 pub use self::stream::AcceleratorStream;
 use self::stream::{Ownership, StreamHandle};
 use crate::Error;
-use crate::device::{Device, DeviceInfo, Stream};
+use crate::device::{Device, DeviceInfo, Registration, Stream};
 use crate::memory::HostBlock;
 use crate::metrics::{MemoryCounters, MemoryMetrics};
 use crate::priority::StreamPriority;
@@ -78,7 +78,18 @@ enum Deferred<A: Api> {
     Memory(Allocation, Option<Arc<StreamHandle<A>>>),
     Stream(RawStream),
     Event(RawEvent),
+    /// Registered host memory.
+    Registration(HostAddress),
 }
+
+/// The address of registered host memory.
+#[derive(Debug, Clone, Copy)]
+struct HostAddress(*mut u8);
+
+// SAFETY: this is only a number for the driver.
+unsafe impl Send for HostAddress {}
+// SAFETY: as above.
+unsafe impl Sync for HostAddress {}
 
 impl<A: Api> Shared<A> {
     /// Frees what was dropped or freed in host functions. Has no effect if called from a host
@@ -98,6 +109,7 @@ impl<A: Api> Shared<A> {
                     }
                     Deferred::Stream(raw) => self.api.destroy_stream(&raw),
                     Deferred::Event(raw) => self.api.destroy_event(&raw),
+                    Deferred::Registration(start) => self.api.unregister(start.0),
                 }
             }
         }
@@ -257,6 +269,22 @@ impl<A: Api> Device for AcceleratorDevice<A> {
             shared.memory.allocated(bytes);
         }
         Ok(memory)
+    }
+
+    unsafe fn register(&self, range: MemoryRange) -> Result<Registration, Error> {
+        let (shared, start) = (Arc::clone(&self.shared), HostAddress(range.as_ptr()));
+        shared.run_deferred();
+        // SAFETY: the caller guarantees that the range is valid until the result is dropped.
+        unsafe { shared.api.register(range) }?;
+        let process = std::process::id();
+        Ok(Registration::new(move || {
+            let start = start; // as a whole, so that the closure is `Send`
+            if std::process::id() != process {
+                return; // a forked process has no part in it
+            }
+            lock(&shared.deferred).push(Deferred::Registration(start));
+            shared.run_deferred();
+        }))
     }
 
     fn allocate_async(

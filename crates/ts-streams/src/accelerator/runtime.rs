@@ -53,6 +53,8 @@ const OUT_OF_MEMORY: Code = 2;
 const NOT_READY: Code = 600;
 /// The direction of a copy that the library finds out from the addresses.
 const COPY_DEFAULT: c_int = 4;
+/// The flag of registered memory that all devices know.
+const PORTABLE: c_uint = 1;
 /// The flag of streams that do not wait for the default stream.
 const NON_BLOCKING: c_uint = 1;
 
@@ -103,6 +105,8 @@ functions! {
     free: "Free", fn(Handle);
     malloc_host: "MallocHost", fn(*mut Handle, usize);
     free_host: "FreeHost", fn(Handle);
+    #[optional] host_register: "HostRegister", fn(Handle, usize, c_uint);
+    #[optional] host_unregister: "HostUnregister", fn(Handle);
     #[optional] mem_info: "MemGetInfo", fn(*mut usize, *mut usize);
     memcpy: "Memcpy", fn(Handle, *const c_void, usize, c_int);
     memcpy_async: "MemcpyAsync", fn(Handle, *const c_void, usize, c_int, Handle);
@@ -130,8 +134,8 @@ functions! {
 /// `DeviceGetStreamPriorityRange`, `Malloc`, `Free`, `MallocHost`, `FreeHost`, `Memcpy`,
 /// `MemcpyAsync`, `StreamCreateWithPriority`, `StreamDestroy`, `StreamQuery`, `StreamSynchronize`,
 /// `StreamWaitEvent`, `EventCreateWithFlags`, `EventDestroy`, `EventRecord`, `EventQuery`,
-/// `EventSynchronize`, and `EventElapsedTime`. It may have `MemGetInfo`, `MemsetAsync` and
-/// `LaunchHostFunc`. Without them, the operations that need them return [`Error::Unsupported`]. It
+/// `EventSynchronize`, and `EventElapsedTime`. It may have `MemGetInfo`, `MemsetAsync`,
+/// `LaunchHostFunc`, `HostRegister` and `HostUnregister`. Without them, the operations that need them return [`Error::Unsupported`]. It
 /// may also have `GetErrorName`, and `GetLastError`, which is called after an error, so that the
 /// program does not take the error for one of its own calls.
 ///
@@ -347,6 +351,27 @@ impl Api for RuntimeApi {
                 Ok(None)
             }
             code => self.check(call, code).map(|()| Some(start.cast())),
+        }
+    }
+
+    unsafe fn register(&self, range: MemoryRange) -> Result<(), Error> {
+        let functions = self.functions();
+        let (Some(register), Some(_)) = (functions.host_register, functions.host_unregister) else {
+            return Err(self.unsupported("registering host memory"));
+        };
+        let _current = self.make_current()?;
+        // SAFETY: the caller guarantees that the memory is valid until `unregister`.
+        self.check("HostRegister", unsafe {
+            register(range.as_ptr().cast(), range.len(), PORTABLE)
+        })
+    }
+
+    unsafe fn unregister(&self, start: *mut u8) {
+        if let (Some(unregister), Ok(_current)) =
+            (self.functions().host_unregister, self.make_current())
+        {
+            // SAFETY: the caller guarantees that the memory is registered and no longer copied.
+            let _ = unsafe { unregister(start.cast()) };
         }
     }
 

@@ -33,6 +33,8 @@ const INVALID_CONTEXT: Code = 201;
 const INVALID_HANDLE: Code = 400;
 const NOT_READY: Code = 600;
 const ILLEGAL_ADDRESS: Code = 700;
+const ALREADY_REGISTERED: Code = 712;
+const NOT_REGISTERED: Code = 713;
 const LAUNCH_FAILED: Code = 719;
 const NOT_PERMITTED: Code = 800;
 
@@ -127,6 +129,8 @@ impl Stream {
 struct State {
     /// The allocated blocks by address.
     blocks: BTreeMap<usize, Block>,
+    /// The lengths of registered host memory by address.
+    registered: BTreeMap<usize, usize>,
     /// The device addresses that were freed. They are never used again.
     freed: BTreeMap<usize, usize>,
     used: [usize; DEVICES],
@@ -267,8 +271,29 @@ impl State {
         }
     }
 
+    fn register(&mut self, start: usize, bytes: usize) -> Result<(), Code> {
+        if bytes == 0 || self.is_known(start) {
+            return Err(ALREADY_REGISTERED);
+        }
+        if self.registered.range(start..start + bytes).next().is_some() {
+            return Err(ALREADY_REGISTERED);
+        }
+        if let Some(left) = &mut self.allocations_left {
+            match left.checked_sub(1) {
+                Some(fewer) => *left = fewer,
+                None => return Err(OUT_OF_MEMORY),
+            }
+        }
+        self.registered.insert(start, bytes);
+        Ok(())
+    }
+
     /// Returns whether the driver knows the memory, so that copies of it do not block.
     fn is_known(&self, address: usize) -> bool {
+        let registered = self.registered.range(..=address).next_back();
+        if registered.is_some_and(|(start, bytes)| address < start + bytes) {
+            return true;
+        }
         let block = self.blocks.range(..=address).next_back();
         block.is_some_and(|(start, block)| address < start + block.bytes)
     }
@@ -416,6 +441,14 @@ driver! {
             *start = state.allocate(bytes, Kind::Pinned, device)?;
             Ok(())
         })
+    }
+
+    fn cuMemHostRegister_v2(start: usize, bytes: usize, _flags: u32) {
+        device_call(|state, _| state.register(start, bytes))
+    }
+
+    fn cuMemHostUnregister(start: usize) {
+        device_call(|state, _| state.registered.remove(&start).map(|_| ()).ok_or(NOT_REGISTERED))
     }
 
     fn cuMemFree_v2(address: u64) {
@@ -647,7 +680,7 @@ driver! {
                 state.retained.iter().sum(),
                 state.streams.len() as u64,
                 state.events.len() as u64,
-                state.blocks.len() as u64,
+                (state.blocks.len() + state.registered.len()) as u64,
                 state.used.iter().sum::<usize>() as u64,
                 CONTEXTS.with_borrow(Vec::len) as u64,
             ]

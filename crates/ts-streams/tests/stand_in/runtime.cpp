@@ -83,6 +83,7 @@ std::mutex g_mutex;
 // The number of unfinished tasks of each stream that this library created.
 std::unordered_map<orStream_t, std::shared_ptr<std::atomic<long>>> g_streams;
 std::unordered_map<void*, size_t> g_sizes;
+std::unordered_map<void*, size_t> g_registered;
 size_t g_limit = SIZE_MAX, g_bytes = 0, g_peak = 0;
 Counters g_counters;
 std::atomic<int> g_most_delay_us{0};
@@ -203,6 +204,26 @@ API standinMallocHost(void** start, size_t bytes) {
 
 API standinFreeHost(void* start) {
   return orFreeHost(start) == orSuccess ? kSuccess : kInvalidValue;
+}
+
+API standinHostRegister(void* start, size_t bytes, unsigned) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return remembered(g_registered.emplace(start, bytes).second ? kSuccess : kInvalidValue);
+}
+
+API standinHostUnregister(void* start) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return remembered(g_registered.erase(start) == 1 ? kSuccess : kInvalidValue);
+}
+
+// Returns how many bytes of host memory are registered.
+extern "C" __attribute__((visibility("default"))) long standinRegistered() {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  long bytes = 0;
+  for (const auto& [start, size] : g_registered) {
+    bytes += static_cast<long>(size);
+  }
+  return bytes;
 }
 
 API standinMemGetInfo(size_t* available, size_t* total) {
