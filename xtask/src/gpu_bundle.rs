@@ -22,7 +22,7 @@ const TESTS: [(&str, &str); 4] = [
 ];
 
 /// The Python programs in the folder.
-const PROGRAMS: [&str; 7] = [
+const PROGRAMS: [&str; 8] = [
     "benches/python/gpu.py",
     "benches/python/opdb.py",
     "benches/python/servers.py",
@@ -30,6 +30,7 @@ const PROGRAMS: [&str; 7] = [
     "crates/ts-py/tests/families.py",
     "crates/ts-py/tests/on_stand_in.py",
     "crates/ts-py/tests/on_two_devices.py",
+    "crates/ts-py/tests/tensors_on_stand_in.py",
 ];
 
 /// What the programs compare with. It is small, and seldom installed beside PyTorch.
@@ -69,9 +70,10 @@ if python3 -c "import torch" 2>/dev/null; then
     if python3 -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
         TENSORSTREAM_TEST_DEVICE=cuda:0
         export TENSORSTREAM_TEST_DEVICE
-        for name in exactness kept interrupts moves threads lora extras network; do
+        for name in exactness kept interrupts moves threads lora extras; do
             run timeout 60 python3 on_stand_in.py $name
         done
+        for name in files network; do run timeout 60 python3 tensors_on_stand_in.py $name; done
         run timeout 120 python3 on_stand_in.py families
         run timeout 300 python3 gpu.py --seconds 270 --out "$out"
         run timeout 100 python3 opdb.py --served --device cuda --samples 2 --jobs 8

@@ -678,6 +678,28 @@ def overlap() -> None:
 
 
 @program
+def compiled() -> None:
+    """A compiled model streams, in graphs between its modules, and is refused as one graph."""
+    model, inputs = linears(4), torch.randn(2, 256).to(DEVICE)
+    resident = copy.deepcopy(model).to(DEVICE)
+    with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+        streamed = _streamed(model, directory, budget=2 * 270_000)
+        for _ in range(3):
+            got = torch.compile(streamed, backend="eager")(inputs)
+            assert torch.equal(got.cpu(), resident(inputs).cpu())
+        assert ts.stats(streamed)["plan"]["streamed_bytes_per_pass"] > 0
+        torch._dynamo.reset()
+        try:
+            torch.compile(streamed, backend="eager", fullgraph=True)(inputs)
+        except Exception as error:
+            assert "cannot be one graph" in str(error), error
+        else:
+            raise AssertionError("the whole model was one graph")
+        whole = torch.compile(ts.restore(streamed), backend="eager", fullgraph=True)
+        assert torch.equal(whole(inputs).cpu(), resident(inputs).cpu())
+
+
+@program
 def tiers() -> None:
     """Weights that the host keeps are not read again, and those of the device not copied."""
     library, model = Library(), linears()
@@ -695,6 +717,8 @@ def tiers() -> None:
         # They are copied from where they are.
         assert library.registered() >= 4 * 256 * 257 * 4, library.registered()
         assert read[-1] == read[-2] <= 2 * 8 * 270_000 and copied[-1] > copied[-2], (read, copied)
+        older = ts.Config(storage_path=directory, vram_budget_gb=0.001, backend=ts.BackendType.CUDA)
+        assert ts.offload(copy.deepcopy(model), older)[0][0].weight.device == torch.device(DEVICE)
         whole = _streamed(model, directory, budget="16MiB")
         for _ in range(4):
             before = library.counters()["copied"]
@@ -732,71 +756,6 @@ def threads() -> None:
         for each in running:
             each.join()
     assert not errors, errors
-
-
-@program
-def network() -> None:
-    """Tensors are received into the memory of the device, and it is freed after its last use."""
-    library = Library()
-    sizes = (0, 1, 3000, 1_000_000, 3_000_000)
-    tensors = {str(size): torch.randn(size) for size in sizes}
-    tensors["transposed"] = torch.randn(40, 30).t()
-    tensors["half"] = torch.randn(100).to(torch.bfloat16)
-    tied = torch.randn(5000)
-    tensors |= {"first": tied, "second": tied[100:200]}
-    for pages in (True, False):
-        with (
-            tempfile.TemporaryDirectory() as directory,
-            ts.listen(f"unix:{directory}/socket", shared_memory=pages) as listener,
-        ):
-
-            def send(pages: bool = pages) -> None:
-                with ts.connect(listener.address, shared_memory=pages) as connection:
-                    for name, tensor in tensors.items():
-                        connection.send(tensor, name, checksums=True)
-                    connection.send_state_dict(tensors, compression="split")
-                    connection.send(torch.zeros(100), "last")
-
-            sender = threading.Thread(target=send)
-            sender.start()
-            with listener.accept() as connection, library.delays(2000, int(pages)):
-                for name, tensor in tensors.items():
-                    received: Any = connection.recv(device=DEVICE)
-                    assert (received.name, received.device) == (name, DEVICE)
-                    _check(received, tensor)
-                named: Any = connection.recv_state_dict(device=DEVICE)
-                assert named.keys() == tensors.keys()
-                for name, tensor in tensors.items():
-                    _check(named[name], tensor)
-                assert named["first"].shares_memory(named["second"])
-                assert named["second"].to_torch().device == torch.device(DEVICE)
-                for words, arguments in (
-                    ("either `into` or", {"into": torch.zeros(100), "device": DEVICE}),
-                    ("9", {"device": f"{OTHER[:-1]}9"}),
-                ):
-                    try:
-                        connection.recv(**arguments)
-                    except ts.ConfigurationError as error:
-                        assert words in str(error), error
-                    else:
-                        raise AssertionError("was accepted")
-                last: Any = connection.recv(device="cpu")
-                assert (last.device, last.name) == ("cpu", "last")
-            sender.join()
-            del received, named
-            gc.collect()
-            torch.accelerator.synchronize()
-    # A segment of 64 MiB stays, and 2 MiB for each tensor of 4 MiB and more do not.
-    assert library.counters()["bytes"] <= (64 << 20) + (4 << 20), library.counters()
-
-
-def _check(received: Any, expected: torch.Tensor) -> None:
-    """Compares a received tensor, which a slow copy on the device uses last."""
-    there = received.to_torch()
-    assert there.device == torch.device(DEVICE) and there.stride() == expected.stride()
-    copied = there + 1
-    del there, received
-    assert torch.equal(copied.cpu(), expected + 1)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def run(
 @pytest.mark.parametrize(
     "name",
     [
+        "compiled",
         "exactness",
         "budget",
         "extras",
@@ -52,7 +53,6 @@ def run(
         "kept",
         "handles",
         "moves",
-        "network",
         "overlap",
         "threads",
         "tiers",
@@ -89,6 +89,12 @@ def test_models_stream_to_two_devices(name: str, tmp_path: Path) -> None:
 def test_families_are_bit_identical_on_two_devices(tmp_path: Path) -> None:
     names = ("gpt2", "t5", "mixtral", "llava", "jamba", "clip")
     run("families", *names, tmp_path=tmp_path, file="on_two_devices.py")
+
+
+@needs_stand_in
+@pytest.mark.parametrize("name", ["files", "network"])
+def test_tensors_are_loaded_and_received_to_a_device(name: str, tmp_path: Path) -> None:
+    run(name, tmp_path=tmp_path, file="tensors_on_stand_in.py")
 
 
 @needs_stand_in

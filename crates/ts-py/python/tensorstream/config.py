@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from . import _native
 from .budget import Budget
-from .devices import HOST_DEVICES, Device, accelerator, device_of, devices_of_map
+from .devices import (
+    HOST_DEVICES,
+    Device,
+    accelerator,
+    default_device,
+    device_of,
+    devices_of_map,
+    has_accelerator,
+)
 from .errors import BudgetError, BudgetWarning, ConfigurationError, NotBuiltWarning
 
 if TYPE_CHECKING:
@@ -31,8 +39,8 @@ _log = logging.getLogger("tensorstream")
 class BackendType(enum.Enum):
     """The names of I/O backends in former versions.
 
-    ``AUTO`` and ``MMAP`` work as before. The others are not built yet, and the best available
-    backend is used instead. ``tensorstream.stats`` reports the reason in ``passed_over``.
+    ``CUDA`` and ``GPUDIRECT`` choose the accelerator as the default ``device``. Without one, the
+    device is the CPU, and ``tensorstream.stats`` reports the reason in ``passed_over``.
 
     Examples:
         >>> import tensorstream as ts
@@ -44,9 +52,9 @@ class BackendType(enum.Enum):
     AUTO = "auto"
     #: Copies from memory mappings. If another process truncates a file, this process crashes.
     MMAP = "mmap"
-    #: Reads into CUDA memory. Not built yet.
+    #: The best available one, and the accelerator as the default device.
     CUDA = "cuda"
-    #: Reads from storage into CUDA memory without the CPU. Not built yet.
+    #: The same, because reads into device memory without the host's are not built yet.
     GPUDIRECT = "gpudirect"
 
 
@@ -137,12 +145,11 @@ PREFETCH = {
 VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
 #: Memory that the budget leaves for activations, page tables and code, in bytes.
 HEADROOM = 96 << 20
-#: For each backend that is not built yet: the backend that is used instead (None for the best
-#: available one), and the reason.
-FALLBACKS: dict[str, tuple[str | None, str]] = {
-    "cuda": (None, "this name is not supported yet; to stream to a GPU, set `device`"),
-    "gpudirect": (None, "this name is not supported yet; to stream to a GPU, set `device`"),
-}
+#: The backends that choose the accelerator as the default device.
+ACCELERATED = (BackendType.CUDA.value, BackendType.GPUDIRECT.value)
+_THROUGH_HOST = (
+    "reads straight into device memory are not built yet; they go through memory of the host"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +217,7 @@ class Config:
         ConfigurationError: A field is unknown or invalid, or a setting is given under two names.
 
     Warns:
-        NotBuiltWarning: A field requests a feature that does not exist yet. Warns once per feature.
+        NotBuiltWarning: A field requests what this version or this computer lacks. Warns once.
 
     Examples:
         >>> import tensorstream as ts
@@ -269,8 +276,8 @@ class Config:
         if not isinstance(backend, str) or backend.lower() not in known:
             raise invalid("backend", self.backend, "one of " + ", ".join(known))
         object.__setattr__(self, "backend", backend.lower())
-        if backend.lower() in FALLBACKS:
-            not_built(f"BackendType.{backend.upper()}", FALLBACKS[backend.lower()][1])
+        for name, reason in self.passed_over():
+            not_built(f"BackendType.{name.upper()}", reason)
         if isinstance(self.budget, Budget) and pressure != MemoryPressureMode.STRICT:
             raise invalid(
                 "memory_pressure_mode", pressure.value, "strict, because the budget is shared"
@@ -290,7 +297,7 @@ class Config:
             parse_budget(self.host_budget, "host_budget")
         devices = self.device.values() if isinstance(self.device, Mapping) else [self.device]
         if all(device is None or str(device) in HOST_DEVICES for device in devices):
-            if self.host_budget is not None:
+            if self.host_budget is not None and not self._is_accelerated():
                 raise invalid("host_budget", self.host_budget, "None without an accelerator")
             return
         if self.memory_pressure_mode not in (MemoryPressureMode.STRICT, "strict"):
@@ -301,6 +308,11 @@ class Config:
             raise invalid(
                 "budget", self.budget, "a size, because models on an accelerator share none"
             )
+
+    def _is_accelerated(self) -> bool:
+        """Returns whether the backend chooses the accelerator as the default device."""
+        backend = self.backend.value if isinstance(self.backend, BackendType) else self.backend
+        return str(backend).lower() in ACCELERATED
 
     def _check_compression(self) -> None:
         if self.compression not in ("auto", "off"):
@@ -478,10 +490,8 @@ class Config:
     def settings(self) -> Settings:
         """Returns the settings of the native engine, except the budget."""
         backend = str(self.backend)
-        if backend in FALLBACKS:
-            name = FALLBACKS[backend][0]
-        else:
-            name = None if backend == BackendType.AUTO.value else backend
+        chosen_by_us = (BackendType.AUTO.value, *ACCELERATED)
+        name = None if backend in chosen_by_us else backend
         return {
             "max_passes": self.max_passes,
             "backend": name,
@@ -519,11 +529,15 @@ class Config:
         """Returns the device on which the model runs: of several devices, the main one."""
         if isinstance(self.device, Mapping):
             return next(iter(devices_of_map(self.device)))
+        if self.device is None and self.backend in ACCELERATED:
+            return default_device() or device_of("cpu")
         return device_of("cpu" if self.device is None else self.device)
 
     def accelerator(self) -> _native.Accelerator | None:
         """Returns the device on which the model runs, or ``None`` for the CPU."""
-        return None if self.device is None else accelerator(self.torch_device())
+        if self.device is None and self.backend not in ACCELERATED:
+            return None  # without importing torch
+        return accelerator(self.torch_device())
 
     def host_bytes(self) -> int:
         """Returns the memory on the host in which weights for a device are kept, in bytes."""
@@ -544,7 +558,12 @@ class Config:
     def passed_over(self) -> list[tuple[str, str]]:
         """Returns the requested backend and why it cannot be used, or an empty list if it can."""
         backend = str(self.backend)
-        return [(backend, FALLBACKS[backend][1])] if backend in FALLBACKS else []
+        if backend not in ACCELERATED:
+            return []
+        if self.device is None and not has_accelerator():
+            why = _native.GpuStatus.detect().message()
+            return [(backend, f"the model runs on the CPU, because there is no GPU: {why}")]
+        return [(backend, _THROUGH_HOST)] if backend == BackendType.GPUDIRECT.value else []
 
     def conversion_directory(self) -> Path:
         """Returns the directory to which ``from_pretrained`` writes converted tensors."""
@@ -646,7 +665,7 @@ _warned: set[str] = set()
 
 
 def not_built(what: str, instead: str) -> None:
-    """Warns, once per process and feature, that a feature is not built yet.
+    """Warns, once per process and feature, that a feature does not exist here.
 
     Args:
         what: The feature.

@@ -123,6 +123,11 @@ def default_device() -> torch.device | None:
     return None
 
 
+def has_accelerator() -> bool:
+    """Returns whether weights may be able to stream to an accelerator. Does not import torch."""
+    return bool(_libraries) or _native.GpuStatus.detect().is_available
+
+
 def _current_index(device_type: str) -> int:
     import torch
 

@@ -182,7 +182,7 @@ class UnitReferencedError(TensorStreamError, RuntimeError):
 
 
 class NotBuiltWarning(UserWarning):
-    """A setting requests a feature that does not exist yet. The message names the fallback.
+    """A setting requests what this version or this computer lacks. The message names the fallback.
 
     Examples:
         >>> import tensorstream as ts, warnings

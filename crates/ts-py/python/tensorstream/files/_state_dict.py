@@ -130,8 +130,9 @@ def load_into(
 
     Args:
         tensors: The targets, by name in the checkpoint. They must have the dtypes and shapes of the
-            checkpoint, be contiguous and on the CPU, and not overlap. Autograd does not notice the
-            change.
+            checkpoint, be contiguous, and not overlap. Autograd does not notice the change. Those
+            on another device than the CPU are copied there through up to 256 MiB of host memory,
+            or more if a tensor needs it.
         path: See ``load_file``.
         verify: See ``load_file``.
         lenient: See ``load_file``.
@@ -141,8 +142,8 @@ def load_into(
         CheckpointError: The checkpoint is damaged.
         CheckpointPermissionError: The process may not read the checkpoint.
         MissingTensorError: The checkpoint lacks a tensor.
-        ConfigurationError: A target has another dtype or shape, is not contiguous, is not on the
-            CPU, overlaps another target, or is lazily conjugated or negated.
+        ConfigurationError: A target has another dtype or shape, is not contiguous, is on the meta
+            device, overlaps another target, or is lazily conjugated or negated.
         ChecksumError: Data differs from its checksum. The content of the targets is then undefined.
         StorageError: Reading failed. The content of the targets is then undefined.
         ModelError: A tensor has a dtype that torch lacks.
@@ -159,13 +160,13 @@ def load_into(
     ends: list[tuple[int, int, str]] = []
     for name, tensor in tensors.items():
         dtype, shape = torch_type(checkpoint, name)
-        actual = (tensor.dtype, list(tensor.shape), tensor.device.type, tensor.is_contiguous())
-        if actual != (dtype, shape, "cpu", True) or tensor.is_conj() or tensor.is_neg():
+        actual = (tensor.dtype, list(tensor.shape), tensor.is_meta, tensor.is_contiguous())
+        if actual != (dtype, shape, False, True) or tensor.is_conj() or tensor.is_neg():
             lazy = "lazily conjugated or negated " if tensor.is_conj() or tensor.is_neg() else ""
             raise ConfigurationError(
-                f"cannot load `{name}`: expected a contiguous CPU tensor of {dtype} {shape}, got a "
+                f"cannot load `{name}`: expected a contiguous tensor of {dtype} {shape}, got a "
                 f"{lazy}{'' if actual[3] else 'non-contiguous '}tensor of {actual[0]} {actual[1]} "
-                f"on {actual[2]}"
+                f"on {tensor.device.type}"
             )
         ends.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
     ends = sorted(end for end in ends if end[0] < end[1])
@@ -174,7 +175,25 @@ def load_into(
             raise ConfigurationError(
                 f"cannot load `{first}` and `{second}`: their targets overlap in memory"
             )
-    checkpoint.load_into([(name, as_capsule(tensor)) for name, tensor in tensors.items()], verify)
+    on_host = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+    _read_into(checkpoint, on_host, verify)
+    group: dict[str, torch.Tensor] = {}
+    elsewhere = [name for name in tensors if name not in on_host]
+    for name in elsewhere:
+        group[name] = torch.empty_like(tensors[name], device="cpu")
+        if name == elsewhere[-1] or sum(each.nbytes for each in group.values()) >= _STAGING_BYTES:
+            _read_into(checkpoint, group, verify)
+            for other, read in group.items():
+                tensors[other].data.copy_(read)
+            group = {}
+
+
+def _read_into(
+    checkpoint: _native.Checkpoint, tensors: Mapping[str, torch.Tensor], verify: bool
+) -> None:
+    if tensors:
+        capsules = [(name, as_capsule(tensor)) for name, tensor in tensors.items()]
+        checkpoint.load_into(capsules, verify)
 
 
 def load(data: bytes) -> dict[str, torch.Tensor]:

@@ -324,7 +324,7 @@ class Pass(ReplacedMethod):
         self._is_first = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_tracing()
+        _refuse_tracing(self._weights.device)
         return self._run(self._weights.streamer.begin_pass(), args, kwargs)
 
     def _run(self, in_pass: _native.Pass, args: Any, kwargs: Any) -> Any:
@@ -350,11 +350,16 @@ class Pass(ReplacedMethod):
             streamer.replan()
 
 
-def _refuse_tracing() -> None:
-    """Refuses ``torch.jit.trace``, which would keep all weights in its graph.
+def _refuse_tracing(device: torch.device) -> None:
+    """Refuses ``torch.jit.trace`` and CUDA graphs, which would keep addresses of weights.
 
     Also ends the graph of ``torch.compile``, which says why if it must not end.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ModelError(
+            "cannot capture a model that streams in a CUDA graph, which would keep the addresses "
+            "of its weights; restore(model) first if it fits on the device"
+        )
     if torch._C._get_tracing_state() is not None:
         raise ModelError("cannot trace a model that streams; restore(model) first")
     if torch.compiler.is_dynamo_compiling():
@@ -369,7 +374,7 @@ class PartPass(Pass):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_tracing()
+        _refuse_tracing(self._weights.device)
         in_pass = self._weights.streamer.try_begin_pass()
         if in_pass is None:
             return self.original()(*args, **kwargs)
