@@ -549,6 +549,29 @@ def diffusion(*names: str) -> None:
 
 
 @program
+def pipeline() -> None:
+    """The models of a pipeline stream under shares of one budget, and make the same image."""
+    import diffusers
+    from small_pipeline import image, save_pipeline
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = save_pipeline(Path(directory))
+        resident = diffusers.StableDiffusionPipeline.from_pretrained(path).to(DEVICE)
+        try:
+            ts.from_pretrained(path, device=DEVICE, budget="100KiB")
+        except ts.BudgetError as error:
+            assert "of the budget of the pipeline" in str(error), error
+        else:
+            raise AssertionError("the budget is too small")
+        streamed = ts.from_pretrained(path, device=DEVICE, budget="1500KiB", host_budget="1MiB")
+        parts = [ts.stats(each) for each in (streamed.text_encoder, streamed.unet, streamed.vae)]
+        assert sum(each["budget_bytes"] for each in parts) <= 1500 << 10
+        assert all(each["plan"]["streamed_bytes_per_pass"] > 0 for each in parts)
+        for _ in range(2):
+            assert torch.equal(image(streamed).cpu(), image(resident).cpu())
+
+
+@program
 def lora() -> None:
     """An adapter over a streamed base gets the same gradients and updates."""
     import peft

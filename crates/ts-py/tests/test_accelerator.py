@@ -54,6 +54,7 @@ def run(
         "handles",
         "moves",
         "overlap",
+        "pipeline",
         "threads",
         "tiers",
         "lora",

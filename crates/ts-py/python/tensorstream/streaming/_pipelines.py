@@ -11,7 +11,7 @@ from typing import Any
 
 from ..budget import Budget
 from ..config import Config, expanded
-from ..errors import CheckpointError, ConfigurationError
+from ..errors import BudgetError, CheckpointError, ConfigurationError
 from ._arguments import Arguments
 from ._diffusers import load_diffusers
 from ._diversion import Load, streamed_models
@@ -182,8 +182,63 @@ def _pipeline(
     name, options = files.whole_name(), files.options()
     kwargs = {key: value for key, value in kwargs.items() if key != "subfolder"}
     loader: Any = model_class or diffusers.DiffusionPipeline
-    with _streamed(_shared(arguments.settings), load_transformers):
+    settings = arguments.settings
+    with (
+        _streamed(_shared(settings), load_transformers)
+        if settings.accelerator() is None
+        else _streamed(settings, _in_share(load_transformers), _in_share(_load_diffusers))
+    ):
         return loader.from_pretrained(name, **{**kwargs, **options})
+
+
+def _in_share(load: Load) -> Load:
+    """Returns a function that loads a model of a pipeline on an accelerator with ``load``.
+
+    The model gets the share of the budget that its files have in those of the pipeline. Budgets of
+    devices are fixed when a model is loaded.
+    """
+
+    def load_in_share(
+        model_class: type[Any], path: Any, settings: Config, kwargs: dict[str, Any]
+    ) -> Any:
+        own, whole = _file_bytes(path), sum(map(_file_bytes, _siblings(path)))
+        part = own / max(whole, 1)
+        host = settings.host_bytes()
+        settings = replace(
+            settings,
+            budget=max(1, int(settings.working_bytes() * part)),
+            vram_budget_gb=None,
+            host_budget=max(1, int(host * part)) if host else None,
+        )
+        try:
+            return load(model_class, path, settings, kwargs)
+        except BudgetError as error:
+            raise BudgetError(
+                f"the {model_class.__name__} gets {settings.budget} bytes of the budget of the "
+                f"pipeline, {part:.1%} as of its files: {error}"
+            ) from error
+
+    return load_in_share
+
+
+def _siblings(path: str | os.PathLike[str]) -> list[str]:
+    """Returns the directories beside a directory, and itself."""
+    parent = os.path.dirname(os.path.abspath(path))
+    return [entry.path for entry in os.scandir(parent) if entry.is_dir()]
+
+
+def _file_bytes(directory: str | os.PathLike[str]) -> int:
+    """Returns the size of the files with weights in a directory, of one variant if there are more.
+
+    The name of a variant follows a dot, as in "model.fp16.safetensors".
+    """
+    files = [
+        entry
+        for entry in os.scandir(directory)
+        if entry.name.endswith((".safetensors", ".ts")) and entry.is_file()
+    ]
+    plain = [entry for entry in files if entry.name.count(".") == 1]
+    return sum(entry.stat().st_size for entry in plain or files)
 
 
 def _sentence_transformer(
@@ -238,8 +293,8 @@ def _shared(settings: Config) -> Config:
     """
     if settings.accelerator() is not None:
         raise ConfigurationError(
-            f"several models cannot share a budget on {settings.device}: load each of them with "
-            "from_pretrained(path, subfolder=..., device=..., budget=...)"
+            f"the models of a router cannot share a budget on {settings.device}: load each of them "
+            "by its own path, with a `device` and a `budget`"
         )
     if isinstance(settings.budget, Budget):
         return settings
@@ -251,7 +306,7 @@ def _shared(settings: Config) -> Config:
     )
 
 
-def _streamed(settings: Config, load_transformers: Load) -> Any:
+def _streamed(settings: Config, load_transformers: Load, load_diffusers: Load | None = None) -> Any:
     """Returns a context in which models of transformers and diffusers stream."""
     from transformers import PreTrainedModel
 
@@ -261,7 +316,7 @@ def _streamed(settings: Config, load_transformers: Load) -> Any:
     except ImportError:
         pass
     else:
-        loaders[ModelMixin] = _load_diffusers
+        loaders[ModelMixin] = load_diffusers or _load_diffusers
     return streamed_models(settings, loaders)
 
 
