@@ -173,7 +173,9 @@ impl<D: Device> SlotPool<D> {
             StreamOrderedPool::new(device.clone(), options),
             device.create_stream(StreamPriority::Normal)?,
         );
-        pool.reserve_segment(bytes, &stream)?;
+        if bytes > 0 {
+            pool.reserve_segment(bytes, &stream)?;
+        }
         let uploader = Uploader::new(device, &host, stream, events)?;
         let device = Some(DeviceSlots { pool, tier, uploader, _reservation: reservation });
         Ok(Self {

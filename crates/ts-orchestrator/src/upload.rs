@@ -79,11 +79,14 @@ fn submit_all<D: Device>(
     running: &Sender<(UnitId, PendingWrite<D>)>,
     events: &Sender<Event<D>>,
 ) {
+    let mut is_first = true;
     for Upload { load, unit, host, mut slot } in inbox {
         let (bytes, kept) = match host {
             // If memory cannot be locked, the driver copies through its own, which is slower.
             HostBytes::Empty(memory) => {
-                let _ = staging.register(device);
+                if std::mem::take(&mut is_first) {
+                    let _ = staging.register(device);
+                }
                 (memory.freeze(), None)
             }
             HostBytes::EmptyToKeep(mut memory) => {

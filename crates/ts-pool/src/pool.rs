@@ -333,6 +333,9 @@ impl Block {
         shared: bool,
         owner: Box<dyn Any + Send + Sync>,
     ) -> bool {
+        if self.registration.is_some() || self.pool.is_registered() {
+            return false;
+        }
         let (offset, arena) = (self.offset(), &self.pool.inner.arena);
         // SAFETY: this block owns the range until it is dropped. The rest is the caller's
         // obligation.
@@ -375,8 +378,10 @@ impl Block {
     /// before there is one, or when it is dropped.
     fn discard(&mut self) {
         self.unmap_pages();
-        if self.pool.is_registered() {
-            return; // the device would copy other pages than those at the address
+        // Else the device would copy other pages than those at the address.
+        let registration = self.pool.inner.registration.lock();
+        if registration.is_some() {
+            return;
         }
         let offset = self.offset();
         // SAFETY: this block owns the range until it is dropped, and has no buffer, so no thread

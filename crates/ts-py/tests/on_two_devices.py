@@ -145,6 +145,55 @@ def _check_copies(streamed: Any, directory: str, inputs: Any, expected: Any) -> 
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+class Packed(torch.nn.Module):
+    """Returns a packed sequence, whose lengths stay on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.last = torch.nn.Identity()
+
+    def forward(self, packed: Any, **_: Any) -> Any:
+        return self.last(packed._replace(data=self.inner(packed.data)))
+
+
+@program
+def maps() -> None:
+    """Devices may be without weights, and inputs may be in containers of several kinds."""
+    from types import MappingProxyType
+
+    from torch.nn.utils.rnn import pack_padded_sequence
+
+    packed = pack_padded_sequence(torch.randn(3, 2, 8), torch.tensor([3, 2]))
+    model = Packed()
+    wanted = model.inner(packed.data)
+    with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+        for placed in ({"": DEVICE, "inner": OTHER}, {"inner": DEVICE, "": OTHER}):
+            config = ts.Config(storage_path=directory, device=placed, budget="1MiB")
+            streamed = ts.offload(copy.deepcopy(model), config)
+            other = MappingProxyType({"mask": torch.ones(2).to(OTHER)})
+            for given in (packed, packed.to(DEVICE), packed.to(OTHER)):
+                result = streamed(given, other=other)
+                assert str(result.data.device) == next(iter(placed.values()))
+                torch.testing.assert_close(result.data.cpu(), wanted)
+        saved = small_llama()
+        saved.save_pretrained(directory)
+        whole = ts.from_pretrained(
+            directory,
+            device_map=MappingProxyType({"": 0, "model": 1, "lm_head": 1}),
+            max_memory={0: "1MiB", 1: "1MiB", 7: 0, "cpu": 0},
+            attn_implementation="eager",
+        )
+        ids = torch.arange(8).view(1, 8)
+        assert str(whole(ids).logits.device) == DEVICE
+        assert ts.stats(whole, device=DEVICE)["units"] == []
+        nothing = ts.offload(
+            torch.nn.Sequential(torch.nn.ReLU()),
+            ts.Config(storage_path=directory, device=DEVICE, budget="1MiB"),
+        )
+        assert nothing(torch.ones(2).to(DEVICE)).sum() == 2
+
+
 @program
 def lora() -> None:
     """An adapter over a base on two devices gets the same gradients and updates."""
@@ -261,6 +310,8 @@ def drop_in() -> None:
         assert check(loaded, {DEVICE, OTHER})["budget_bytes"] == 5 * unit + 50_000
         automatic = ours.load_checkpoint_and_dispatch(on_meta(), saved, "auto", budget=3 * unit)
         check(automatic, {DEVICE})
+        numbered = ours.load_checkpoint_and_dispatch(on_meta(), saved, {"": 0})
+        assert check(numbered, {DEVICE})["budget_bytes"] == 10 * unit
         grouped = copy.deepcopy(model)
         apply_group_offloading(
             grouped,
@@ -277,12 +328,15 @@ def drop_in() -> None:
             lambda: ours.dispatch_model(
                 copy.deepcopy(model), {"": 0}, "accinte:1", None, directory
             ),
+            lambda: ours.dispatch_model(copy.deepcopy(model), halves, "cpu", None, directory),
+            lambda: ours.load_checkpoint_and_dispatch(on_meta(), saved, {"": 0}, {"cpu": "6MB"}),
         ):
             try:
                 refused()
             except ts.ConfigurationError as error:
                 assert (
-                    "give a directory" in str(error)
+                    "expected a size for accinte:0" in str(error)
+                    or "give a directory" in str(error)
                     or "offload_dir" in str(error)
                     or ("main device" in str(error))
                 ), error
@@ -320,6 +374,8 @@ def refusals() -> None:
         device={"0": DEVICE, "1": OTHER},
         budget={DEVICE: "1MiB"},
     )
+    for settings in ({"memory_pressure_mode": "lenient"}, {"budget": ts.Budget("1MiB")}):
+        refused("on an accelerator", model, backend="cuda", **settings)
     refused("there is one device", model, device=DEVICE, budget={DEVICE: "1MiB"})
 
 

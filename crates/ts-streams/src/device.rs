@@ -150,8 +150,10 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// - [`Error::Driver`]: a call failed, for example because too much memory is locked.
     ///
     /// # Safety
-    /// The range must stay valid until the result is dropped and all copies of it have ended. No
-    /// page of it may be pinned or registered already.
+    /// The range must stay valid until the result is dropped and all copies of it have ended. If a
+    /// host function of a stream drops the result, the registration ends at a later call to the
+    /// device, and the range must stay valid until then. No page of it may be pinned or registered
+    /// already.
     unsafe fn register(&self, range: MemoryRange) -> Result<Registration, Error> {
         let _ = range;
         let device = self.info().name.clone();

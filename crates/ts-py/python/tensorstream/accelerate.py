@@ -181,7 +181,7 @@ def dispatch_model(
             directory must have the checkpoint.
         offload_index: Refused. Pass the checkpoint to ``load_checkpoint_and_dispatch``.
         offload_buffers: Has no effect. Buffers stay in memory.
-        skip_keys: Has no effect. Inputs are not moved.
+        skip_keys: Has no effect. With several devices, all inputs of modules are moved to theirs.
         preload_module_classes: Has no effect.
         force_hooks: Has no effect.
         budget: The memory for weights. The default is what the map needs: the weights on the CPU,
@@ -282,19 +282,21 @@ def load_checkpoint_and_dispatch(
             "the checkpoint; leave it out"
         )
     wanted = dtype_of(dtype)
+    automatic = False
     if isinstance(device_map, Mapping):
         device = _devices_of(model, device_map, None)
     else:
-        named, automatic = device_of_map(device_map)
-        device = default_device() if automatic else named
-    memory = memory_of(max_memory, device)
+        device, automatic = device_of_map(device_map)
+        device = default_device() if automatic else device
+    memory = memory_of(max_memory, device, automatic=automatic)
     if memory is not None and budget is not None:
         raise ConfigurationError("the budget is given twice, also as `max_memory`; give only one")
     if memory is not None:
         config = Config(budget=memory.budget, device=memory.device, host_budget=memory.host)
     else:
         needed = None
-        if isinstance(device_map, Mapping) and (device or "disk" in map(str, device_map.values())):
+        places = map(str, device_map.values()) if isinstance(device_map, Mapping) else ()
+        if isinstance(device_map, Mapping) and (device is not None or "disk" in places):
             needed = _needed_bytes(model, device_map, wanted, device)
         config = Config(budget=needed if budget is None else budget, device=device)
     config = replace(config, storage_path=offload_folder)
@@ -345,7 +347,7 @@ def _devices_of(
         first = [name for name, own in device.items() if _is(own, main)]
         if first:
             return {name: device[name] for name in dict.fromkeys([*first, *device])}
-    if device_of("cpu" if device is None or isinstance(device, Mapping) else device) != main:
+    if isinstance(device, Mapping) or device_of("cpu" if device is None else device) != main:
         raise ConfigurationError(f"the main device {main} is not in the device map: leave it out")
     return device
 
@@ -390,7 +392,8 @@ def _needed_bytes(
     largest = 0
     for prefix, module in model.named_modules():
         parameters = module.named_parameters(prefix, recurse=isinstance(module, FUSED))
-        counted = (size(p) for name, p in parameters if device or place(name) in streamed)
+        every = device is not None
+        counted = (size(p) for name, p in parameters if every or place(name) in streamed)
         largest = max(largest, sum(counted))
     own = {where: count for where, count in kept.items() if where not in streamed}
     if not isinstance(device, Mapping):

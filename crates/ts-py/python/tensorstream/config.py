@@ -276,8 +276,7 @@ class Config:
         if not isinstance(backend, str) or backend.lower() not in known:
             raise invalid("backend", self.backend, "one of " + ", ".join(known))
         object.__setattr__(self, "backend", backend.lower())
-        for name, reason in self.passed_over():
-            not_built(f"BackendType.{name.upper()}", reason)
+        self.passed_over()
         if isinstance(self.budget, Budget) and pressure != MemoryPressureMode.STRICT:
             raise invalid(
                 "memory_pressure_mode", pressure.value, "strict, because the budget is shared"
@@ -300,6 +299,9 @@ class Config:
             if self.host_budget is not None and not self._is_accelerated():
                 raise invalid("host_budget", self.host_budget, "None without an accelerator")
             return
+        self._check_on_accelerator()
+
+    def _check_on_accelerator(self) -> None:
         if self.memory_pressure_mode not in (MemoryPressureMode.STRICT, "strict"):
             raise invalid(
                 "memory_pressure_mode", self.memory_pressure_mode, "strict on an accelerator"
@@ -512,7 +514,10 @@ class Config:
                 have exactly the devices of the map.
         """
         if not isinstance(self.device, Mapping):
-            return {self.torch_device(): self}
+            device = self.torch_device()
+            if device.type != "cpu":
+                self._check_on_accelerator()
+            return {device: self}
         devices = devices_of_map(self.device)
         budgets: dict[torch.device, Any] = dict.fromkeys(devices, self.budget)
         if isinstance(self.budget, Mapping):
@@ -555,15 +560,31 @@ class Config:
             return str(_native.shared_directory()) if self.shared_cache else None
         return os.fspath(expanded(self.shared_cache))
 
-    def passed_over(self) -> list[tuple[str, str]]:
-        """Returns the requested backend and why it cannot be used, or an empty list if it can."""
+    def passed_over(self, device: torch.device | None = None) -> list[tuple[str, str]]:
+        """Returns the requested backend and why it is not used, or an empty list if it is.
+
+        Args:
+            device: The device of the model. ``None`` if it is not known yet.
+
+        Warns:
+            NotBuiltWarning: It is not used. Warns once.
+        """
         backend = str(self.backend)
-        if backend not in ACCELERATED:
-            return []
-        if self.device is None and not has_accelerator():
-            why = _native.GpuStatus.detect().message()
-            return [(backend, f"the model runs on the CPU, because there is no GPU: {why}")]
-        return [(backend, _THROUGH_HOST)] if backend == BackendType.GPUDIRECT.value else []
+        reasons = []
+        if self._is_accelerated() and self.device is None:
+            if not has_accelerator():
+                why = _native.GpuStatus.detect().message()
+                reasons.append(f"the model runs on the CPU, because there is no GPU: {why}")
+            elif device is not None and device.type == "cpu":
+                reasons.append(
+                    "the model runs on the CPU, because PyTorch finds no accelerator to which "
+                    "weights can stream"
+                )
+        if backend == BackendType.GPUDIRECT.value and not reasons:
+            reasons.append(_THROUGH_HOST)
+        for reason in reasons:
+            not_built(f"BackendType.{backend.upper()}", reason)
+        return [(backend, reason) for reason in reasons]
 
     def conversion_directory(self) -> Path:
         """Returns the directory to which ``from_pretrained`` writes converted tensors."""
@@ -673,7 +694,7 @@ def not_built(what: str, instead: str) -> None:
     """
     if what not in _warned:
         _warned.add(what)
-        warnings.warn(f"{what}: {instead}", NotBuiltWarning, stacklevel=4)
+        warnings.warn(f"{what}: {instead}", NotBuiltWarning, stacklevel=6)
 
 
 def _member(kind: type[E], field: str, value: object) -> E:

@@ -68,8 +68,31 @@ impl ConnectionState {
     /// Updates the state for an event of the link. May block until a copy to a device is done.
     ///
     /// # Errors
-    /// Returns an error if a copy to a device failed, or there is no memory for an empty tensor.
+    /// Returns an error if a copy to a device failed. Then the stream is cancelled.
     pub(super) fn handle(
+        &mut self,
+        event: Event<Place>,
+        device: Option<&Py<Accelerator>>,
+    ) -> Result<(), Error> {
+        let stream = match &event {
+            Event::End { stream, .. } => Some(*stream),
+            _ => None,
+        };
+        self.apply(event, device).map_err(|error| match stream {
+            Some(stream) => self.give_up(stream, error),
+            None => error,
+        })
+    }
+
+    /// Cancels a stream whose tensor could not be stored. Returns the error.
+    fn give_up(&mut self, stream: u32, error: Error) -> Error {
+        // The text of `error` begins with "cannot", so the reason is a sentence.
+        self.link.connection().cancel(stream, &format!("the receiver {error}"));
+        self.forget_stream(stream);
+        error
+    }
+
+    fn apply(
         &mut self,
         event: Event<Place>,
         device: Option<&Py<Accelerator>>,
@@ -127,6 +150,7 @@ impl ConnectionState {
     fn forget_stream(&mut self, stream: u32) {
         self.shared_storages.retain(|(of, _), _| *of != stream);
         self.announced.take_if(|(of, ..)| *of == stream);
+        self.expiring_storage.take_if(|(of, _)| *of == stream);
     }
 
     /// Provides memory for the announced tensor, if there is one. Uses the memory of `into`, else
@@ -165,15 +189,15 @@ impl ConnectionState {
         let place = match place {
             Ok(place) => place,
             Err(error) => {
-                // The text of `error` begins with "cannot", so the reason is a sentence.
-                self.link.connection().cancel(stream, &format!("the receiver {error}"));
+                let error = self.give_up(stream, error);
                 return Err(wire_error(py, &error));
             }
         };
         if shared {
             self.shared_storages.insert((stream, info.storage_id), None);
         }
-        self.link.connection().accept(stream, place).map_err(|error| wire_error(py, &error))
+        let accepted = self.link.connection().accept(stream, place);
+        accepted.map_err(|error| wire_error(py, &self.give_up(stream, error)))
     }
 
     /// Checks that memory may be allocated for a tensor.

@@ -282,8 +282,12 @@ impl<A: Api> Device for AcceleratorDevice<A> {
             if std::process::id() != process {
                 return; // a forked process has no part in it
             }
-            lock(&shared.deferred).push(Deferred::Registration(start));
-            shared.run_deferred();
+            if check_may_block().is_err() {
+                lock(&shared.deferred).push(Deferred::Registration(start));
+                return;
+            }
+            // SAFETY: the memory is registered, and its owner no longer copies it.
+            unsafe { shared.api.unregister(start.0) };
         }))
     }
 

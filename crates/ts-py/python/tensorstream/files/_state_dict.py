@@ -157,7 +157,7 @@ def load_into(
         tensor([0, 1, 2])
     """
     checkpoint = _native.Checkpoint(path, lenient)
-    ends: list[tuple[int, int, str]] = []
+    ends: list[tuple[str, int, int, str]] = []
     for name, tensor in tensors.items():
         dtype, shape = torch_type(checkpoint, name)
         actual = (tensor.dtype, list(tensor.shape), tensor.is_meta, tensor.is_contiguous())
@@ -168,10 +168,11 @@ def load_into(
                 f"{lazy}{'' if actual[3] else 'non-contiguous '}tensor of {actual[0]} {actual[1]} "
                 f"on {tensor.device.type}"
             )
-        ends.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
-    ends = sorted(end for end in ends if end[0] < end[1])
-    for (_, end, first), (begin, _, second) in pairwise(ends):
-        if begin < end:
+        end = tensor.data_ptr() + tensor.nbytes
+        ends.append((str(tensor.device), tensor.data_ptr(), end, name))
+    ends = sorted(each for each in ends if each[1] < each[2])
+    for (one, _, end, first), (other, begin, _, second) in pairwise(ends):
+        if one == other and begin < end:
             raise ConfigurationError(
                 f"cannot load `{first}` and `{second}`: their targets overlap in memory"
             )

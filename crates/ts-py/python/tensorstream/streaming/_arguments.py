@@ -145,13 +145,14 @@ class Arguments:
             config, model_config = None, config
         device_map = kwargs.pop("device_map", None)
         mapped, automatic = device_of_map(device_map)
+        named = device is not None or mapped is not None
         if device is None:
             device = default_device() if automatic and mapped is None else mapped
         elif mapped is not None and _differ(mapped, device):
             raise ConfigurationError(
                 f"the device is given twice: {device} as `device`, and {mapped} by `device_map`"
             )
-        settings = _settings(budget, config, device, host_budget, kwargs)
+        settings = _settings(budget, config, device, host_budget, kwargs, automatic=not named)
         for own in settings.on_devices().values():
             own.accelerator()  # refuses a device that cannot be used
         return cls(
@@ -192,11 +193,17 @@ class Memory:
 _NOTHING = (0, "0", "0GB", "0GiB", "0MB", "0MiB")
 
 
-def memory_of(max_memory: Any, device: Device | Mapping[str, Device] | None) -> Memory | None:
+def memory_of(
+    max_memory: Any, device: Device | Mapping[str, Device] | None, *, automatic: bool
+) -> Memory | None:
     """Returns what ``max_memory`` means for a model on this device, as accelerate understands it.
 
     The memory of the device is the budget, and that of the CPU the host budget. Without memory of
-    the device, the model is on the CPU. A model on several devices needs memory of each.
+    the device, the model is on the CPU if that choice is ``automatic``. A model on several devices
+    needs memory of each.
+
+    Raises:
+        ConfigurationError: The sizes do not fit the device.
     """
     if max_memory is None:
         return None
@@ -205,8 +212,12 @@ def memory_of(max_memory: Any, device: Device | Mapping[str, Device] | None) -> 
             raise ConfigurationError(
                 f"invalid max_memory: {max_memory!r}: expected a size for each device of the map"
             )
-        sizes = {str(device_of(k)): v for k, v in max_memory.items() if k not in ("cpu", "disk")}
-        return Memory(device, sizes, max_memory.get("cpu"))
+        sizes = {
+            str(device_of(key)): size
+            for key, size in max_memory.items()
+            if key not in ("cpu", "disk") and size not in _NOTHING
+        }
+        return Memory(device, sizes, _host(max_memory))
     if device is None or device_of(device).type == "cpu" or not isinstance(max_memory, dict):
         most = _cpu_memory(max_memory)
         return None if most is None else Memory(device, most)
@@ -220,10 +231,21 @@ def memory_of(max_memory: Any, device: Device | Mapping[str, Device] | None) -> 
                 f"invalid max_memory: {max_memory!r}: the model streams to {wanted} alone"
             )
         own = size
+    if own in _NOTHING and not automatic:
+        raise ConfigurationError(
+            f"invalid max_memory: {max_memory!r}: expected a size for {wanted}, to which the model "
+            "streams"
+        )
     if own in _NOTHING:
         return Memory(None, _cpu_memory(max_memory) or 0)
     parse_budget(own)
-    return Memory(device, own, max_memory.get("cpu"))
+    return Memory(device, own, _host(max_memory))
+
+
+def _host(max_memory: dict[Any, Any]) -> int | str | None:
+    """Returns the memory of the host for weights on a device."""
+    size: int | str | None = max_memory.get("cpu")
+    return None if size in _NOTHING else size
 
 
 def _settings(
@@ -232,12 +254,14 @@ def _settings(
     device: Device | Mapping[str, Device] | None,
     host_budget: int | str | None,
     kwargs: dict[str, Any],
+    *,
+    automatic: bool,
 ) -> Config:
     """Returns the settings of the engine. Removes the arguments for it from ``kwargs``."""
     if budget is not None and config is not None:
         raise ConfigurationError("cannot combine `budget` and `config`: set the budget in `config`")
     settings = checked(config)
-    memory = memory_of(kwargs.pop("max_memory", None), device)
+    memory = memory_of(kwargs.pop("max_memory", None), device, automatic=automatic)
     if memory is not None:
         if budget is not None or settings.budget is not None or settings.vram_budget_gb is not None:
             raise ConfigurationError(
@@ -261,7 +285,7 @@ def device_of_map(device_map: Any) -> tuple[Device | Mapping[str, Device] | None
     Raises:
         ConfigurationError: The map has something else than devices.
     """
-    devices = device_map.values() if isinstance(device_map, dict) else [device_map]
+    devices = device_map.values() if isinstance(device_map, Mapping) else [device_map]
     found: dict[torch.device, Any] = {}
     automatic = False
     for device in devices:
@@ -275,6 +299,11 @@ def device_of_map(device_map: Any) -> tuple[Device | Mapping[str, Device] | None
                     f"invalid device_map: {device_map!r}: {error}, or 'auto'"
                 ) from error
     if len(found) > 1:
+        if automatic:
+            raise ConfigurationError(
+                f"invalid device_map: {device_map!r}: 'auto' cannot be the device of one module; "
+                "name a device for each"
+            )
         return {
             name: "disk" if device is None else device for name, device in device_map.items()
         }, False

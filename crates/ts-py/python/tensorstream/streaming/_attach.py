@@ -87,7 +87,8 @@ def attach(
     ]
     moved = _moved(model, placement, kept)
     replaced = [each for engine in engines for each in engine.parameters()]
-    streaming = Streaming(checkpoint, [each.share for each in engines], config.passed_over())
+    passed_over = config.passed_over(placement.main)
+    streaming = Streaming(checkpoint, [each.share for each in engines], passed_over)
     register_transformers()
     with deferred():
         for module, parameters in replaced:

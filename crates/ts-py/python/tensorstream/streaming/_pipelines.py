@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -182,13 +183,27 @@ def _pipeline(
     name, options = files.whole_name(), files.options()
     kwargs = {key: value for key, value in kwargs.items() if key != "subfolder"}
     loader: Any = model_class or diffusers.DiffusionPipeline
-    settings = arguments.settings
+    settings = _on_one_device(arguments.settings)
     with (
         _streamed(_shared(settings), load_transformers)
         if settings.accelerator() is None
         else _streamed(settings, _in_share(load_transformers), _in_share(_load_diffusers))
     ):
         return loader.from_pretrained(name, **{**kwargs, **options})
+
+
+def _on_one_device(settings: Config) -> Config:
+    """Returns settings for several models.
+
+    Raises:
+        ConfigurationError: They have a map of devices, which has the names of one model's modules.
+    """
+    if isinstance(settings.device, Mapping):
+        raise ConfigurationError(
+            "a device map divides one model: give one device for all models, or load each model by "
+            "itself, with `subfolder` and a map of its own"
+        )
+    return settings
 
 
 def _in_share(load: Load) -> Load:
@@ -273,7 +288,7 @@ def _sentence_transformer(
     rest["model_kwargs"] = {**(rest.get("model_kwargs") or {}), **dtypes}
     # A router chooses one of several models.
     several = any("Router" in str(module.get("type")) for module in modules)
-    settings = _shared(arguments.settings) if several else arguments.settings
+    settings = _shared(_on_one_device(arguments.settings)) if several else arguments.settings
     name = files.whole_name()
     with _streamed(settings, load_transformers):
         return loader(name, **{"device": str(settings.torch_device()), **rest, **options})

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..config import Config
 from ..devices import HOST_DEVICES, device_of
@@ -179,10 +180,13 @@ def moved(value: Any, device: torch.device) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return value if value.device == device or value.is_meta else value.to(device)
+    if isinstance(value, PackedSequence):  # one of its tensors is always on the CPU
+        packed: Any = value  # its method lacks the type of devices
+        return value if value.data.device == device else packed.to(device)
     if all(each.device == device for each in _tensors(value)):
         return value
     if isinstance(value, Mapping):
-        other: Any = copy.copy(value)
+        other: Any = copy.copy(value) if isinstance(value, MutableMapping) else {}
         for key, each in value.items():
             other[key] = moved(each, device)
         return other
@@ -194,6 +198,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors that ``moved`` moves."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, PackedSequence):
+        yield value.data
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from _tensors(each)
