@@ -39,8 +39,8 @@ const PEER: &str = "diffusers>=0.35,<1";
 /// The script run.sh in the folder, which runs all tests.
 const RUN: &str = r#"#!/bin/sh
 # Runs the tests and measurements of TensorStream that need an NVIDIA GPU and its driver, in less
-# than ten minutes. It uses compute-sanitizer, PyTorch, transformers, accelerate and PEFT if they are
-# installed. The measurements are written to $OUT, or to this folder: gpu.json and gpu.md.
+# than ten minutes. It uses compute-sanitizer, PyTorch, transformers, accelerate and PEFT if they
+# are installed. The measurements are written to $OUT, or to this folder: gpu.json and gpu.md.
 # Exits with 0 if no test failed. Tests that find no GPU print "skipped: no CUDA device".
 cd "$(dirname "$0")" || exit 1
 out=${OUT:-.}

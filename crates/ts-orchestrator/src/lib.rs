@@ -62,6 +62,7 @@ mod engine;
 mod error;
 mod event;
 mod expectation;
+mod host_bytes;
 mod image;
 mod inner;
 mod layout;

@@ -13,6 +13,7 @@ use ts_pool::{
 use ts_streams::{Device, MemoryKind, StreamPriority};
 
 use crate::event::Event;
+use crate::host_bytes::HostBytes;
 use crate::sharing::Pages;
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
@@ -78,17 +79,6 @@ impl<D: Device> Slot<D> {
             Slot::Device(..) => None,
         }
     }
-}
-
-/// Where the bytes of a unit are on the host while it is loaded.
-#[derive(Debug)]
-pub(crate) enum HostBytes {
-    /// They are read into this memory: the slot, or staging memory.
-    Empty(Buffer),
-    /// They are read into this memory, and stay there for later loads.
-    EmptyToKeep(Buffer),
-    /// They are there from an earlier load, and are copied to the device.
-    Kept(SharedBuffer),
 }
 
 /// The memory for loading one unit.

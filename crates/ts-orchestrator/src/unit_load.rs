@@ -12,12 +12,13 @@ use ts_streams::Device;
 
 use crate::encoding::Encoding;
 use crate::event::DamagedChunk;
+use crate::host_bytes::HostBytes;
 use crate::image::{ImageLayout, ImagePart, KeptImage};
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::prepared::PreparedUnit;
 use crate::requests::{RequestSizes, requests};
 use crate::sharing::Pages;
-use crate::slot_pool::{HostBytes, LoadBuffers};
+use crate::slot_pool::LoadBuffers;
 use crate::stats::add_bytes;
 use crate::table::Table;
 use crate::unit::UnitId;

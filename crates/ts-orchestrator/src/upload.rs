@@ -9,7 +9,7 @@ use ts_pool::{DeviceBuffer, HostPool, PendingWrite};
 use ts_streams::{Device, Stream, check_may_block};
 
 use crate::event::{CopyResult, Event, UploadResult};
-use crate::slot_pool::HostBytes;
+use crate::host_bytes::HostBytes;
 use crate::unit::UnitId;
 
 /// A unit to copy to its device.

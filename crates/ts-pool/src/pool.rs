@@ -101,9 +101,9 @@ impl HostPool {
         Self::with_arena(|len| Arena::of_device(device, len), budget, capacity_bytes)
     }
 
-    /// Locks all pages of the pool, so that a device copies them without staging, until the pool and
-    /// its buffers are dropped. The first call may block for as long as writing the memory takes.
-    /// Has no effect on memory of [`for_device`](Self::for_device), which is pinned already.
+    /// Locks all pages of the pool, so that a device copies them without staging, until the pool
+    /// and its buffers are dropped. The first call may block for as long as writing the memory
+    /// takes. Has no effect on memory of [`for_device`](Self::for_device), which is pinned already.
     ///
     /// From now on, [`retire`](Self::retire) and [`set_aside`](Self::set_aside) return no memory to
     /// the system.
@@ -358,8 +358,8 @@ impl Block {
         Ok(())
     }
 
-    /// Ends what was done with the pages of the block. Gives it anonymous pages again, if a file is mapped over it. Call this only while the
-    /// block has no buffer.
+    /// Ends what was done with the pages of the block. Gives it anonymous pages again, if a file is
+    /// mapped over it. Call this only while the block has no buffer.
     fn unmap_pages(&mut self) {
         self.registration = None;
         // In a forked process, other memory may be at this address.

@@ -160,13 +160,13 @@ proptest! {
             transfer(&mut sender, &mut receiver, piece);
             for &len in &sizes {
                 let Tensor { info, buffer } = receiver.take().unwrap();
-                let copy = device
-                    .allocate(Layout::from_size_align(len.max(1), 64).unwrap(), MemoryKind::PinnedHost)
-                    .unwrap();
+                let layout = Layout::from_size_align(len.max(1), 64).unwrap();
+                let copy = device.allocate(layout, MemoryKind::PinnedHost).unwrap();
                 pool.record_use(&buffer, &compute).unwrap();
+                let (to, from) = (copy.range().slice(0..len), buffer.range().unwrap());
                 // SAFETY: the copy ends before the memory is read and freed below. The buffer is
                 // freed after the use that was recorded, and no stream writes to it meanwhile.
-                unsafe { compute.copy(copy.range().slice(0..len), buffer.range().unwrap()) }.unwrap();
+                unsafe { compute.copy(to, from) }.unwrap();
                 drop(buffer);
                 compute.synchronize().unwrap();
                 let mut bytes = vec![0; len];

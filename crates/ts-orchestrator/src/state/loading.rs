@@ -13,12 +13,13 @@ use crate::context::EngineContext;
 use crate::event::{
     ChecksumMismatch, CopyResult, DamagedChunk, Event, PanickedJob, UploadResult, Work,
 };
+use crate::host_bytes::HostBytes;
 use crate::image::{ImageLayout, KeptImage};
 use crate::layout::ReadKind;
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::sharing::Pages;
-use crate::slot_pool::{HostBytes, LoadBuffers, Slot};
+use crate::slot_pool::{LoadBuffers, Slot};
 use crate::stats::add_bytes;
 use crate::trace::{TraceEvent, TraceKind};
 use crate::unit::UnitId;

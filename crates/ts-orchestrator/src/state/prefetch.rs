@@ -5,7 +5,8 @@ use ts_streams::Device;
 
 use crate::config::Prefetch;
 use crate::context::EngineContext;
-use crate::slot_pool::{AllocationError, HostBytes, LoadBuffers};
+use crate::host_bytes::HostBytes;
+use crate::slot_pool::{AllocationError, LoadBuffers};
 use crate::unit::UnitId;
 
 use super::{EngineState, Presence};

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Where the bytes of a unit are on the host while it is loaded.
+
+use ts_pool::{Buffer, SharedBuffer};
+
+/// Where the bytes of a unit are on the host while it is loaded.
+#[derive(Debug)]
+pub(crate) enum HostBytes {
+    /// They are read into this memory: the slot, or staging memory.
+    Empty(Buffer),
+    /// They are read into this memory, and stay there for later loads.
+    EmptyToKeep(Buffer),
+    /// They are there from an earlier load, and are copied to the device.
+    Kept(SharedBuffer),
+}
