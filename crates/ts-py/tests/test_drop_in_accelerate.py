@@ -188,10 +188,16 @@ def test_models_on_the_cpu_stay_there(reference: Model) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda d: ours.disk_offload(Model(), d / "new", execution_device=0), "no NVIDIA GPU"),
+        (
+            lambda d: ours.disk_offload(Model(), d / "new", execution_device=0),
+            "cannot use the device",
+        ),
         (lambda d: ours.cpu_offload(Model(), torch.device("cuda")), "execute on cuda"),
         (lambda d: ours.dispatch_model(Model(), {"": 0}), "names an accelerator"),
-        (lambda d: ours.dispatch_model(Model(), {"": 0}, offload_dir=d / "new"), "no NVIDIA GPU"),
+        (
+            lambda d: ours.dispatch_model(Model(), {"": 0}, offload_dir=d / "new"),
+            "cannot use the device",
+        ),
         (lambda d: ours.dispatch_model(Model(), {"embed": "cpu"}), "does not name `layers.0"),
         (lambda d: ours.dispatch_model(Model(), {"": "disk"}), "offload_dir"),
         (lambda d: ours.dispatch_model(Model(), {"": "cpu"}, offload_index={}), "offload_index"),
