@@ -25,7 +25,7 @@ import torch
 from exactness import assert_same
 
 STAND_IN = Path(
-    os.environ.get("TENSORSTREAM_STAND_IN", Path(__file__).parents[3] / "target/stand-in")
+    os.environ.get("TENSORSTREAM_STAND_IN", Path(__file__).parent / "../../../target/stand-in")
 )
 LIBRARY = STAND_IN / "torch_accinte/lib/libstandin.so"
 
