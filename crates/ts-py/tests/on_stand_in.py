@@ -571,48 +571,52 @@ def pipeline() -> None:
             assert torch.equal(image(streamed).cpu(), image(resident).cpu())
 
 
+def adapted(base: Any) -> Any:
+    """Puts an adapter on a model, with the same weights each time."""
+    import peft
+
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "v_proj"]
+    )
+    return peft.get_peft_model(base, lora)
+
+
+def train_both(resident: Any, streamed: Any) -> None:
+    """Trains two models for a few steps, and compares the losses and the adapters."""
+    optimizers = [
+        torch.optim.AdamW((p for p in each.parameters() if p.requires_grad), foreach=False)
+        for each in (resident, streamed)
+    ]
+    for step in range(4):
+        tokens = ((torch.arange(24) * (step + 3)) % 250).view(2, 12).to(DEVICE)
+        losses = []
+        for each, optimizer in zip((resident, streamed), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = each(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().cpu())
+        assert torch.equal(*losses), losses
+    wanted = dict(resident.named_parameters())
+    trained = [(n, p) for n, p in streamed.named_parameters() if "lora" in n]
+    assert trained
+    for name, parameter in trained:
+        assert torch.equal(parameter.detach().cpu(), wanted[name].detach().cpu()), name
+
+
 @program
 def lora() -> None:
     """An adapter over a streamed base gets the same gradients and updates."""
-    import peft
-
     model = small_llama()
-
-    def adapted(base: Any) -> Any:
-        torch.manual_seed(1)
-        lora = peft.LoraConfig(
-            task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "v_proj"]
-        )
-        return peft.get_peft_model(base, lora).to(DEVICE)
-
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
-        streamed = adapted(
-            ts.from_pretrained(
-                directory, budget="200KiB", device=DEVICE, attn_implementation="eager"
-            )
+        base = ts.from_pretrained(
+            directory, budget="200KiB", device=DEVICE, attn_implementation="eager"
         )
+        streamed = adapted(base).to(DEVICE)
         assert ts.stats(streamed)["plan"]["streamed_bytes_per_pass"] > 0
-        resident = adapted(model.to(DEVICE))
-        optimizers = [
-            torch.optim.AdamW((p for p in each.parameters() if p.requires_grad), foreach=False)
-            for each in (resident, streamed)
-        ]
-        for step in range(4):
-            tokens = ((torch.arange(24) * (step + 3)) % 250).view(2, 12).to(DEVICE)
-            losses = []
-            for each, optimizer in zip((resident, streamed), optimizers, strict=True):
-                optimizer.zero_grad()
-                loss = each(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach().cpu())
-            assert torch.equal(*losses), losses
-        wanted = dict(resident.named_parameters())
-        trained = [(n, p) for n, p in streamed.named_parameters() if "lora" in n]
-        assert trained
-        for name, parameter in trained:
-            assert torch.equal(parameter.detach().cpu(), wanted[name].detach().cpu()), name
+        train_both(adapted(model.to(DEVICE)).to(DEVICE), streamed)
 
 
 def _async_module(library: Library, size: int) -> type[Any]:

@@ -12,7 +12,18 @@ from typing import Any
 import tensorstream as ts
 import torch
 from exactness import assert_same
-from on_stand_in import DEVICE, OTHER, Library, linears, main, on_host, program, small_llama
+from on_stand_in import (
+    DEVICE,
+    OTHER,
+    Library,
+    adapted,
+    linears,
+    main,
+    on_host,
+    program,
+    small_llama,
+    train_both,
+)
 
 
 def _halves(model: Any) -> dict[str, str]:
@@ -197,40 +208,16 @@ def maps() -> None:
 @program
 def lora() -> None:
     """An adapter over a base on two devices gets the same gradients and updates."""
-    import peft
-
     model = small_llama()
-
-    def adapted(base: Any) -> Any:
-        torch.manual_seed(1)
-        lora = peft.LoraConfig(
-            task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "v_proj"]
-        )
-        return peft.get_peft_model(base, lora)
-
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         base = ts.from_pretrained(
             directory, budget="140KiB", device=_halves(model), attn_implementation="eager"
         )
         streamed = adapted(base)
-        resident = adapted(model.to(DEVICE)).to(DEVICE)
         devices = {str(each.device) for each in streamed.parameters() if each.requires_grad}
         assert devices == {DEVICE, OTHER}, devices
-        optimizers = [
-            torch.optim.AdamW((p for p in each.parameters() if p.requires_grad), foreach=False)
-            for each in (resident, streamed)
-        ]
-        for step in range(4):
-            tokens = ((torch.arange(24) * (step + 3)) % 250).view(2, 12).to(DEVICE)
-            losses = []
-            for each, optimizer in zip((resident, streamed), optimizers, strict=True):
-                optimizer.zero_grad()
-                loss = each(input_ids=tokens, labels=tokens).loss
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach().cpu())
-            assert torch.equal(*losses), losses
+        train_both(adapted(model.to(DEVICE)).to(DEVICE), streamed)
         assert ts.stats(streamed)["plan"]["streamed_bytes_per_pass"] > 0
 
 
