@@ -44,7 +44,7 @@ class Setup:
 
         if arguments.stand_in:
             sys.path[:0] = [arguments.stand_in, os.path.dirname(arguments.programs)]
-            import on_stand_in  # type: ignore[import-not-found]
+            import on_stand_in  # type: ignore[import-not-found]  # its directory is an argument
 
             on_stand_in.register()
         self.device = torch.device(arguments.device)
@@ -254,7 +254,7 @@ def with_accelerate(setup: Setup) -> dict[str, Any]:
 
 
 def with_diffusers(setup: Setup) -> dict[str, Any]:
-    """Streams the model with group offloading of diffusers, on a stream of its own."""
+    """Streams the model with diffusers' group offloading, which copies on a second stream."""
     import torch
     from diffusers.hooks import apply_group_offloading
     from transformers import AutoModelForCausalLM

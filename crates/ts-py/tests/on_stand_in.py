@@ -183,7 +183,7 @@ def _streamed(model: Any, directory: str, **settings: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _autocast() -> Iterator[None]:
+def autocast() -> Iterator[None]:
     with torch.no_grad(), torch.autocast(torch.device(DEVICE).type, dtype=torch.bfloat16):
         yield
 
@@ -216,7 +216,7 @@ def exactness() -> None:
         for turn in range(3):
             inputs = torch.randn(4, 256).to(DEVICE)
             with library.delays(2000 if turn else 0, turn):
-                for context in (torch.no_grad, torch.inference_mode, _autocast):
+                for context in (torch.no_grad, torch.inference_mode, autocast):
                     with context():
                         expected, actual = resident(inputs), streamed(inputs)
                     assert actual.device == torch.device(DEVICE)
@@ -757,6 +757,36 @@ def tiers() -> None:
         assert library.registered() == 0
 
 
+def run_in_threads(
+    streamed: Any, inputs: list[torch.Tensor], expected: list[torch.Tensor], new_stream: bool
+) -> None:
+    """Runs a model in a thread for each input, and compares what it returns.
+
+    Args:
+        streamed: The model.
+        inputs: The input of each thread.
+        expected: The results, on the host.
+        new_stream: Whether each thread has a stream of its own.
+    """
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            stream = torch.Stream(device=DEVICE) if new_stream else contextlib.nullcontext()
+            with torch.no_grad(), stream:
+                for _ in range(10):
+                    assert torch.equal(streamed(inputs[index]).cpu(), expected[index])
+        except BaseException as error:
+            errors.append(error)
+
+    running = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
+    for each in running:
+        each.start()
+    for each in running:
+        each.join()
+    assert not errors, errors
+
+
 @program
 def threads() -> None:
     """Several threads run passes, each on a stream of its own."""
@@ -765,24 +795,9 @@ def threads() -> None:
     inputs = [torch.randn(2, 256).to(DEVICE) for _ in range(3)]
     with torch.no_grad():
         expected = [resident(each).cpu() for each in inputs]
-    errors: list[BaseException] = []
     with tempfile.TemporaryDirectory() as directory:
         streamed = _streamed(model, directory, max_passes=2, budget=6 * 270_000)
-
-        def run(index: int) -> None:
-            try:
-                with torch.no_grad(), torch.Stream(device=DEVICE):
-                    for _ in range(10):
-                        assert torch.equal(streamed(inputs[index]).cpu(), expected[index])
-            except BaseException as error:
-                errors.append(error)
-
-        running = [threading.Thread(target=run, args=(index,)) for index in range(3)]
-        for each in running:
-            each.start()
-        for each in running:
-            each.join()
-    assert not errors, errors
+        run_in_threads(streamed, inputs, expected, new_stream=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,12 @@ from on_stand_in import (
     OTHER,
     Library,
     adapted,
+    autocast,
     linears,
     main,
     on_host,
     program,
+    run_in_threads,
     small_llama,
     train_both,
 )
@@ -57,7 +58,8 @@ def layers() -> None:
         ]
         for turn in range(4):
             inputs = torch.randn(4, 256)
-            with library.delays(2000 if turn else 0, turn), torch.no_grad():
+            context = (torch.no_grad, torch.inference_mode, autocast)[turn % 3]
+            with library.delays(2000 if turn else 0, turn), context():
                 result = streamed(inputs.to((DEVICE, OTHER, "cpu")[turn % 3]))
                 assert result.device == torch.device(DEVICE)
                 assert torch.equal(resident(inputs.to(DEVICE)).cpu(), result.cpu())
@@ -95,18 +97,25 @@ def layers() -> None:
 
 @program
 def families(*names: str) -> None:
-    """Families of transformers models stream to two devices, and generate the same tokens."""
+    """Families of transformers models stream to two devices, and generate the same tokens.
+
+    A name may end with a dtype, as in "gpt2:bfloat16".
+    """
     import transformers
     from families import FAMILIES
 
     for name in names:
-        family = FAMILIES[name]
+        base, _, dtype = name.partition(":")
+        family = FAMILIES[base]
         torch.manual_seed(0)
         config = family.config()
         config._attn_implementation = "eager"
         load = getattr(transformers, family.model_class)
-        model = load(config)
-        inputs = {key: each.to(DEVICE) for key, each in family.inputs(2).items()}
+        model = load(config).to(getattr(torch, dtype or "float32"))
+        inputs = {
+            key: (each.to(model.dtype) if each.is_floating_point() else each).to(DEVICE)
+            for key, each in family.inputs(2).items()
+        }
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
             eager = {"attn_implementation": "eager"}
@@ -229,7 +238,6 @@ def threads() -> None:
     inputs = [torch.randn(2, 256).to(DEVICE) for _ in range(3)]
     with torch.no_grad():
         expected = [resident(each).cpu() for each in inputs]
-    errors: list[BaseException] = []
     placed = {"": DEVICE, **{str(layer): OTHER for layer in range(0, 8, 2)}}
     with tempfile.TemporaryDirectory() as directory:
         config = ts.Config(
@@ -239,21 +247,7 @@ def threads() -> None:
         plan = ts.stats(streamed)["plan"]
         whole = sum(each.nbytes for each in resident.parameters())
         assert 0 < plan["streamed_bytes_per_pass"] <= whole / 2, plan
-
-        def run(index: int) -> None:
-            try:
-                with torch.no_grad():
-                    for _ in range(10):
-                        assert torch.equal(streamed(inputs[index]).cpu(), expected[index])
-            except BaseException as error:
-                errors.append(error)
-
-        running = [threading.Thread(target=run, args=(index,)) for index in range(3)]
-        for each in running:
-            each.start()
-        for each in running:
-            each.join()
-    assert not errors, errors
+        run_in_threads(streamed, inputs, expected, new_stream=False)
 
 
 @program

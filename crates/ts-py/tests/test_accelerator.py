@@ -88,7 +88,7 @@ def test_models_stream_to_two_devices(name: str, tmp_path: Path) -> None:
 @needs_stand_in
 @pytest.mark.slow
 def test_families_are_bit_identical_on_two_devices(tmp_path: Path) -> None:
-    names = ("gpt2", "t5", "mixtral", "llava", "jamba", "clip")
+    names = ("gpt2", "t5", "mixtral", "llava", "jamba", "clip", "gpt2:bfloat16", "bert:float16")
     run("families", *names, tmp_path=tmp_path, file="on_two_devices.py")
 
 

@@ -58,7 +58,7 @@
 //!
 //! - [`TensorSender`] and [`TensorReceiver`], one stream of tensors over any transport.
 //! - [`GpuTensorReceiver`], [`PooledGpuReceiver`] and their [`Memory`]: [`GpuMemory`],
-//!   [`PooledMemory`] and [`HostMemory`].
+//!   [`PooledMemory`] and [`HostMemory`]. The Python package uses [`OrderedMemory`].
 //! - `AsyncLink`.
 //! - [`TensorCreditTracker`], flow control for other protocols.
 //! - [`Tensor`].

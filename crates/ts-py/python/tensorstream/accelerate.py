@@ -9,7 +9,7 @@ storage to the device on which the model runs: the CPU, or accelerators. Other n
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,11 +21,11 @@ from .budget import Budget
 from .config import Config, expanded
 from .devices import HOST_DEVICES, Device, default_device, device_of, devices_of_map
 from .errors import CheckpointError, ConfigurationError, ModelError
-from .streaming._arguments import check_execution_device, device_of_map, dtype_of, memory_of
+from .streaming._arguments import check_execution_device, device_named_by, dtype_of, memory_of
 from .streaming._builder import Builder
 from .streaming._division import FUSED
 from .streaming._offload import offload, restore
-from .streaming._placement import Placement
+from .streaming._placement import Placement, entry_of, require_all
 from .streaming._places import find
 
 __all__ = [
@@ -286,7 +286,7 @@ def load_checkpoint_and_dispatch(
     if isinstance(device_map, Mapping):
         device = _devices_of(model, device_map, None)
     else:
-        device, automatic = device_of_map(device_map)
+        device, automatic = device_named_by(device_map)
         device = default_device() if automatic else device
     memory = memory_of(max_memory, device, automatic=automatic)
     if memory is not None and budget is not None:
@@ -333,13 +333,8 @@ def _devices_of(
         ConfigurationError: The map is invalid, does not name every weight, or does not have the
             main device.
     """
-    for name, _ in model.named_parameters():
-        if _entry(name, device_map) is None:
-            raise ConfigurationError(
-                f'the device map does not name `{name}`, or a module that has it; "" names the '
-                "whole model"
-            )
-    device, _ = device_of_map(dict(device_map))
+    require_all(model, device_map)
+    device, _ = device_named_by(dict(device_map))
     if main_device is None:
         return device
     main = device_of(main_device)
@@ -354,12 +349,6 @@ def _devices_of(
 
 def _is(device: Device, wanted: torch.device) -> bool:
     return str(device) not in HOST_DEVICES and device_of(device) == wanted
-
-
-def _entry(name: str, device_map: Iterable[str]) -> str | None:
-    """Returns the name in a device map that a parameter belongs to."""
-    found = [each for each in device_map if not each or f"{name}.".startswith(f"{each}.")]
-    return max(found, key=len, default=None)
 
 
 def _needed_bytes(
@@ -382,7 +371,7 @@ def _needed_bytes(
         return parameter.numel() * wanted.itemsize
 
     def place(name: str) -> str:
-        own = device_map[_entry(name, device_map) or ""]
+        own = device_map[entry_of(name, device_map) or ""]
         return str(own) if str(own) in HOST_DEVICES else str(device_of(own))
 
     streamed = ("disk",) if device is None else HOST_DEVICES

@@ -574,11 +574,11 @@ class Config:
         if self._is_accelerated() and self.device is None:
             if not has_accelerator():
                 why = _native.GpuStatus.detect().message()
-                reasons.append(f"the model runs on the CPU, because there is no GPU: {why}")
+                reasons.append(f"there is no GPU ({why}), so the model runs on the CPU")
             elif device is not None and device.type == "cpu":
                 reasons.append(
-                    "the model runs on the CPU, because PyTorch finds no accelerator to which "
-                    "weights can stream"
+                    "PyTorch finds no accelerator to which weights can stream, so the model runs "
+                    "on the CPU"
                 )
         if backend == BackendType.GPUDIRECT.value and not reasons:
             reasons.append(_THROUGH_HOST)

@@ -136,8 +136,8 @@ functions! {
 /// `StreamWaitEvent`, `EventCreateWithFlags`, `EventDestroy`, `EventRecord`, `EventQuery`,
 /// `EventSynchronize`, and `EventElapsedTime`. It may have `MemGetInfo`, `MemsetAsync`,
 /// `LaunchHostFunc`, `HostRegister` and `HostUnregister`. Without them, the operations that need
-/// them return [`Error::Unsupported`]. It may also have `GetErrorName`, and `GetLastError`, which
-/// is called after an error, so that the program does not take the error for one of its own calls.
+/// them return [`Error::Unsupported`]. It may also have `GetErrorName` and `GetLastError`. The
+/// latter is called after an error, so that later calls of the program do not report the error.
 ///
 /// An error is a number: 0 is success, 2 is too little memory, and 600 is pending work. The
 /// library is never unloaded.

@@ -144,7 +144,7 @@ class Arguments:
                 )
             config, model_config = None, config
         device_map = kwargs.pop("device_map", None)
-        mapped, automatic = device_of_map(device_map)
+        mapped, automatic = device_named_by(device_map)
         named = device is not None or mapped is not None
         if device is None:
             device = default_device() if automatic and mapped is None else mapped
@@ -276,7 +276,7 @@ def _settings(
     return settings
 
 
-def device_of_map(device_map: Any) -> tuple[Device | Mapping[str, Device] | None, bool]:
+def device_named_by(device_map: Any) -> tuple[Device | Mapping[str, Device] | None, bool]:
     """Returns the device that a device map names, or ``None``, and whether it lets us choose.
 
     Weights that the map leaves on the CPU or the disk stream to the device, too. With several

@@ -200,8 +200,8 @@ def _on_one_device(settings: Config) -> Config:
     """
     if isinstance(settings.device, Mapping):
         raise ConfigurationError(
-            "a device map divides one model: give one device for all models, or load each model by "
-            "itself, with `subfolder` and a map of its own"
+            "a device map divides one model: give one device for all models, or load each with "
+            "`subfolder` and its own map"
         )
     return settings
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,28 +111,36 @@ class Placement:
                 raise ConfigurationError(
                     f"invalid device map: the {type(self._model).__name__} has no module `{name}`"
                 )
-        for name, _ in self._model.named_parameters():
-            if self._entry(name) is None:
-                raise ConfigurationError(
-                    f"invalid device map: it does not name `{name}`, or a module that has it; "
-                    '"" names the whole model'
-                )
-
-    def _entry(self, name: str) -> str | None:
-        """Returns the longest name in the map that is, or contains, this module or tensor."""
-        found = [each for each in self._map if not each or f"{name}.".startswith(f"{each}.")]
-        return max(found, key=len, default=None)
+        require_all(self._model, self._map)
 
     def _device_of(self, prefix: str, module: nn.Module) -> torch.device:
         names = [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters("", False)]
-        own = {self._map[entry] for name in names if (entry := self._entry(name)) is not None}
+        own = {
+            self._map[entry] for name in names if (entry := entry_of(name, self._map)) is not None
+        }
         if len(own) > 1:
             raise ConfigurationError(
                 f"invalid device map: the parameters of `{prefix}` are on several devices "
                 f"({', '.join(map(str, own))}): name the module, not its parameters"
             )
-        entry = self._entry(prefix)
+        entry = entry_of(prefix, self._map)
         return next(iter(own), self.main if entry is None else self._map[entry])
+
+
+def entry_of(name: str, device_map: Iterable[str]) -> str | None:
+    """Returns the longest name in a device map that is, or contains, a module or tensor."""
+    found = [each for each in device_map if not each or f"{name}.".startswith(f"{each}.")]
+    return max(found, key=len, default=None)
+
+
+def require_all(model: nn.Module, device_map: Iterable[str]) -> None:
+    """Refuses a device map that leaves out parameters of a model."""
+    for name, _ in model.named_parameters():
+        if entry_of(name, device_map) is None:
+            raise ConfigurationError(
+                f'the device map does not name `{name}`, or a module that has it; "" names the '
+                "whole model"
+            )
 
 
 def _run(module: nn.Module) -> Iterator[nn.Module]:

@@ -254,8 +254,8 @@ _LARGEST = frozenset(("passes", "recent_s", "predicted_pass_s", "kind", "wall_s"
 def merged(devices: list[Stats]) -> Stats:
     """Returns the statistics of several devices together.
 
-    Passes run on all devices at once. What one device waits for is computing to another one, so
-    that computing is what remains of a pass.
+    A pass runs on all devices, and while one computes, the others count this as computing, too.
+    Therefore, the computing time of a pass is its time without all waits and overheads.
     """
     if len(devices) == 1:
         return devices[0]
