@@ -272,8 +272,9 @@ def drop_in() -> None:
 
         def check(streamed: Any, devices: set[str]) -> Any:
             for _ in range(2):
-                result = streamed(inputs)
-                assert str(result.device) == next(iter(sorted(devices)))
+                main_device = min(devices)
+                result = streamed(inputs.to(main_device))
+                assert str(result.device) == main_device
                 assert torch.equal(result.cpu(), expected)
             assert {str(each.device) for each in streamed.parameters()} == devices
             return ts.stats(streamed)
@@ -290,7 +291,13 @@ def drop_in() -> None:
         )
         assert check(loaded, {DEVICE, OTHER})["budget_bytes"] == 5 * unit + 50_000
         automatic = ours.load_checkpoint_and_dispatch(on_meta(), saved, "auto", budget=3 * unit)
+        check(automatic, {DEVICE, OTHER})
+        automatic = ours.load_checkpoint_and_dispatch(on_meta(), saved, "auto", budget=9 * unit)
         check(automatic, {DEVICE})
+        automatic = ours.load_checkpoint_and_dispatch(
+            on_meta(), saved, "balanced", max_memory={1: 3 * unit, "cpu": "1MiB"}
+        )
+        check(automatic, {OTHER})
         numbered = ours.load_checkpoint_and_dispatch(on_meta(), saved, {"": 0})
         assert check(numbered, {DEVICE})["budget_bytes"] == 10 * unit
         grouped = copy.deepcopy(model)
@@ -323,6 +330,68 @@ def drop_in() -> None:
                 ), error
             else:
                 raise AssertionError("was accepted")
+
+
+@program
+def automatic() -> None:
+    """A model that one device does not hold is divided among all, in proportion to the budgets."""
+    model, inputs = linears(), torch.randn(4, 256).to(DEVICE)
+    resident = copy.deepcopy(model).to(DEVICE)
+    unit = 256 * 257 * 4
+
+    def devices(streamed: Any) -> list[str]:
+        return [str(each.device) for each in streamed.parameters()][::2]
+
+    with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+        expected = resident(inputs).cpu()
+        for budget, wanted in (
+            (3 * unit, [DEVICE] * 4 + [OTHER] * 4),
+            ({0: 6 * unit, 1: 2 * unit}, [DEVICE] * 6 + [OTHER] * 2),
+            ({OTHER: 3 * unit}, [OTHER] * 8),
+            (9 * unit, [DEVICE] * 8),
+            (None, [DEVICE] * 8),
+        ):
+            config = ts.Config(storage_path=directory, device="auto", budget=budget)
+            streamed = ts.offload(copy.deepcopy(model), config)
+            assert devices(streamed) == wanted, (budget, devices(streamed))
+            twin = copy.deepcopy(streamed)
+            assert devices(twin) == wanted
+            for each in (streamed, twin, streamed):
+                result = each(inputs.to(wanted[0]))
+                assert (str(result.device), result.cpu().equal(expected)) == (wanted[0], True)
+            del streamed, twin, each
+        llama = small_llama()
+        llama.save_pretrained(directory)
+        ids = torch.arange(8).view(1, 8).to(DEVICE)
+        logits = llama.to(DEVICE)(ids).logits.cpu()
+        tokens = llama.generate(ids, max_new_tokens=5, do_sample=False).cpu()
+        whole = sum(each.nbytes for each in llama.parameters())
+        how = {"device_map": "auto", "attn_implementation": "eager"}
+        for sizes, count in (
+            ({0: "150KiB", 1: "150KiB", "cpu": "1MiB"}, 2),
+            ({0: "150KiB", 1: 0}, 1),
+            ({0: "8MiB", 1: "150KiB"}, 1),
+        ):
+            streamed = ts.from_pretrained(directory, max_memory=sizes, **how)
+            places = streamed.hf_device_map
+            assert len(set(places.values())) == count, (sizes, places)
+            assert str(places[""]) == str(places["lm_head"]) == DEVICE
+            plan = ts.stats(streamed)["plan"]
+            assert (plan["resident_bytes"] < whole) == (sizes[0] != "8MiB"), (sizes, plan)
+            for _ in range(3):
+                assert streamed(ids).logits.cpu().equal(logits)
+            assert streamed.generate(ids, max_new_tokens=5, do_sample=False).cpu().equal(tokens)
+        # The class does not say which modules compute with the weights of their parts.
+        type(llama).__base__._no_split_modules = None
+        streamed = ts.from_pretrained(directory, budget="150KiB", **how)
+        assert set(streamed.hf_device_map.values()) == {torch.device(DEVICE)}
+        assert streamed(ids).logits.cpu().equal(logits)
+        try:
+            ts.Config(device="auto", budget={7: "1MiB"}).on_devices()
+        except ts.ConfigurationError as error:
+            assert "among: accinte:0, accinte:1" in str(error), error
+        else:
+            raise AssertionError("a device that does not exist was accepted")
 
 
 @program

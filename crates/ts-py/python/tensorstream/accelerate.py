@@ -19,7 +19,7 @@ from torch import nn
 from . import _native
 from .budget import Budget
 from .config import Config, expanded
-from .devices import HOST_DEVICES, Device, default_device, device_of, devices_of_map
+from .devices import HOST_DEVICES, Device, device_of, devices_of_map
 from .errors import CheckpointError, ConfigurationError, ModelError
 from .streaming._arguments import check_execution_device, device_named_by, dtype_of, memory_of
 from .streaming._builder import Builder
@@ -247,8 +247,8 @@ def load_checkpoint_and_dispatch(
         checkpoint: A directory, file, shard index, URL, or name on the Hugging Face Hub. See
             ``tensorstream.offload``.
         device_map: "auto" or another strategy of accelerate, which is the accelerator if there is
-            one that can be used, else the CPU; or "cpu", "disk" or an accelerator for the name of
-            each module.
+            one that can be used, else the CPU, and several ones if one does not hold the model; or
+            "cpu", "disk" or an accelerator for the name of each module.
         max_memory: ``{"cpu": "6GB"}`` is the budget, also for a device map that names modules. With
             accelerators, their memory is the budget, and that of the CPU the host budget.
         no_split_module_classes: Has no effect. Results do not depend on how layers are divided.
@@ -282,13 +282,11 @@ def load_checkpoint_and_dispatch(
             "the checkpoint; leave it out"
         )
     wanted = dtype_of(dtype)
-    automatic = False
     if isinstance(device_map, Mapping):
         device = _devices_of(model, device_map, None)
     else:
-        device, automatic = device_named_by(device_map)
-        device = default_device() if automatic else device
-    memory = memory_of(max_memory, device, automatic=automatic)
+        device = device_named_by(device_map)
+    memory = memory_of(max_memory, device)
     if memory is not None and budget is not None:
         raise ConfigurationError("the budget is given twice, also as `max_memory`; give only one")
     if memory is not None:
@@ -320,7 +318,8 @@ def load_checkpoint_and_dispatch(
 def _streamed(model: M, config: Config, checkpoint: str | None) -> M:
     """Streams a model. It has a device map, as with accelerate."""
     offload(model, config, checkpoint=checkpoint)
-    Placement(model, config).set_device_map()
+    if not torch.accelerator.is_available():  # else, `offload` has set it
+        Placement(model, config).set_device_map()
     return model
 
 
@@ -334,7 +333,7 @@ def _devices_of(
             main device.
     """
     require_all(model, device_map)
-    device, _ = device_named_by(dict(device_map))
+    device = device_named_by(dict(device_map))
     if main_device is None:
         return device
     main = device_of(main_device)

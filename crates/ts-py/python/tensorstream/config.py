@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 from . import _native
 from .budget import Budget
 from .devices import (
+    AUTOMATIC,
     HOST_DEVICES,
     Device,
     accelerator,
@@ -25,6 +26,7 @@ from .devices import (
     device_of,
     devices_of_map,
     has_accelerator,
+    usable_devices,
 )
 from .errors import BudgetError, BudgetWarning, ConfigurationError, NotBuiltWarning
 
@@ -167,6 +169,9 @@ class Config:
             CPU. Accelerators other than NVIDIA's GPUs need ``register_accelerator``. A mapping from
             names of modules to devices divides the model: inputs of these modules are moved to
             their device. ``""`` is the name of the whole model, and a longer name counts more.
+            ``"auto"`` is the accelerator of this machine, or the CPU without one. If the budget of
+            one accelerator does not hold the model, its layers are divided among all of them, in
+            proportion to their budgets.
         host_budget: For a ``device`` with its own memory: the memory on the host in which weights
             are kept, so that they are not read again for each pass. Bytes, a size, or a share of
             the available memory. The default keeps none. Several devices divide it.
@@ -284,7 +289,7 @@ class Config:
 
     def _check_budget(self) -> None:
         if isinstance(self.budget, Mapping):
-            if not isinstance(self.device, Mapping):
+            if not isinstance(self.device, Mapping) and not self.is_automatic():
                 raise invalid("budget", self.budget, "a size, because there is one device")
             for size in self.budget.values():
                 parse_budget(size)
@@ -295,6 +300,8 @@ class Config:
         if self.host_budget is not None:
             parse_budget(self.host_budget, "host_budget")
         devices = self.device.values() if isinstance(self.device, Mapping) else [self.device]
+        if self.is_automatic():
+            return  # `on_devices` checks the device that it chooses
         if all(device is None or str(device) in HOST_DEVICES for device in devices):
             if self.host_budget is not None and not self._is_accelerated():
                 raise invalid("host_budget", self.host_budget, "None without an accelerator")
@@ -310,6 +317,10 @@ class Config:
             raise invalid(
                 "budget", self.budget, "a size, because models on an accelerator share none"
             )
+
+    def is_automatic(self) -> bool:
+        """Returns whether the device, or the devices, are chosen for the model."""
+        return isinstance(self.device, str) and self.device == AUTOMATIC
 
     def _is_accelerated(self) -> bool:
         """Returns whether the backend chooses the accelerator as the default device."""
@@ -509,10 +520,14 @@ class Config:
     def on_devices(self) -> dict[torch.device, Config]:
         """Returns the settings for each device, the main one first.
 
+        With ``"auto"``, these are the devices that can be chosen: those of a budget for each.
+
         Raises:
             ConfigurationError: The device map is invalid, or the budget is a mapping that does not
                 have exactly the devices of the map.
         """
+        if self.is_automatic():
+            return self._on_usable_devices()
         if not isinstance(self.device, Mapping):
             device = self.torch_device()
             if device.type != "cpu":
@@ -530,8 +545,32 @@ class Config:
             for device in devices
         }
 
+    def _on_usable_devices(self) -> dict[torch.device, Config]:
+        devices: list[torch.device] = usable_devices()
+        budgets: dict[torch.device, Any]
+        if isinstance(self.budget, Mapping):
+            budgets = {device_of(each): size for each, size in self.budget.items()}
+            if not budgets or not set(budgets) <= set(devices):
+                names = ", ".join(map(str, devices)) or "no accelerator"
+                raise invalid("budget", dict(self.budget), f"sizes for devices among: {names}")
+            devices = [device for device in devices if device in budgets]
+        elif not devices:
+            return {device_of("cpu"): dataclasses.replace(self, device=None, host_budget=None)}
+        else:
+            budgets = dict.fromkeys(devices, self.budget)
+        return {
+            device: dataclasses.replace(self, device=device, budget=budgets[device])
+            for device in devices
+        }
+
+    def on_main_device(self) -> Config:
+        """Returns the settings for one device if they let the library choose several."""
+        return next(iter(self.on_devices().values())) if self.is_automatic() else self
+
     def torch_device(self) -> torch.device:
         """Returns the device on which the model runs: of several devices, the main one."""
+        if self.is_automatic():
+            return next(iter(self.on_devices()))
         if isinstance(self.device, Mapping):
             return next(iter(devices_of_map(self.device)))
         if self.device is None and self.backend in ACCELERATED:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 #: The name or the number of a device, or the device.
 Device: TypeAlias = "str | int | torch.device"
 
+#: The name for the device, or the devices, that this library chooses.
+AUTOMATIC = "auto"
 #: Where a device map leaves weights that are copied to the main device for computing.
 HOST_DEVICES = ("cpu", "cpu:0", "disk")
 #: The runtime library of each type of device, and the prefix of its functions.
@@ -121,6 +123,17 @@ def default_device() -> torch.device | None:
     if current.type in _libraries or (is_nvidia and _native.GpuStatus.detect().is_available):
         return device_of(current.type)
     return None
+
+
+def usable_devices() -> list[torch.device]:
+    """Returns the accelerators of this machine to which weights can stream, the default first."""
+    import torch
+
+    first = default_device()
+    if first is None:
+        return []
+    every = (torch.device(first.type, index) for index in range(torch.accelerator.device_count()))
+    return list(dict.fromkeys([first, *every]))
 
 
 def has_accelerator() -> bool:

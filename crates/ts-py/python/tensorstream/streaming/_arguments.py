@@ -12,7 +12,7 @@ import torch
 
 from ..budget import Budget
 from ..config import Config, parse_budget
-from ..devices import Device, default_device, device_of
+from ..devices import AUTOMATIC, Device, default_device, device_of
 from ..errors import ConfigurationError
 from ._hub import OPTIONS
 from ._offload import checked, with_shorthands
@@ -84,7 +84,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 #: Values of ``device_map`` that let the library choose.
-_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+_STRATEGIES = (AUTOMATIC, "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True)
@@ -144,16 +144,15 @@ class Arguments:
                 )
             config, model_config = None, config
         device_map = kwargs.pop("device_map", None)
-        mapped, automatic = device_named_by(device_map)
-        named = device is not None or mapped is not None
+        mapped = device_named_by(device_map)
         if device is None:
-            device = default_device() if automatic and mapped is None else mapped
+            device = mapped
         elif mapped is not None and _differ(mapped, device):
             raise ConfigurationError(
                 f"the device is given twice: {device} as `device`, and {mapped} by `device_map`"
             )
-        settings = _settings(budget, config, device, host_budget, kwargs, automatic=not named)
-        for own in settings.on_devices().values():
+        settings = _settings(budget, config, device, host_budget, kwargs)
+        for own in settings.on_main_device().on_devices().values():
             own.accelerator()  # refuses a device that cannot be used
         return cls(
             settings=settings,
@@ -171,7 +170,7 @@ class Arguments:
 
 def _differ(one: Any, other: Any) -> bool:
     """Returns whether two arguments give other devices."""
-    if isinstance(one, Mapping) or isinstance(other, Mapping):
+    if isinstance(one, Mapping) or isinstance(other, Mapping) or AUTOMATIC in (one, other):
         return bool(one != other)
     return device_of(one) != device_of(other)
 
@@ -193,32 +192,38 @@ class Memory:
 _NOTHING = (0, "0", "0GB", "0GiB", "0MB", "0MiB")
 
 
-def memory_of(
-    max_memory: Any, device: Device | Mapping[str, Device] | None, *, automatic: bool
-) -> Memory | None:
+def memory_of(max_memory: Any, device: Device | Mapping[str, Device] | None) -> Memory | None:
     """Returns what ``max_memory`` means for a model on this device, as accelerate understands it.
 
-    The memory of the device is the budget, and that of the CPU the host budget. Without memory of
-    the device, the model is on the CPU if that choice is ``automatic``. A model on several devices
-    needs memory of each.
+    The memory of the device is the budget, and that of the CPU the host budget. A model on several
+    devices needs memory of each. "auto" chooses among the devices with memory; without any, the
+    model is on the CPU.
 
     Raises:
         ConfigurationError: The sizes do not fit the device.
     """
     if max_memory is None:
         return None
-    if isinstance(device, Mapping):
-        if not isinstance(max_memory, dict):
-            raise ConfigurationError(
-                f"invalid max_memory: {max_memory!r}: expected a size for each device of the map"
-            )
+    automatic = isinstance(device, str) and device == AUTOMATIC
+    if isinstance(device, Mapping) and not isinstance(max_memory, dict):
+        raise ConfigurationError(
+            f"invalid max_memory: {max_memory!r}: expected a size for each device of the map"
+        )
+    if isinstance(device, Mapping) or (automatic and isinstance(max_memory, dict)):
         sizes = {
             str(device_of(key)): size
             for key, size in max_memory.items()
             if key not in ("cpu", "disk") and size not in _NOTHING
         }
+        if automatic and not sizes:
+            return Memory(None, _cpu_memory(max_memory) or 0)
         return Memory(device, sizes, _host(max_memory))
-    if device is None or device_of(device).type == "cpu" or not isinstance(max_memory, dict):
+    if (
+        device is None
+        or automatic
+        or device_of(device).type == "cpu"
+        or not isinstance(max_memory, dict)
+    ):
         most = _cpu_memory(max_memory)
         return None if most is None else Memory(device, most)
     wanted = device_of(device)
@@ -231,13 +236,11 @@ def memory_of(
                 f"invalid max_memory: {max_memory!r}: the model streams to {wanted} alone"
             )
         own = size
-    if own in _NOTHING and not automatic:
+    if own in _NOTHING:
         raise ConfigurationError(
             f"invalid max_memory: {max_memory!r}: expected a size for {wanted}, to which the model "
             "streams"
         )
-    if own in _NOTHING:
-        return Memory(None, _cpu_memory(max_memory) or 0)
     parse_budget(own)
     return Memory(device, own, _host(max_memory))
 
@@ -254,14 +257,12 @@ def _settings(
     device: Device | Mapping[str, Device] | None,
     host_budget: int | str | None,
     kwargs: dict[str, Any],
-    *,
-    automatic: bool,
 ) -> Config:
     """Returns the settings of the engine. Removes the arguments for it from ``kwargs``."""
     if budget is not None and config is not None:
         raise ConfigurationError("cannot combine `budget` and `config`: set the budget in `config`")
     settings = checked(config)
-    memory = memory_of(kwargs.pop("max_memory", None), device, automatic=automatic)
+    memory = memory_of(kwargs.pop("max_memory", None), device)
     if memory is not None:
         if budget is not None or settings.budget is not None or settings.vram_budget_gb is not None:
             raise ConfigurationError(
@@ -276,11 +277,12 @@ def _settings(
     return settings
 
 
-def device_named_by(device_map: Any) -> tuple[Device | Mapping[str, Device] | None, bool]:
-    """Returns the device that a device map names, or ``None``, and whether it lets us choose.
+def device_named_by(device_map: Any) -> Device | Mapping[str, Device] | None:
+    """Returns the device that a device map names, or ``None`` for the CPU.
 
     Weights that the map leaves on the CPU or the disk stream to the device, too. With several
-    devices, the result is the map itself.
+    devices, the result is the map itself. A strategy of accelerate is "auto" if this machine has an
+    accelerator.
 
     Raises:
         ConfigurationError: The map has something else than devices.
@@ -289,7 +291,7 @@ def device_named_by(device_map: Any) -> tuple[Device | Mapping[str, Device] | No
     found: dict[torch.device, Any] = {}
     automatic = False
     for device in devices:
-        if isinstance(device, str) and device in _AUTOMATIC:
+        if isinstance(device, str) and device in _STRATEGIES:
             automatic = True
         elif device is not None and str(device) not in ("cpu", "disk"):
             try:
@@ -304,10 +306,10 @@ def device_named_by(device_map: Any) -> tuple[Device | Mapping[str, Device] | No
                 f"invalid device_map: {device_map!r}: 'auto' cannot be the device of one module; "
                 "name a device for each"
             )
-        return {
-            name: "disk" if device is None else device for name, device in device_map.items()
-        }, False
-    return next(iter(found.values()), None), automatic
+        return {name: "disk" if device is None else device for name, device in device_map.items()}
+    if automatic and not found and default_device() is not None:
+        return AUTOMATIC
+    return next(iter(found.values()), None)
 
 
 def _cpu_memory(max_memory: Any) -> int | str | None:

@@ -46,24 +46,25 @@ atexit.register(_native.leave_shared)
 
 def attach(
     model: M,
-    config: Config,
+    placement: Placement,
     checkpoint: _native.Checkpoint,
     orders: DimensionOrders | None = None,
     *,
     freed_bytes: int = 0,
     kept: frozenset[int] = frozenset(),
+    with_device_map: bool = False,
 ) -> M:
     """Offloads a model to an open checkpoint. If this fails, the model is unchanged.
 
     Args:
         model: The model.
-        config: The settings.
+        placement: The device of each module, and the settings.
         checkpoint: The checkpoint with the weights.
         orders: The stored orders of dimensions, by name, of parameters that are not contiguous.
         freed_bytes: Memory that offloading frees, which the budget can use.
         kept: The ``id`` of each parameter that stays in memory as it is.
+        with_device_map: Whether the model gets a map of devices also without an accelerator.
     """
-    placement = Placement(model, config)
     derived = derived_of(model)
     if derived:
         main = placement.configs[placement.main]
@@ -87,7 +88,7 @@ def attach(
     ]
     moved = _moved(model, placement, kept)
     replaced = [each for engine in engines for each in engine.parameters()]
-    passed_over = config.passed_over(placement.main)
+    passed_over = placement.config.passed_over(placement.main)
     streaming = Streaming(checkpoint, [each.share for each in engines], passed_over)
     register_transformers()
     with deferred():
@@ -99,10 +100,10 @@ def attach(
         guard(model)
         placement.move_inputs()
         save_in_pieces(model, stored)
-        replace_copying(model, stored, _attach_copy(config, checkpoint))
+        replace_copying(model, stored, _attach_copy(placement.config, checkpoint))
         model.__dict__["_tensorstream"] = streaming
         _place(model, placement, buffers, moved)
-        if torch.accelerator.is_available():
+        if with_device_map or torch.accelerator.is_available():
             # Without one, other libraries would refuse the CPU as a device.
             placement.set_device_map()
         ignore_streamed(model)
@@ -219,7 +220,7 @@ def _attach_copy(config: Config, checkpoint: _native.Checkpoint) -> Attach:
     """Returns a function that offloads a copy of a model. It does not refer to the model."""
 
     def attach_copy(twin: nn.Module, orders: DimensionOrders, kept: frozenset[int]) -> None:
-        attach(twin, config, checkpoint, orders, kept=kept)
+        attach(twin, Placement(twin, config), checkpoint, orders, kept=kept)
 
     return attach_copy
 

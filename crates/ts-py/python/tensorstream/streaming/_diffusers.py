@@ -39,9 +39,8 @@ def load_diffusers(model_class: Any, path: Path, arguments: Arguments) -> Any:
     model = _build(model_class, place, checkpoint, dtype, arguments)
     model.register_to_config(_name_or_path=place.name)
     model.eval()
-    attach(model, arguments.settings, checkpoint)
-    if arguments.has_device_map:
-        Placement(model, arguments.settings).set_device_map()
+    placement = Placement(model, arguments.settings)
+    attach(model, placement, checkpoint, with_device_map=arguments.has_device_map)
     if not arguments.loading_info:
         return model
     unexpected = sorted(set(checkpoint.names()) - set(model.state_dict()))

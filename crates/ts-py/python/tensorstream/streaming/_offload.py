@@ -112,7 +112,7 @@ def offload(
     freed = sum(parameter.nbytes for parameter in streamed if not parameter.is_meta)
     if checkpoint is None and not any(p.is_meta for p in streamed):
         stored = store_live(model, placement.configs[placement.main], kept)
-        return attach(model, config, *stored, freed_bytes=freed, kept=kept)
+        return attach(model, placement, *stored, freed_bytes=freed, kept=kept)
     if checkpoint is None and not all(p.is_meta for p in streamed):
         raise ModelError(
             "some parameters are on the meta device and others have weights: give a `checkpoint` "
@@ -120,7 +120,7 @@ def offload(
         )
     # A directory that does not exist yet is not the name of a model on the Hub.
     weights = expanded(path) if checkpoint is None else find(expanded(path)).weights
-    return attach(model, config, _native.Checkpoint(weights), freed_bytes=freed, kept=kept)
+    return attach(model, placement, _native.Checkpoint(weights), freed_bytes=freed, kept=kept)
 
 
 def with_shorthands(

@@ -193,7 +193,7 @@ def _pipeline(
 
 
 def _on_one_device(settings: Config) -> Config:
-    """Returns settings for several models.
+    """Returns settings for several models. If the library may choose devices, it chooses one.
 
     Raises:
         ConfigurationError: They have a map of devices, which has the names of one model's modules.
@@ -203,7 +203,7 @@ def _on_one_device(settings: Config) -> Config:
             "a device map divides one model: give one device for all models, or load each with "
             "`subfolder` and its own map"
         )
-    return settings
+    return settings.on_main_device()
 
 
 def _in_share(load: Load) -> Load:
@@ -288,7 +288,9 @@ def _sentence_transformer(
     rest["model_kwargs"] = {**(rest.get("model_kwargs") or {}), **dtypes}
     # A router chooses one of several models.
     several = any("Router" in str(module.get("type")) for module in modules)
-    settings = _shared(_on_one_device(arguments.settings)) if several else arguments.settings
+    # The library moves inputs to one device.
+    settings = arguments.settings.on_main_device()
+    settings = _shared(_on_one_device(settings)) if several else settings
     name = files.whole_name()
     with _streamed(settings, load_transformers):
         return loader(name, **{"device": str(settings.torch_device()), **rest, **options})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,12 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..config import Config
-from ..devices import HOST_DEVICES, device_of
+from ..devices import HOST_DEVICES, device_of, devices_of_map
 from ..errors import ConfigurationError
+
+#: A device holds a model if its budget has this part of the model's bytes in addition: units are
+#: divided into pages, and passes have more than the weights.
+_MARGIN = 32
 
 
 class Placement:
@@ -22,7 +26,7 @@ class Placement:
 
     Args:
         model: The model.
-        config: The settings.
+        config: The settings. If they let the library choose the devices, it does so now.
 
     Raises:
         ConfigurationError: The device map names a module that does not exist, leaves out a module
@@ -31,6 +35,8 @@ class Placement:
     """
 
     def __init__(self, model: nn.Module, config: Config) -> None:
+        #: The settings, with the devices that were chosen.
+        self.config = config = _chosen(model, config) if config.is_automatic() else config
         #: The settings for each device, the main one first.
         self.configs = config.on_devices()
         for each in self.configs.values():
@@ -125,6 +131,62 @@ class Placement:
             )
         entry = entry_of(prefix, self._map)
         return next(iter(own), self.main if entry is None else self._map[entry])
+
+
+def _chosen(model: nn.Module, config: Config) -> Config:
+    """Returns settings with the device or the devices for a model.
+
+    Several devices are chosen if the first one does not hold the model. Each gets layers that
+    follow each other, in proportion to its budget. Everything else is on the first device, which
+    also gets the results.
+    """
+    configs = config.on_devices()
+    first, own = next(iter(configs.items()))
+    layers = {name: _bytes_of(layer) for name, layer in _layers(model, "")}
+    whole = _bytes_of(model)
+    if len(configs) == 1 or not layers or whole + whole // _MARGIN <= own.working_bytes():
+        return own
+    budgets = {device: each.working_bytes() for device, each in configs.items()}
+    ends, end = {}, 0.0
+    for device, most in budgets.items():
+        end += whole * most / sum(budgets.values())
+        ends[device] = end
+    places: dict[str, Any] = {"": first}
+    before: float = max(whole - sum(layers.values()), 0)
+    for name, size in layers.items():
+        middle = before + size / 2
+        device = next((device for device, end in ends.items() if middle <= end), device)
+        before += size
+        if device != first:
+            places[name] = device
+    chosen = devices_of_map(places)
+    if len(chosen) == 1:
+        return own
+    budget: Any = config.budget
+    if isinstance(budget, Mapping):
+        budget = {str(device): configs[device].budget for device in chosen}
+    return replace(config, device=places, budget=budget)
+
+
+def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the layers of a model, and their names: the parts of its outermost lists.
+
+    Nothing is divided of models of transformers and diffusers that do not say which of their
+    modules must not be (``_no_split_modules``).
+    """
+    if not getattr(module, "_no_split_modules", True):
+        return
+    children = list(module.named_children())
+    if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1:
+        for number, layer in children:
+            yield f"{name}.{number}".lstrip("."), layer
+        return
+    for number, child in children:
+        yield from _layers(child, f"{name}.{number}".lstrip("."))
+
+
+def _bytes_of(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def entry_of(name: str, device_map: Iterable[str]) -> str | None:

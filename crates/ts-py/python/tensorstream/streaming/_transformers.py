@@ -80,8 +80,8 @@ def from_pretrained(
 
             - ``max_memory={"cpu": "6GB"}`` is the budget.
             - ``device_map`` is the ``device``: "cuda:0", or "auto" for the accelerator if there
-              is one that can be used, else the CPU. It may map modules to one device, the CPU and
-              the disk: their weights stream to that device.
+              is one that can be used, else the CPU. See ``Config.device``. It may map modules to
+              devices, the CPU and the disk: their weights stream to these devices.
             - ``offload_folder`` is ``Config.storage_path``.
             - ``dtype`` (``torch_dtype``) casts weights, which are then written to storage once.
             - ``revision``, ``subfolder``, ``token``, ``cache_dir``, ``local_files_only`` and
@@ -167,9 +167,8 @@ def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> An
         except OSError:  # no file: transformers falls back to the defaults of the class
             model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
     model.name_or_path = model.config._name_or_path = place.name
-    attach(model, arguments.settings, checkpoint, kept=new)
-    if arguments.has_device_map:
-        Placement(model, arguments.settings).set_device_map()
+    placement = Placement(model, arguments.settings)
+    attach(model, placement, checkpoint, kept=new, with_device_map=arguments.has_device_map)
     return (model, info) if arguments.loading_info else model
 
 
