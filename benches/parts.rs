@@ -97,9 +97,9 @@ fn catalog(c: &mut Criterion) {
     group.finish();
 }
 
-/// Measures decoding one chunk of floats into memory that is reused. The exponents of the floats
-/// are distributed like those of weights.
-fn codecs(c: &mut Criterion) {
+/// Returns a chunk of floats as F32, and one as BF16. Their exponents are distributed like those of
+/// weights.
+fn chunks_of_floats() -> (Vec<u8>, Vec<u8>) {
     let mut state = 1u32;
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -112,6 +112,12 @@ fn codecs(c: &mut Criterion) {
     let singles: Vec<u8> = floats.iter().flat_map(|float| float.to_le_bytes()).collect();
     let halves: Vec<u8> =
         floats.iter().chain(&floats).flat_map(|f| f.to_le_bytes().into_iter().skip(2)).collect();
+    (singles, halves)
+}
+
+/// Measures decoding one chunk of floats into memory that is reused.
+fn codecs(c: &mut Criterion) {
+    let (singles, halves) = chunks_of_floats();
     let mut group = c.benchmark_group("decode a chunk");
     group.throughput(Throughput::Bytes(CHUNK_LEN)).sample_size(50);
     for (name, dtype, raw) in [("F32", Dtype::F32, &singles), ("BF16", Dtype::BF16, &halves)] {
@@ -123,6 +129,60 @@ fn codecs(c: &mut Criterion) {
                 b.iter(|| {
                     decode_chunk(encoded.codec, encoded.width, &stored, &mut out, &mut scratch)
                         .unwrap();
+                });
+            });
+        }
+    }
+    group.finish();
+}
+
+/// Measures how much of decoding a device could save by merging planes: decodes 64 chunks to
+/// elements; to planes, as they would be copied to the device; and only those planes that are
+/// coded, as if the device read the others where they are stored.
+fn planes(c: &mut Criterion) {
+    /// The elements in a block of a chunk (FORMAT.md).
+    const BLOCK: usize = 256 << 10;
+    const CHUNKS: usize = 64;
+    let (singles, halves) = chunks_of_floats();
+    let mut group = c.benchmark_group("decode 64 chunks");
+    group.throughput(Throughput::Bytes(CHUNKS as u64 * CHUNK_LEN)).sample_size(20);
+    for (name, dtype, raw) in [("F32", Dtype::F32, &singles), ("BF16", Dtype::BF16, &halves)] {
+        let mut chunk = Vec::new();
+        let encoded = Encoder::new(Codec::Split, None).unwrap().encode(dtype, raw, &mut chunk);
+        let width = usize::from(encoded.width);
+        let stored = chunk.repeat(CHUNKS);
+        let mut out = vec![0; CHUNKS * raw.len()];
+        let mut scratch = Scratch::default();
+        group.bench_function(format!("to elements, {name}"), |b| {
+            b.iter(|| {
+                for (stored, out) in
+                    stored.chunks(chunk.len()).zip(out.chunks_mut(CHUNK_LEN as usize))
+                {
+                    decode_chunk(encoded.codec, encoded.width, stored, out, &mut scratch).unwrap();
+                }
+            });
+        });
+        let mut zstd = zstd::zstd_safe::DCtx::create();
+        for (what, copies) in [("to planes", true), ("coded planes", false)] {
+            group.bench_function(format!("{what}, {name}"), |b| {
+                b.iter(|| {
+                    for (stored, out) in
+                        stored.chunks(chunk.len()).zip(out.chunks_mut(CHUNK_LEN as usize))
+                    {
+                        let planes = out.len().div_ceil(BLOCK * width) * width;
+                        let (lens, mut bytes) = stored.split_at(4 * planes);
+                        let lens = lens.as_chunks().0.iter().map(|len| u32::from_le_bytes(*len));
+                        let count = BLOCK.min(out.len() / width);
+                        for (len, plane) in lens.zip(out.chunks_mut(count)) {
+                            let (coded, rest) = bytes.split_at(len as usize);
+                            bytes = rest;
+                            if coded.len() < plane.len() {
+                                zstd.decompress(plane, coded).unwrap();
+                            } else if copies {
+                                plane.copy_from_slice(coded);
+                            }
+                        }
+                    }
                 });
             });
         }
@@ -171,5 +231,5 @@ fn engine(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(parts, pool, planner, catalog, codecs, engine);
+criterion_group!(parts, pool, planner, catalog, codecs, planes, engine);
 criterion_main!(parts);
