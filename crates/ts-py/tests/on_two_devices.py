@@ -298,6 +298,12 @@ def drop_in() -> None:
             on_meta(), saved, "balanced", max_memory={1: 3 * unit, "cpu": "1MiB"}
         )
         check(automatic, {OTHER})
+        automatic = ours.load_checkpoint_and_dispatch(on_meta(), saved, {"": "auto"})
+        check(automatic, {DEVICE})
+        automatic = ours.dispatch_model(
+            copy.deepcopy(model), {"": "auto"}, OTHER, offload_dir=directory
+        )
+        check(automatic, {OTHER})
         numbered = ours.load_checkpoint_and_dispatch(on_meta(), saved, {"": 0})
         assert check(numbered, {DEVICE})["budget_bytes"] == 10 * unit
         grouped = copy.deepcopy(model)
@@ -381,17 +387,62 @@ def automatic() -> None:
             for _ in range(3):
                 assert streamed(ids).logits.cpu().equal(logits)
             assert streamed.generate(ids, max_new_tokens=5, do_sample=False).cpu().equal(tokens)
-        # The class does not say which modules compute with the weights of their parts.
-        type(llama).__base__._no_split_modules = None
-        streamed = ts.from_pretrained(directory, budget="150KiB", **how)
-        assert set(streamed.hf_device_map.values()) == {torch.device(DEVICE)}
-        assert streamed(ids).logits.cpu().equal(logits)
+        for wanted, sizes in ((OTHER, {0: "40KiB", 1: "8MiB"}), (DEVICE, {0: "150KiB", 1: "9KiB"})):
+            streamed = ts.from_pretrained(directory, max_memory=sizes, **how)
+            assert {str(each.device) for each in streamed.parameters()} == {wanted}
+            assert streamed(ids.to(wanted)).logits.cpu().equal(logits)
+        given = ts.Config(device="auto")
+        streamed = ts.from_pretrained(directory, config=given, max_memory={1: "150KiB"}, **how)
+        assert streamed.device == torch.device(OTHER)
+        streamed = ts.from_pretrained(directory, device=OTHER, budget="150KiB", **how)
+        assert streamed.device == torch.device(OTHER)
         try:
             ts.Config(device="auto", budget={7: "1MiB"}).on_devices()
         except ts.ConfigurationError as error:
             assert "among: accinte:0, accinte:1" in str(error), error
         else:
             raise AssertionError("a device that does not exist was accepted")
+
+
+class Combining(torch.nn.Module):
+    """Combines the results of its parts, and runs some of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linears()
+        self.twice = torch.nn.ModuleList([self.inner[2], *linears(3)])
+        self.last = torch.nn.ModuleList([torch.nn.Linear(256, 256)])
+
+    def forward(self, x: Any) -> Any:
+        seen = []
+        for part in (*self.inner, *self.twice, *self.last):
+            x = x + part(x)
+            seen.append(x)
+        return torch.stack(seen).sum(0), {"last": x}
+
+
+@program
+def combined() -> None:
+    """A module may combine the results of parts that are on several devices."""
+    model, inputs = Combining(), torch.randn(4, 256).to(DEVICE)
+    resident = copy.deepcopy(model).to(DEVICE)
+    unit = 256 * 257 * 4
+    with tempfile.TemporaryDirectory() as directory:
+        halves = {"": DEVICE, "inner.3": OTHER, "twice.1": OTHER, "last": OTHER}
+        for device in ("auto", halves):
+            streamed = ts.offload(
+                copy.deepcopy(model),
+                ts.Config(storage_path=directory, device=device, budget=3 * unit),
+            )
+            assert len({str(each.device) for each in streamed.parameters()}) == 2
+            for context in (torch.no_grad, torch.inference_mode, autocast):
+                with context():
+                    wanted, got = resident(inputs), streamed(inputs)
+                assert_same(on_host(got), on_host(wanted))
+            both = [inputs.clone().requires_grad_() for _ in range(2)]
+            for module, given in zip((resident, streamed), both, strict=True):
+                module(given)[0].sum().backward()
+            assert both[0].grad.cpu().equal(both[1].grad.cpu())
 
 
 @program

@@ -19,9 +19,15 @@ from torch import nn
 from . import _native
 from .budget import Budget
 from .config import Config, expanded
-from .devices import HOST_DEVICES, Device, device_of, devices_of_map
+from .devices import AUTOMATIC, HOST_DEVICES, Device, device_of, devices_of_map
 from .errors import CheckpointError, ConfigurationError, ModelError
-from .streaming._arguments import check_execution_device, device_named_by, dtype_of, memory_of
+from .streaming._arguments import (
+    STRATEGIES,
+    check_execution_device,
+    device_named_by,
+    dtype_of,
+    memory_of,
+)
 from .streaming._builder import Builder
 from .streaming._division import FUSED
 from .streaming._offload import offload, restore
@@ -336,6 +342,8 @@ def _devices_of(
     device = device_named_by(dict(device_map))
     if main_device is None:
         return device
+    if isinstance(device, str) and device == AUTOMATIC:
+        return main_device
     main = device_of(main_device)
     if isinstance(device, Mapping):
         first = [name for name, own in device.items() if _is(own, main)]
@@ -355,8 +363,10 @@ def _needed_bytes(
     device_map: Mapping[str, Device],
     dtype: torch.dtype | None,
     device: Device | Mapping[str, Device] | None,
-) -> int | dict[str, int]:
+) -> int | dict[str, int] | None:
     """Returns the memory that a device map needs. See ``dispatch_model``.
+
+    Returns ``None`` if the map does not say where weights are.
 
     Args:
         model: The model.
@@ -364,6 +374,9 @@ def _needed_bytes(
         dtype: The dtype that floating-point weights are cast to, or ``None``.
         device: The accelerator of the map, or a map of several ones, or ``None``.
     """
+
+    if any(each in STRATEGIES for each in device_map.values() if isinstance(each, str)):
+        return None
 
     def size(parameter: nn.Parameter) -> int:
         wanted = dtype if dtype and parameter.is_floating_point() else parameter.dtype

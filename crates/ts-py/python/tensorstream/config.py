@@ -169,9 +169,9 @@ class Config:
             CPU. Accelerators other than NVIDIA's GPUs need ``register_accelerator``. A mapping from
             names of modules to devices divides the model: inputs of these modules are moved to
             their device. ``""`` is the name of the whole model, and a longer name counts more.
-            ``"auto"`` is the accelerator of this machine, or the CPU without one. If the budget of
-            one accelerator does not hold the model, its layers are divided among all of them, in
-            proportion to their budgets.
+            ``"auto"`` is the accelerator of this machine, or the CPU without one. If no budget of
+            one accelerator holds the model, its layers are divided among them, in proportion to
+            their budgets. A mapping as ``budget`` has the accelerators that may be chosen.
         host_budget: For a ``device`` with its own memory: the memory on the host in which weights
             are kept, so that they are not read again for each pass. Bytes, a size, or a share of
             the available memory. The default keeps none. Several devices divide it.
@@ -403,6 +403,17 @@ class Config:
         requested = self.requested_bytes()
         return self.share_bytes() if requested is None else requested
 
+    def free_bytes(self) -> int:
+        """Returns the configured or default budget in bytes, reduced to the memory that is free.
+
+        Raises:
+            ConfigurationError: No budget is set, and the available memory cannot be detected.
+        """
+        wanted, available = self.working_bytes(), self._unused_bytes()
+        if available is None:
+            return wanted
+        return max(0, min(wanted, available - available // 16 - HEADROOM))
+
     def _available_bytes(self, freed_bytes: int) -> int:
         available = self._unused_bytes()
         if available is None:
@@ -520,11 +531,11 @@ class Config:
     def on_devices(self) -> dict[torch.device, Config]:
         """Returns the settings for each device, the main one first.
 
-        With ``"auto"``, these are the devices that can be chosen: those of a budget for each.
+        With ``"auto"``, these are the devices that can be chosen.
 
         Raises:
             ConfigurationError: The device map is invalid, or the budget is a mapping that does not
-                have exactly the devices of the map.
+                have exactly the devices of the map, or that has devices that cannot be used.
         """
         if self.is_automatic():
             return self._on_usable_devices()

@@ -84,7 +84,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 #: Values of ``device_map`` that let the library choose.
-_STRATEGIES = (AUTOMATIC, "balanced", "balanced_low_0", "sequential")
+STRATEGIES = (AUTOMATIC, "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,8 @@ class Arguments:
             config, model_config = None, config
         device_map = kwargs.pop("device_map", None)
         mapped = device_named_by(device_map)
+        if _is_automatic(mapped) and (device or getattr(config, "device", None)) is not None:
+            mapped = None  # the choice is made
         if device is None:
             device = mapped
         elif mapped is not None and _differ(mapped, device):
@@ -170,9 +172,14 @@ class Arguments:
 
 def _differ(one: Any, other: Any) -> bool:
     """Returns whether two arguments give other devices."""
-    if isinstance(one, Mapping) or isinstance(other, Mapping) or AUTOMATIC in (one, other):
+    mapped = isinstance(one, Mapping) or isinstance(other, Mapping)
+    if mapped or _is_automatic(one) or _is_automatic(other):
         return bool(one != other)
     return device_of(one) != device_of(other)
+
+
+def _is_automatic(device: Any) -> bool:
+    return isinstance(device, str) and device == AUTOMATIC
 
 
 def _is_model_config(config: Any) -> bool:
@@ -204,7 +211,7 @@ def memory_of(max_memory: Any, device: Device | Mapping[str, Device] | None) -> 
     """
     if max_memory is None:
         return None
-    automatic = isinstance(device, str) and device == AUTOMATIC
+    automatic = _is_automatic(device)
     if isinstance(device, Mapping) and not isinstance(max_memory, dict):
         raise ConfigurationError(
             f"invalid max_memory: {max_memory!r}: expected a size for each device of the map"
@@ -262,7 +269,10 @@ def _settings(
     if budget is not None and config is not None:
         raise ConfigurationError("cannot combine `budget` and `config`: set the budget in `config`")
     settings = checked(config)
-    memory = memory_of(kwargs.pop("max_memory", None), device)
+    max_memory = kwargs.pop("max_memory", None)
+    if max_memory is not None and device is None:
+        device, settings = settings.device, replace(settings, device=None)
+    memory = memory_of(max_memory, device)
     if memory is not None:
         if budget is not None or settings.budget is not None or settings.vram_budget_gb is not None:
             raise ConfigurationError(
@@ -291,7 +301,7 @@ def device_named_by(device_map: Any) -> Device | Mapping[str, Device] | None:
     found: dict[torch.device, Any] = {}
     automatic = False
     for device in devices:
-        if isinstance(device, str) and device in _STRATEGIES:
+        if isinstance(device, str) and device in STRATEGIES:
             automatic = True
         elif device is not None and str(device) not in ("cpu", "disk"):
             try:

@@ -15,10 +15,11 @@ from torch.nn.utils.rnn import PackedSequence
 from ..config import Config
 from ..devices import HOST_DEVICES, device_of, devices_of_map
 from ..errors import ConfigurationError
+from ._division import FUSED
 
-#: A device holds a model if its budget has this part of the model's bytes in addition: units are
-#: divided into pages, and passes have more than the weights.
-_MARGIN = 32
+#: A device holds a model if its budget has this part of the model's bytes in addition, for the
+#: pages that units do not fill. It can hold a unit with this many more bytes.
+_MARGIN, _LEAST_BYTES = 32, 64 << 10
 
 
 class Placement:
@@ -87,23 +88,24 @@ class Placement:
     def move_inputs(self) -> None:
         """Makes modules move their inputs to their devices, also after ``restore``.
 
-        Results of the model are moved to the main device.
+        Results are moved to the device of the module around, which may combine them with others.
+        Those of the model are moved to the main device.
         """
         for module in self._model.modules():
             _remove_hooks(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
             _remove_hooks(module._forward_hooks, module._forward_hooks_with_kwargs)
         if len(self.configs) == 1:
             return
-        divided = (
-            module
-            for module in self._model.modules()
-            if len({self.device(each) for each in module.modules()}) > 1
-        )
-        parts = (part for each in divided for child in each.children() for part in _run(child))
-        for module in dict.fromkeys([self._model, *parts]):
+        around = {self._model: self.main}
+        for module in self._model.modules():
+            if len({self.device(each) for each in module.modules()}) > 1:
+                for part in (part for child in module.children() for part in _run(child)):
+                    around.setdefault(part, self.device(module))
+        for module, device in around.items():
             inputs = InputsTo(self.device(module))
             module.register_forward_pre_hook(inputs, prepend=True, with_kwargs=True)
-        self._model.register_forward_hook(ResultTo(self.main))
+            if module is self._model or device != self.device(module):
+                module.register_forward_hook(ResultTo(device))
 
     def _check_names(self) -> None:
         modules = {name for name, _ in self._model.named_modules()}
@@ -136,57 +138,55 @@ class Placement:
 def _chosen(model: nn.Module, config: Config) -> Config:
     """Returns settings with the device or the devices for a model.
 
-    Several devices are chosen if the first one does not hold the model. Each gets layers that
-    follow each other, in proportion to its budget. Everything else is on the first device, which
-    also gets the results.
+    One device is chosen if there is one that holds the model, or if no other can hold each unit.
+    Several devices get layers that follow each other, in proportion to their budgets. Everything
+    else is on the first one.
     """
     configs = config.on_devices()
-    first, own = next(iter(configs.items()))
-    layers = {name: _bytes_of(layer) for name, layer in _layers(model, "")}
+    layers = {name: _bytes_of(layer) for name, layer in _layers(model, "", set())}
     whole = _bytes_of(model)
-    if len(configs) == 1 or not layers or whole + whole // _MARGIN <= own.working_bytes():
-        return own
-    budgets = {device: each.working_bytes() for device, each in configs.items()}
-    ends, end = {}, 0.0
-    for device, most in budgets.items():
-        end += whole * most / sum(budgets.values())
-        ends[device] = end
-    places: dict[str, Any] = {"": first}
-    before: float = max(whole - sum(layers.values()), 0)
-    for name, size in layers.items():
-        middle = before + size / 2
-        device = next((device for device, end in ends.items() if middle <= end), device)
-        before += size
-        if device != first:
-            places[name] = device
+    budgets: dict[torch.device, int] = {}
+    for device, own in configs.items():
+        budgets[device] = own.free_bytes()
+        if len(configs) == 1 or whole + whole // _MARGIN <= budgets[device]:
+            return own
+    largest = max(_bytes_of(each, isinstance(each, FUSED)) for each in model.modules())
+    able = [device for device, budget in budgets.items() if budget >= largest + _LEAST_BYTES]
+    main = able[0] if able else next(iter(configs))
+    total = sum(budgets[device] for device in able)
+    places: dict[str, Any] = {"": main}
+    before, end, rest = whole - sum(layers.values()), 0.0, list(layers.items())
+    for device in able:
+        end += whole * budgets[device] / total
+        while rest and (before + rest[0][1] / 2 <= end or device == able[-1]):
+            name, size = rest.pop(0)
+            before += size
+            if device != main:
+                places[name] = device
     chosen = devices_of_map(places)
     if len(chosen) == 1:
-        return own
+        return configs[main]
     budget: Any = config.budget
     if isinstance(budget, Mapping):
         budget = {str(device): configs[device].budget for device in chosen}
     return replace(config, device=places, budget=budget)
 
 
-def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the layers of a model, and their names: the parts of its outermost lists.
-
-    Nothing is divided of models of transformers and diffusers that do not say which of their
-    modules must not be (``_no_split_modules``).
-    """
-    if not getattr(module, "_no_split_modules", True):
-        return
-    children = list(module.named_children())
-    if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1:
-        for number, layer in children:
-            yield f"{name}.{number}".lstrip("."), layer
-        return
-    for number, child in children:
-        yield from _layers(child, f"{name}.{number}".lstrip("."))
+def _layers(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the layers of a model, and their names: the parts of its outermost lists."""
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    for number, child in module.named_children():
+        if id(child) not in seen:
+            seen.add(id(child))
+            own = f"{name}.{number}".lstrip(".")
+            if is_list:
+                yield own, child
+            else:
+                yield from _layers(child, own, seen)
 
 
-def _bytes_of(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
+def _bytes_of(module: nn.Module, recurse: bool = True) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters(recurse))
 
 
 def entry_of(name: str, device_map: Iterable[str]) -> str | None:
