@@ -396,6 +396,9 @@ def automatic() -> None:
         assert streamed.device == torch.device(OTHER)
         streamed = ts.from_pretrained(directory, device=OTHER, budget="150KiB", **how)
         assert streamed.device == torch.device(OTHER)
+        type(llama)._no_split_modules = ["LlamaModel"]
+        streamed = ts.from_pretrained(directory, budget="150KiB", **how)
+        assert set(streamed.hf_device_map.values()) == {torch.device(DEVICE)}
         try:
             ts.Config(device="auto", budget={7: "1MiB"}).on_devices()
         except ts.ConfigurationError as error:

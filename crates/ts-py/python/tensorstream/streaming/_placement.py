@@ -143,7 +143,12 @@ def _chosen(model: nn.Module, config: Config) -> Config:
     else is on the first one.
     """
     configs = config.on_devices()
-    layers = {name: _bytes_of(layer) for name, layer in _layers(model, "", set())}
+    whole_classes = {
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", None) or ()
+    }
+    layers = {name: _bytes_of(layer) for name, layer in _layers(model, "", whole_classes, set())}
     whole = _bytes_of(model)
     budgets: dict[torch.device, int] = {}
     for device, own in configs.items():
@@ -172,8 +177,18 @@ def _chosen(model: nn.Module, config: Config) -> Config:
     return replace(config, device=places, budget=budget)
 
 
-def _layers(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the layers of a model, and their names: the parts of its outermost lists."""
+def _layers(
+    module: nn.Module, name: str, whole_classes: set[str], seen: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the layers of a model, and their names: the parts of its outermost lists.
+
+    Args:
+        module: The model, or a part of it.
+        name: The name of the part.
+        whole_classes: The names of classes of modules that must stay whole, as models of
+            transformers and diffusers name them.
+        seen: The ``id`` of each module that was looked at.
+    """
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     for number, child in module.named_children():
         if id(child) not in seen:
@@ -181,8 +196,8 @@ def _layers(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str,
             own = f"{name}.{number}".lstrip(".")
             if is_list:
                 yield own, child
-            else:
-                yield from _layers(child, own, seen)
+            elif type(child).__name__ not in whole_classes:
+                yield from _layers(child, own, whole_classes, seen)
 
 
 def _bytes_of(module: nn.Module, recurse: bool = True) -> int:
