@@ -15,6 +15,7 @@ import torch
 from conftest import leased
 from tensorstream.streaming._attach import attach
 from tensorstream.streaming._builder import Builder
+from tensorstream.streaming._placement import Placement
 from tensorstream.streaming._symbolic_tensor import Source, SymbolicTensor
 from torch import nn
 
@@ -271,7 +272,7 @@ def test_a_slice_of_a_checksummed_tensor_is_read(tmp_path: Path) -> None:
     checkpoint = ts._native.Checkpoint(tmp_path)
     module = nn.Linear(3, 4, bias=False, device="meta")
     module.weight = nn.Parameter(Builder(checkpoint).symbolic("a").chunk(2)[0], requires_grad=False)
-    attach(module, ts.Config(budget="1MiB"), checkpoint)
+    attach(module, Placement(module, ts.Config(budget="1MiB")), checkpoint)
     assert same(leased(module.weight), ts.load_file(tmp_path)["a"][:4])
 
 
@@ -281,7 +282,9 @@ def test_a_part_of_a_computed_tensor_keeps_its_phase(tmp_path: Path) -> None:
     second = Builder(checkpoint).symbolic("a").float().chunk(2)[1].contiguous()
     module = nn.Linear(3, 4, bias=False, device="meta")
     module.weight = nn.Parameter(second, requires_grad=False)
-    attach(module, ts.Config(budget="1MiB", storage_path=tmp_path / "c"), checkpoint)
+    attach(
+        module, Placement(module, ts.Config(budget="1MiB", storage_path=tmp_path / "c")), checkpoint
+    )
     assert leased(module.weight).data_ptr() % 64 == 48
 
 

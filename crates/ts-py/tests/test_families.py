@@ -198,6 +198,7 @@ def test_a_conversion_over_budget_reports_the_smallest_budget(
     """Uses transposed weights, which a loader creates for models with another layout."""
     from tensorstream.streaming._attach import attach
     from tensorstream.streaming._builder import Builder
+    from tensorstream.streaming._placement import Placement
 
     path = saved("gpt2")
     checkpoint = ts._native.Checkpoint(path)
@@ -206,13 +207,13 @@ def test_a_conversion_over_budget_reports_the_smallest_budget(
     module = torch.nn.Linear(weight.shape[0], weight.shape[1], bias=False, device="meta")
     module.weight = torch.nn.Parameter(weight.T.contiguous(), requires_grad=False)
     with pytest.raises(ts.BudgetError, match=r"converting `weight` needs (\d+) bytes") as caught:
-        attach(module, ts.Config(budget=weight.nbytes), checkpoint)
+        attach(module, Placement(module, ts.Config(budget=weight.nbytes)), checkpoint)
     needed = int(str(caught.value).split("`weight` needs ")[1].split()[0])
     assert needed == 3 * weight.nbytes
     module.weight = torch.nn.Parameter(
         builder.symbolic(weight.source.name).T.contiguous(), requires_grad=False
     )
-    attach(module, ts.Config(budget=needed), checkpoint)
+    attach(module, Placement(module, ts.Config(budget=needed)), checkpoint)
     x = torch.randn(3, weight.shape[0])
     expected = ts.load_file(path)["transformer.h.0.mlp.c_fc.weight"].T.contiguous()
     assert torch.equal(module(x), torch.nn.functional.linear(x, expected))
