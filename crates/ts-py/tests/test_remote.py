@@ -22,7 +22,7 @@ from tensorstream.remote import (
     storage_id,
     trace,
 )
-from tensorstream.remote.client._launch import ProcessServer
+from tensorstream.remote.providers._this_computer import ProcessServer
 from torch import nn
 
 

@@ -25,7 +25,7 @@ from tensorstream.remote import (
     StaleReferenceError,
     storage_id,
 )
-from tensorstream.remote.client._launch import ProcessServer
+from tensorstream.remote.providers._this_computer import ProcessServer
 from torch import nn
 
 
@@ -509,14 +509,16 @@ def test_device_indices_of_stopped_machines_are_reused() -> None:
 
 def test_invalid_options_of_a_machine_are_refused(tmp_path: Path) -> None:
     for wrong, message in [
-        ({"address": "A100"}, "unexpected address 'A100'"),
-        ({"device_type": "A100"}, 'must be "cpu" or "cuda", got \'A100\''),
-        ({"gpu_type": "A100"}, "got 'A100'"),
+        ({"address": "gpu1:7470"}, "got an unexpected keyword argument 'address'"),
+        ({"device_type": "A1000"}, 'must be "cpu", "cuda" or one of T4, .* got \'A1000\''),
+        ({"gpu_type": "A1000"}, "got 'A1000'"),
         ({"device_count": 0}, "must be 1 to 127, got 0"),
         ({"gpu_count": 0}, "must be 1 to 127, got 0"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             RemoteMachine("mock", **wrong)
+    with pytest.raises(ConfigurationError, match="unexpected 'gpu1:7470'.* has no address"):
+        RemoteMachine("mock", "gpu1:7470")
     with RemoteMachine("mock", gpu_count=16) as machine:
         assert machine.device_count == machine.gpu_count == 16
         assert torch.ones(2, device=machine.device(15)).sum().item() == 2.0

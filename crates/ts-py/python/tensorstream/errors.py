@@ -22,6 +22,10 @@ __all__ = [
     "NotBuiltWarning",
     "OutOfMemoryError",
     "ProtocolError",
+    "ProviderAuthenticationError",
+    "ProviderCapacityError",
+    "ProviderConnectionError",
+    "ProviderError",
     "StorageError",
     "TensorStreamError",
     "UnitReferencedError",
@@ -251,6 +255,46 @@ class ProtocolError(TensorStreamError, RuntimeError):
     Examples:
         >>> import tensorstream as ts
         >>> issubclass(ts.ProtocolError, RuntimeError)
+        True
+    """
+
+
+class ProviderError(TensorStreamError, RuntimeError):
+    """A provider cannot start a machine.
+
+    Examples:
+        >>> from tensorstream.errors import ProviderCapacityError, ProviderError
+        >>> issubclass(ProviderCapacityError, ProviderError)
+        True
+    """
+
+
+class ProviderConnectionError(ProviderError, ConnectionLost):
+    """The machine, or the service that provides it, cannot be reached.
+
+    Examples:
+        >>> from tensorstream.errors import ConnectionLost, ProviderConnectionError
+        >>> issubclass(ProviderConnectionError, ConnectionLost)
+        True
+    """
+
+
+class ProviderAuthenticationError(ProviderError, PermissionError):
+    """The machine, or the service that provides it, does not accept the user.
+
+    Examples:
+        >>> from tensorstream.errors import ProviderAuthenticationError
+        >>> issubclass(ProviderAuthenticationError, PermissionError)
+        True
+    """
+
+
+class ProviderCapacityError(ProviderError):
+    """The provider has no free machine, devices or memory.
+
+    Examples:
+        >>> from tensorstream.errors import ProviderCapacityError, ProviderError
+        >>> issubclass(ProviderCapacityError, ProviderError)
         True
     """
 

@@ -82,6 +82,10 @@ def _parser() -> argparse.ArgumentParser:
         help="a server with the same token, from which tensors can be copied directly",
     )  # fmt: skip
     add("--peer-ca", metavar="FILE", help="certificates (PEM) to trust for --peer")
+    add(
+        "--once", action="store_true",
+        help="end with the first session, or after 60 seconds without one",
+    )  # fmt: skip
     add("--no-sandbox", action="store_true", help="do not restrict the processes of sessions")
     return parser
 
@@ -128,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
             "memory": memory,
             "sandbox": not options.no_sandbox,
         }  # fmt: skip
-        served = Broker(dispatcher, peers, sessions, options.max_sessions)
+        served = Broker(dispatcher, peers, sessions, options.max_sessions, once=options.once)
     except (RuntimeError, OSError, ValueError) as error:
         print(f"tensorstream serve: {_with_options(str(error))}", file=sys.stderr)
         return 2

@@ -39,6 +39,8 @@ _MAX_OFFERED_TOTAL = 1024
 #: The most connections of one session at a time. A client uses one. The others are lost connections
 #: whose end the session has not noticed yet.
 _MAX_CONNECTIONS = 8
+#: The time limit for the only session to start, in seconds.
+_FIRST = 60.0
 #: The time limit for sessions to end when the server stops, in seconds.
 _GRACE = 5.0
 #: The environment variables that sessions get. They contain no secrets.
@@ -256,6 +258,8 @@ class Broker:
         options: The options of the sessions: "device", "devices", "threads", "memory" and
             "sandbox".
         max_sessions: The most sessions at a time.
+        once: Whether ``run`` returns when the first session has ended, or when none has started in
+            60 seconds.
 
     Raises:
         OSError: The system cannot create the process that starts sessions.
@@ -268,8 +272,11 @@ class Broker:
         peers: Peers,
         options: dict[str, Any],
         max_sessions: int,
+        *,
+        once: bool = False,
     ) -> None:
         self._dispatcher, self._peers, self._max_sessions = dispatcher, peers, max_sessions
+        self._once = once
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
@@ -285,17 +292,23 @@ class Broker:
         self._stopped = True
 
     def run(self) -> None:
-        """Serves until ``stop`` is called. Blocks.
+        """Serves until ``stop`` is called, or ``once`` ends it. Blocks.
 
         Before it returns, notifies the clients that the server stops, and ends all sessions.
         """
+        end = time.monotonic() + _FIRST
+        first: _Session | None = None
         try:
             while not self._stopped:
+                if self._once and (time.monotonic() > end if first is None else first.ended.is_set()):
+                    break
                 handoff = self._dispatcher.next(
                     0.1, lambda peer, reason: _log.info("%s: %s", peer, reason)
                 )
                 if handoff is not None:
                     self._dispatch(handoff)
+                if self._once and first is None:
+                    first = next(iter(self._sessions.values()), None)
         finally:
             with self._lock:
                 sessions = list(self._sessions.values())

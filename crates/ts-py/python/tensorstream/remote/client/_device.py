@@ -61,6 +61,12 @@ def kind_of(index: int) -> tuple[str, int]:
     return _kernels.KIND(tensor), _kernels.DEVICES(tensor)
 
 
+def gpu_of(index: int) -> tuple[str, int]:
+    """Returns the name and the memory in bytes of the GPU that is a device of a machine. Blocks."""
+    tensor = anchor(index)
+    return _kernels.GPU_NAME(tensor), _kernels.GPU_BYTES(tensor)
+
+
 def get_rng_state(device: Any = "ts") -> torch.Tensor:
     """Returns the state of a device's generator, as a tensor on the host. Blocks."""
     return _kernels.RNG_STATE(anchor(index_of(device))).cpu()

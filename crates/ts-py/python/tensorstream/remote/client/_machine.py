@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -19,13 +19,12 @@ from ... import _native
 from ..._deprecated import renamed
 from ...errors import ConfigurationError
 from ...wire._connection import LIMIT_BYTES, _settings
-from .. import _registry
+from .. import _registry, providers
+from ..providers._gpus import GPUS
 from . import _device
-from ._launch import ProcessServer, ThreadServer
 from ._pause import SavedStorages
 from ._trace import LOG
 
-Kind = Literal["mock", "local", "tcp"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -87,31 +86,32 @@ class RemoteMachine:
     a ``with`` block, or when ``stop`` is called. Its tensors are then lost.
 
     Args:
-        kind: "local" for a process on this computer, "mock" for a thread of this process, or "tcp"
-            for a machine that runs ``tensorstream serve``.
-        address: The address of a "tcp" machine: "HOST:PORT" or "unix:PATH".
-        device_type: The type of device that runs the operators: "cpu" or "cuda".
+        kind: The provider of the machine, or its name: "local" for a process on this computer,
+            "mock" for a thread of this process, "tcp" for a machine that runs ``tensorstream
+            serve``, "ssh" for one on which that is started, or another one of
+            ``tensorstream.remote.providers.available()``.
+        place: A type of devices, as ``device_type``, or the first option of the provider: the
+            address of a "tcp" machine ("HOST:PORT" or "unix:PATH"), or the host of an "ssh" one.
+        device_type: The type of device that runs the operators: "cpu", "cuda", or a type of GPU,
+            such as "A100".
         device_count: The number of its devices, 1 to 127.
         name: The name of the machine in messages.
-        token: The secret that a "tcp" machine requires.
-        ca: A file of certificates (PEM) to trust. The connection then uses TLS.
-        cert: A certificate (PEM) of this client, if the machine requires one.
-        key: The private key of ``cert`` (PEM).
         idle_timeout: The longest silence of the machine, in seconds, while the client waits for it.
             After this time, the connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails.
         retry: Seconds for which a lost connection is retried. If a retry succeeds, nothing is lost.
-        threads: The number of PyTorch threads of a "local" machine. The default is that of this
-            process.
         start: Whether to start the machine now.
         gpu_type: Another name for ``device_type``.
         gpu_count: Another name for ``device_count``.
+        options: The options of the provider, such as ``token`` of a "tcp" machine. See the classes
+            of ``tensorstream.remote.providers``.
 
     Raises:
         ConfigurationError: An argument is invalid.
         ConnectionLost: The machine cannot be reached or started.
         ConnectionTimeout: The machine does not answer.
         ProtocolError: The machine uses another protocol, or its certificate is not trusted.
+        ProviderError: The provider cannot start a machine.
 
     Examples:
         >>> import torch
@@ -125,57 +125,59 @@ class RemoteMachine:
     @renamed(timeout="idle_timeout", patience="stall_timeout")
     def __init__(
         self,
-        kind: Kind = "local",
-        address: str | None = None,
+        kind: str | providers.Provider = "local",
+        place: str | None = None,
+        /,
         *,
         device_type: str = "cpu",
         device_count: int = 1,
         name: str | None = None,
-        token: str | None = None,
-        ca: Any = None,
-        cert: Any = None,
-        key: Any = None,
         idle_timeout: float = 30.0,
         stall_timeout: float = 300.0,
         retry: float = 30.0,
-        threads: int | None = None,
         start: bool = True,
         gpu_type: str | None = None,
         gpu_count: int | None = None,
+        **options: Any,
     ) -> None:
-        if kind not in ("mock", "local", "tcp"):
-            raise ConfigurationError(f'invalid kind {kind!r}: expected "local", "mock" or "tcp"')
-        if kind != "tcp" and address is not None:
-            raise ConfigurationError(
-                f'unexpected address {address!r}: a machine of kind "{kind}" starts on this '
-                'computer; use kind "tcp" to connect to an address, or device_type to select '
-                '"cpu" or "cuda"'
-            )
-        if kind == "tcp" and address is None:
-            raise ConfigurationError(
-                'missing address: a machine of kind "tcp" needs HOST:PORT or unix:PATH'
-            )
+        if place is not None and _spelled(place) is not None:
+            device_type, place = place, None
         device_type, device_count = gpu_type or device_type, gpu_count or device_count
         if gpu_count == 0 or not 1 <= device_count <= _MAX_DEVICES:
             count = 0 if gpu_count == 0 else device_count
             raise ConfigurationError(f"device_count must be 1 to {_MAX_DEVICES}, got {count}")
-        if device_type.lower() not in ("cpu", "cuda"):
-            raise ConfigurationError(f'device_type must be "cpu" or "cuda", got {device_type!r}')
-        self.kind, self.address = kind, address
-        self.device_type, self.device_count = device_type.lower(), device_count
-        self._threads, self._retry = threads, retry
-        self._settings = _settings(token, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
-        self._tls = {"ca": ca, "cert": cert, "key": key}
+        self.device_type, self.device_count = _known_type(device_type), device_count
+        self.kind, self._provider = _provider(kind, place, options)
+        self._refuse_unless_offered()
+        self.address: str | None = getattr(self._provider, "address", None)
+        self._retry = retry
+        self._timeouts = idle_timeout, stall_timeout
         self._session: _native.RemoteSession | None = None
         #: The index of the first device, which is used again after a restart if it is free.
         self._first: int | None = None
         #: While paused: the storages, and the states of the devices' generators.
         self._paused: tuple[SavedStorages, list[torch.Tensor]] | None = None
-        self._server: ProcessServer | ThreadServer | None = None
+        self._server: providers.Server | None = None
         self._lock = threading.RLock()
-        self.name = name or (address or f"{kind}-{id(self):x}")
+        self.name = name or self.address or f"{self.kind}-{id(self):x}"
         if start:
             self.start()
+
+    def _refuse_unless_offered(self) -> None:
+        """Refuses a type or number of devices that the provider does not have."""
+        offered = self._provider.device_types()
+        if offered is None:
+            return
+        if self.device_type not in offered:
+            raise ConfigurationError(
+                f"the provider {self.kind!r} has no devices of type {self.device_type!r}: expected "
+                f"one of {', '.join(offered)}"
+            )
+        if self.device_count > offered[self.device_type]:
+            raise ConfigurationError(
+                f"device_count is {self.device_count}, but the provider {self.kind!r} has "
+                f"{offered[self.device_type]} devices of type {self.device_type!r} on a machine"
+            )
 
     @classmethod
     def local(
@@ -223,6 +225,23 @@ class RemoteMachine:
             stall_timeout=stall_timeout, retry=retry, start=start,
         )  # fmt: skip
 
+    @classmethod
+    def ssh(
+        cls, host: str, *, device_type: str = "cpu", device_count: int = 1, name: str | None = None,
+        idle_timeout: float = 30.0, stall_timeout: float = 300.0, retry: float = 30.0,
+        start: bool = True, **options: Any,
+    ) -> RemoteMachine:  # fmt: skip
+        """Starts ``tensorstream serve`` on a host that the user's ssh reaches. Blocks.
+
+        The arguments and errors are those of the class, and of
+        ``tensorstream.remote.providers.SshProvider``.
+        """
+        return cls(
+            "ssh", device_type=device_type, device_count=device_count, name=name,
+            idle_timeout=idle_timeout, stall_timeout=stall_timeout, retry=retry, start=start,
+            host=host, **options,
+        )  # fmt: skip
+
     @property
     def gpu_type(self) -> str:
         """Another name for ``device_type``."""
@@ -256,11 +275,14 @@ class RemoteMachine:
         if self._session is not None:
             return self
         _device.set_up()
-        address = self._start_server()
+        server = self._start_server()
+        address = server.address
         try:
+            settings = _settings(server.token, *self._timeouts, True, None, LIMIT_BYTES)
             self._session = _native.RemoteSession(
-                address, self.name, self.device_count, self._settings, self._retry,
-                first=self._first, returns=self.kind == "tcp", **self._tls,
+                address, self.name, self.device_count, settings, self._retry,
+                first=self._first, returns=self._provider.keeps_sessions,
+                ca=server.ca, cert=server.cert, key=server.key,
             )  # fmt: skip
         except BaseException:
             self._stop_server()
@@ -270,15 +292,13 @@ class RemoteMachine:
             _registry.add(self._session, self.device_count)
             self._set_address(address)
             kind, count = _device.kind_of(first)
-            if self.kind == "tcp" and self.device_type == "cuda" != kind:
-                raise ConfigurationError(
-                    f'device_type is "cuda", but machine {self.name} runs operators on {kind}'
-                )
             if self.device_count > count:
                 raise ConfigurationError(
                     f"device_count is {self.device_count}, but machine {self.name} has {count} "
                     "devices"
                 )
+            if self.device_type != "cpu" and not self._provider.is_pretended:
+                self._check_gpus(kind, first)
             _registry.KINDS.update({first + index: kind for index in range(self.device_count)})
             for index in range(self.device_count):
                 _device.seed_of(first + index, torch.initial_seed())
@@ -299,20 +319,27 @@ class RemoteMachine:
             else:
                 _registry.ADDRESSES[index] = first, address
 
-    def _start_server(self) -> str:
-        """Starts the server of a machine that runs on this computer.
+    def _check_gpus(self, kind: str, first: int) -> None:
+        """Refuses devices of another type than the requested one."""
+        if kind != "cuda":
+            raise ConfigurationError(
+                f"device_type is {self.device_type!r}, but machine {self.name} runs operators on "
+                f"{kind}"
+            )
+        if self.device_type == "cuda":
+            return
+        for index in range(first, first + self.device_count):
+            name, memory = _device.gpu_of(index)
+            if not GPUS[self.device_type].matches(name, memory):
+                raise ConfigurationError(
+                    f"device_type is {self.device_type!r}, but device {index - first} of machine "
+                    f"{self.name} is {name} with {memory >> 30} GiB"
+                )
 
-        Returns:
-            The address of the machine.
-        """
-        if self.kind == "tcp":
-            return self.address or ""
-        if self.kind == "mock":
-            self._server = ThreadServer(self.device_type, self.device_count)
-        else:
-            threads = self._threads or torch.get_num_threads()
-            self._server = ProcessServer(self.name, self.device_type, self.device_count, threads)
-        return self._server.address
+    def _start_server(self) -> providers.Server:
+        request = providers.Request(self.name, self.device_type, self.device_count)
+        self._server = self._provider.start(request)
+        return self._server
 
     def _stop_server(self) -> None:
         if self._server is not None:
@@ -468,7 +495,7 @@ class RemoteMachine:
         session, (saved, states) = self._get_session(), self._paused
         session.pausing(True)
         try:
-            address = self._start_server()
+            address = self._start_server().address
             session.resume(address)
             saved.restore(session)
             self._set_address(address)
@@ -542,6 +569,50 @@ class RemoteMachine:
         state += ", paused" if self._paused is not None else ""
         devices = f"device_type={self.device_type!r}, device_count={self.device_count}"
         return f"RemoteMachine({self.kind!r}, name={self.name!r}, {devices}, {state})"
+
+
+_TYPES = f'"cpu", "cuda" or one of {", ".join(GPUS)}'
+
+
+def _spelled(device_type: Any) -> str | None:
+    """Returns a type of devices as it is spelled in ``Request``, or ``None``."""
+    spelled = {name.lower(): name for name in ("cpu", "cuda", *GPUS)}
+    return spelled.get(device_type.lower()) if isinstance(device_type, str) else None
+
+
+def _known_type(device_type: Any) -> str:
+    known = _spelled(device_type)
+    if known is None:
+        raise ConfigurationError(f"device_type must be {_TYPES}, got {device_type!r}")
+    return known
+
+
+def _provider(
+    kind: str | providers.Provider, place: str | None, options: dict[str, Any]
+) -> tuple[str, providers.Provider]:
+    """Returns a provider and its name."""
+    if isinstance(kind, str):
+        given = () if place is None else (place,)
+        try:
+            return kind, providers.provider(kind, *given, **options)
+        except ConfigurationError as error:
+            if place is None or "positional" not in str(error):
+                raise
+            raise ConfigurationError(
+                f"unexpected {place!r}: a machine of kind {kind!r} has no address; expected a type "
+                f"of devices: {_TYPES}"
+            ) from None
+    if place is not None:
+        options["place"] = place
+    if not isinstance(kind, providers.Provider):
+        raise ConfigurationError(
+            f"invalid kind {kind!r}: expected the name of a provider, or a provider"
+        )
+    if options:
+        raise ConfigurationError(
+            f"unexpected options {', '.join(options)}: pass them to {type(kind).__name__}"
+        )
+    return kind.name, kind
 
 
 def create_mock_machine(

@@ -24,7 +24,7 @@ NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized
 SERVER_OPERATORS = frozenset({
     "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator",
     "default_dtype", "kind",
-    "devices", "offer", "withdraw", "claim", "fetch",
+    "devices", "gpu_name", "gpu_bytes", "offer", "withdraw", "claim", "fetch",
 })  # fmt: skip
 #: Operators that access files or the memory of other processes, and an operator whose results have
 #: no memory.
@@ -216,6 +216,12 @@ class Session:
 
     def _devices(self, anchor: torch.Tensor) -> int:
         return self._device_count
+
+    def _gpu_name(self, anchor: torch.Tensor) -> str:
+        return str(torch.cuda.get_device_name(anchor.device))
+
+    def _gpu_bytes(self, anchor: torch.Tensor) -> int:
+        return int(torch.cuda.get_device_properties(anchor.device).total_memory)
 
     def _rng_state(self, anchor: torch.Tensor) -> torch.Tensor:
         return self._generator(anchor.device).get_state().to(anchor.device)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Starts the servers of machines on this computer: in a child process, or in a thread."""
+"""The providers "local" and "mock": servers on this computer, in a process or in a thread."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -14,12 +15,60 @@ from collections import deque
 from typing import IO
 
 from ...errors import ConnectionLost
-from ._trace import LOG
+from ._base import Provider, Request, Server
+
+_log = logging.getLogger("tensorstream.remote")
 
 #: The time after which a slow start is logged, in seconds.
 _SLOW_START = 2.0
 #: The time that a server may take to stop, in seconds.
 _STOP_TIMEOUT = 10
+
+
+class LocalProvider(Provider):
+    """Starts a process on this computer.
+
+    Args:
+        threads: The number of its PyTorch threads. The default is that of this process.
+    """
+
+    name = "local"
+    keeps_sessions = False
+
+    def __init__(self, *, threads: int | None = None) -> None:
+        self._threads = threads
+
+    def start(self, request: Request) -> Server:
+        """Starts the process. Blocks until it listens.
+
+        Raises:
+            ConnectionLost: The process ended before it listened.
+        """
+        import torch
+
+        threads = self._threads or torch.get_num_threads()
+        return ProcessServer(request.name, request.kind, request.device_count, threads)
+
+
+class MockProvider(Provider):
+    """Starts a thread of this process, for tests. It runs operators on the CPU.
+
+    It uses the same protocol as other machines. Its operators use the default dtype of this
+    process, so call ``synchronize`` before ``torch.set_default_dtype``.
+    """
+
+    name = "mock"
+    keeps_sessions = False
+    is_pretended = True
+
+    def start(self, request: Request) -> Server:
+        """Starts the thread.
+
+        Raises:
+            ConfigurationError: The device type is "cuda", and this computer has no GPU.
+        """
+        kind = "cuda" if request.device_type == "cuda" else "cpu"
+        return ThreadServer(kind, request.device_count)
 
 
 class _StderrReader:
@@ -44,7 +93,7 @@ class _StderrReader:
         return "\n".join(self._lines) or "no error message"
 
 
-class ProcessServer:
+class ProcessServer(Server):
     """The server of a "local" machine, in a child process.
 
     It listens on a Unix socket in a temporary directory. It ends when its standard input is closed,
@@ -74,7 +123,7 @@ class ProcessServer:
         assert self.process.stdout is not None and self.process.stderr is not None
         stderr = _StderrReader(self.process.stderr)
         slow = threading.Timer(
-            _SLOW_START, LOG.warning, ("%s: still starting; importing PyTorch may be slow", name)
+            _SLOW_START, _log.warning, ("%s: still starting; importing PyTorch may be slow", name)
         )
         slow.daemon = True
         slow.start()
@@ -101,7 +150,7 @@ class ProcessServer:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-class ThreadServer:
+class ThreadServer(Server):
     """The server of a "mock" machine, in a thread of this process.
 
     It listens on a Unix socket in a temporary directory.

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Every provider passes the same tests. ssh runs against a real server on loopback."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Llama
+from serving import Serving, is_running
+from sshd import SKIP_REASON, Sshd
+from tensorstream.errors import (
+    ConfigurationError,
+    ProviderAuthenticationError,
+    ProviderCapacityError,
+    ProviderConnectionError,
+    ProviderError,
+)
+from tensorstream.remote import RemoteMachine, providers
+from tensorstream.remote.providers._gpus import GPUS
+from tensorstream.remote.providers._ssh import _error, _Forwarded
+from torch import nn
+
+needs_sshd = pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))
+Start = Callable[..., RemoteMachine]
+
+
+@pytest.fixture(scope="session")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with Sshd(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
+
+
+@pytest.fixture(params=["mock", "local", "tcp", pytest.param("ssh", marks=needs_sshd)])
+def start(request: pytest.FixtureRequest) -> Iterator[Start]:
+    """Returns a function that starts a machine of each provider."""
+    kind = request.param
+    with ExitStack() as stack:
+        options: dict[str, Any] = {}
+        if kind == "local":
+            options = {"threads": 1}
+        elif kind == "tcp":
+            options = {"address": stack.enter_context(Serving()).address}
+        elif kind == "ssh":
+            options = request.getfixturevalue("sshd").options()
+        yield lambda **more: stack.enter_context(RemoteMachine(kind, **options, **more))
+
+
+def test_a_machine_trains_and_computes_as_this_process(start: Start) -> None:
+    machine = start(device_count=2)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.0), nn.Linear(64, 4))
+    remote = copy.deepcopy(net).to(machine.device())
+    inputs = torch.randn(6, 8, 32)
+    losses = []
+    for model in (net, remote):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        device = next(model.parameters()).device
+        for batch in inputs.to(device):
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(remote.state_dict()[name].cpu(), tensor), name
+    other = remote[0].weight.to(machine.device(1))
+    assert torch.equal(other.cpu(), net[0].weight)
+    assert machine.stats()["operators"] > 0
+
+
+def test_a_machine_generates_the_same_tokens(start: Start, llama: Llama) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama())
+    ids = torch.arange(6)[None]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    machine = start()
+    model.to(machine.device())
+    got = model.generate(ids.to(machine.device()), max_new_tokens=8, do_sample=False)
+    assert torch.equal(got.cpu(), expected)
+
+
+def test_a_machine_stops_and_starts_again(start: Start) -> None:
+    machine = start()
+    device = machine.device()
+    machine.stop()
+    machine.start()
+    assert machine.device() == device
+    assert torch.ones(3, device=device).sum().item() == 3.0
+
+
+@needs_sshd
+def test_a_broken_tunnel_is_opened_again(sshd: Sshd) -> None:
+    with RemoteMachine.ssh(**sshd.options()) as machine:
+        total = torch.zeros(256, device=machine.device())
+        tunnel = machine._server
+        assert isinstance(tunnel, _Forwarded)
+        for turn in range(3):
+            ended = tunnel._tunnel
+            ended.send_signal(signal.SIGKILL)
+            for _ in range(50):
+                total += 1
+            assert total[turn].item() == 50.0 * (turn + 1)
+            assert tunnel._tunnel is not ended
+        assert machine.stats()["reconnects"] >= 3
+        assert torch.equal(total.cpu(), torch.full((256,), 150.0))
+
+
+def _servers() -> list[str]:
+    """Returns the directories of servers that ssh has started."""
+    return sorted(str(path) for path in Path("/tmp").glob("tensorstream-" + "[0-9a-f]" * 16))
+
+
+@needs_sshd
+@pytest.mark.slow
+def test_nothing_is_left_of_a_client_that_is_killed(sshd: Sshd, tmp_path: Path) -> None:
+    """The server keeps its session for a minute, and then ends with it, and so does the tunnel."""
+    before = _servers()
+    program = f"""
+import torch
+from tensorstream.remote import RemoteMachine
+machine = RemoteMachine("ssh", **{sshd.options()!r})
+torch.ones(2, device=machine.device()).sum().item()
+print(machine._server._tunnel.pid, flush=True)
+input()
+"""
+    command = [sys.executable, "-c", program]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        tunnel = int(child.stdout.readline())
+        (ours,) = set(_servers()) - set(before)
+        child.kill()
+    assert is_running(tunnel)
+    end = time.monotonic() + 90
+    while is_running(tunnel) or os.path.exists(ours):
+        assert time.monotonic() < end, (is_running(tunnel), ours)
+        time.sleep(0.2)
+
+
+@needs_sshd
+def test_ssh_refusals_are_typed(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = sshd.options()
+    before = _servers()
+    missing = {**good, "options": [*good["options"], "-p", "1"]}
+    missing["options"] = ["1" if each == str(sshd.port) else each for each in good["options"]]
+    for options, error, words in (
+        (sshd.options(user="stranger"), ProviderAuthenticationError, "Permission denied"),
+        (sshd.options(known="unknown"), ProviderAuthenticationError, "Host key"),
+        (missing, ProviderConnectionError, "Connection refused"),
+        ({**good, "host": "no-such-host.invalid"}, ProviderConnectionError, "no-such-host"),
+        ({**good, "python": "/usr/bin/false"}, ProviderError, "cannot start a machine"),
+        ({**good, "python": "python-that-is-not-there"}, ProviderError, "install TensorStream"),
+        ({**good, "host": "-oProxyCommand=true"}, ConfigurationError, "invalid host"),
+        ({**good, "wheel": "/nowhere.whl"}, ConfigurationError, "no such file"),
+        ({**good, "options": "-p 22"}, ConfigurationError, "expected a list"),
+        ({**good, "port": 22}, ConfigurationError, "'port'"),
+    ):
+        with pytest.raises(error, match=words):
+            RemoteMachine("ssh", **options)
+    if not torch.cuda.is_available():
+        for wanted in ("cuda", "A100"):
+            with pytest.raises(ProviderError, match="GPU"):
+                RemoteMachine("ssh", wanted, **good)
+    with pytest.raises(ConfigurationError, match="has 1 devices|device_count"):
+        RemoteMachine("ssh", device_count=200, **good)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigurationError, match="install OpenSSH"):
+        RemoteMachine("ssh", **good)
+    assert providers.available()["ssh"] == "there is no program `ssh`: install OpenSSH"
+    end = time.monotonic() + 20
+    while set(_servers()) - set(before):
+        assert time.monotonic() < end, _servers()
+        time.sleep(0.1)
+    exhausted = _error("far", 1, "mkdir: cannot create directory: No space left on device")
+    assert isinstance(exhausted, ProviderCapacityError) and "free memory or disk" in str(exhausted)
+
+
+@needs_sshd
+def test_a_wheel_is_copied_once(sshd: Sshd, tmp_path: Path, monkeypatch: Any) -> None:
+    """The package runs from the copy, in a Python in which it is not installed."""
+    import zipfile
+
+    import tensorstream
+
+    package = Path(tensorstream.__file__).parent
+    wheel = tmp_path / "tensorstream-0.1.0-cp311-abi3-linux_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in package.rglob("*"):
+            if path.is_file() and path.suffix != ".pyc":
+                archive.write(path, Path("tensorstream") / path.relative_to(package))
+        archive.writestr("only_in_the_wheel.py", "")
+    options = {**sshd.options(), "python": sys.executable, "wheel": wheel}
+    options["options"] = [*options["options"], "-o", f"SetEnv=XDG_CACHE_HOME={tmp_path}"]
+    unpacked = tmp_path / "tensorstream" / "wheels"
+    times = []
+    for _ in range(2):
+        with RemoteMachine("ssh", **options) as machine:
+            assert torch.ones(3, device=machine.device()).sum().item() == 3.0
+        (copied,) = unpacked.iterdir()
+        times.append(copied.stat().st_mtime_ns)
+        assert (copied / "only_in_the_wheel.py").exists()
+    assert times[0] == times[1]
+
+
+def test_types_of_gpus_are_checked() -> None:
+    """A pretended machine takes the names; others are compared with the name that a GPU has."""
+    for name in GPUS:
+        with RemoteMachine("mock", name) as machine:
+            assert machine.gpu_type == machine.device_type == name
+    with RemoteMachine("mock", gpu_type="a100-80gb", start=False) as machine:
+        assert machine.device_type == "A100-80GB"
+    with pytest.raises(ConfigurationError, match="T4, L4, A10G"):
+        RemoteMachine("mock", "A1000")
+    gib = 1 << 30
+    assert GPUS["A100"].matches("NVIDIA A100-SXM4-40GB", 39 * gib)
+    assert GPUS["A100-40GB"].matches("NVIDIA A100-SXM4-40GB", 39 * gib)
+    assert not GPUS["A100-80GB"].matches("NVIDIA A100-SXM4-40GB", 39 * gib)
+    assert not GPUS["A100-40GB"].matches("NVIDIA A100 80GB PCIe", 79 * gib)
+    assert GPUS["T4"].matches("Tesla T4", 15 * gib)
+    for name, other in (("L4", "NVIDIA L40S"), ("A100", "NVIDIA A10G"), ("H100", "NVIDIA H200")):
+        assert not GPUS[name].matches(other, 200 * gib)
+
+
+class Shelf(providers.Provider):
+    """The provider of another package."""
+
+    name = "shelf"
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.started: list[providers.Request] = []
+        self.stopped = 0
+
+    def device_types(self) -> dict[str, int]:
+        return {"cpu": 2, "T4": 1}
+
+    def start(self, request: providers.Request) -> providers.Server:
+        self.started.append(request)
+        provider = self
+
+        class Running(providers.Server):
+            address = self._address
+
+            def stop(self) -> None:
+                provider.stopped += 1
+
+        return Running()
+
+
+def test_another_package_can_add_a_provider(tmp_path: Path, monkeypatch: Any) -> None:
+    metadata = tmp_path / "shelf-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[tensorstream.providers]\n"
+        "shelf = test_remote_providers:Shelf\n"
+        "broken = no_such_module:Provider\n"
+        "wrong = os:getcwd\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Serving() as served:
+        with RemoteMachine("shelf", address=served.address, device_type="cpu") as machine:
+            assert torch.ones(3, device=machine.device()).sum().item() == 3.0
+        with RemoteMachine(Shelf(served.address), device_count=2) as machine:
+            provider = machine._provider
+            assert isinstance(provider, Shelf)
+            assert machine.kind == "shelf"
+        assert provider.stopped == 1
+        assert [each.device_count for each in provider.started] == [2]
+        for options, words in (
+            ({"device_type": "H100"}, "no devices of type 'H100': expected one of cpu, T4"),
+            ({"device_count": 3}, "has 2 devices of type 'cpu'"),
+            ({"shelf": 1}, "unexpected keyword argument 'shelf'"),
+        ):
+            with pytest.raises(ConfigurationError, match=words):
+                RemoteMachine("shelf", **{"address": served.address, **options})
+    found = providers.available()
+    assert found["shelf"] is None and found["local"] is None
+    assert "cannot load" in str(found["broken"]) and "not a class" in str(found["wrong"])
+    with pytest.raises(ConfigurationError, match="did you mean 'shelf'"):
+        RemoteMachine("shelff")
+    with pytest.raises(ConfigurationError, match="expected the name"):
+        RemoteMachine(3)  # type: ignore[arg-type]
