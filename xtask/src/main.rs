@@ -9,6 +9,7 @@ mod fuzz;
 mod gpu_bundle;
 mod python;
 mod run;
+mod ssh_server;
 mod stand_in;
 mod valgrind;
 
@@ -164,6 +165,7 @@ fn ci() -> Result<()> {
     // The Rust tests need the Python environment, because some of them start Python servers.
     let venv = step("Python environment and wheel", python::prepared)?;
     step("stand-in accelerator", || stand_in::prepare(&venv))?;
+    step("OpenSSH server", ssh_server::prepare)?;
     step("Rust tests", || {
         counts += cargo_test(&["--workspace"])?;
         Ok(())

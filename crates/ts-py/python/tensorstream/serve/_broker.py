@@ -300,7 +300,9 @@ class Broker:
         first: _Session | None = None
         try:
             while not self._stopped:
-                if self._once and (time.monotonic() > end if first is None else first.ended.is_set()):
+                if self._once and (
+                    time.monotonic() > end if first is None else first.ended.is_set()
+                ):
                     break
                 handoff = self._dispatcher.next(
                     0.1, lambda peer, reason: _log.info("%s: %s", peer, reason)

@@ -237,9 +237,9 @@ class RemoteMachine:
         ``tensorstream.remote.providers.SshProvider``.
         """
         return cls(
-            "ssh", device_type=device_type, device_count=device_count, name=name,
+            "ssh", host, device_type=device_type, device_count=device_count, name=name,
             idle_timeout=idle_timeout, stall_timeout=stall_timeout, retry=retry, start=start,
-            host=host, **options,
+            **options,
         )  # fmt: skip
 
     @property
@@ -646,6 +646,22 @@ def create_local_machine(
         ('local', 2)
     """
     return RemoteMachine("local", device_type=device_type, device_count=device_count, **options)
+
+
+def create_ssh_machine(
+    host: str, device_type: str = "cpu", device_count: int = 1, **options: Any
+) -> RemoteMachine:
+    """Starts a server on a host that ssh reaches, like ``RemoteMachine("ssh", host, ...)``.
+
+    The arguments and errors are those of ``RemoteMachine`` and its provider.
+
+    Examples:
+        >>> from tensorstream.remote import create_ssh_machine
+        >>> machine = create_ssh_machine("user@gpu.example", "A100", start=False)
+        >>> machine.kind, machine.device_type
+        ('ssh', 'A100')
+    """
+    return RemoteMachine("ssh", host, device_type=device_type, device_count=device_count, **options)
 
 
 def create_tcp_machine(

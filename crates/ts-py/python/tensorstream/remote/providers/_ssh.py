@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from ...errors import (
     ConfigurationError,
@@ -95,7 +96,7 @@ class SshProvider(Provider):
     ) -> None:
         if not isinstance(host, str) or not host or host.startswith("-"):
             raise ConfigurationError(f"invalid host {host!r}: expected a name, or USER@HOST")
-        if isinstance(options, str):
+        if not isinstance(options, list | tuple):
             raise ConfigurationError(
                 f"invalid options {options!r}: expected a list, such as ['-p', '2222']"
             )
@@ -139,7 +140,7 @@ class SshProvider(Provider):
                 have = self._run(script, _UPLOAD, file).splitlines()
         return have[-1]
 
-    def _run(self, script: str, timeout: float, stdin: object = subprocess.DEVNULL) -> str:
+    def _run(self, script: str, timeout: float, stdin: IO[bytes] | None = None) -> str:
         """Runs a script on the host. Returns its output.
 
         Raises:
@@ -149,7 +150,7 @@ class SshProvider(Provider):
         try:
             ran = subprocess.run(
                 command,
-                stdin=stdin,  # type: ignore[arg-type]  # a file or a number
+                stdin=stdin or subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 errors="replace",
