@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorstream.errors import ConfigurationError
 from tensorstream.remote import (
     RemoteMachine,
     RemoteOutOfMemoryError,
@@ -489,6 +490,27 @@ def _resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
         "SC_PAGE_SIZE"
     )
+
+
+def test_the_module_of_the_device_tells_names_and_memory(
+    machine: RemoteMachine, device: torch.device
+) -> None:
+    ts = torch.ts  # type: ignore[attr-defined]
+    before = ts.memory_allocated(device)
+    x = torch.ones(1000, device=device)
+    y = x[10:]  # a view
+    assert ts.memory_allocated(device) == before + 4000
+    with ts.device(device.index):
+        assert ts.memory_allocated() == ts.memory_allocated(device.index) == before + 4000
+        assert ts.get_device_name() == ts.get_device_name(str(device))
+    del x, y
+    assert ts.memory_allocated(device) == before
+    assert "CPU of the machine at unix:" in ts.get_device_name(device)
+    ts.empty_cache()
+    machine.stop()
+    for call in (ts.memory_allocated, ts.get_device_name):
+        with pytest.raises(ConfigurationError, match="start one"):
+            call(device)
 
 
 def test_tensors_use_no_local_memory_and_free_remote_memory(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from ...errors import ConnectionLost
+from ...errors import ConfigurationError, ConnectionLost
 from .. import _accelerator, _patches, _registry
 from .._registry import current_device, index_of, set_device
 from . import _bridge, _kernels
@@ -93,6 +93,54 @@ def synchronize(device: Any = None) -> None:
         session.synchronize()
 
 
+def memory_allocated(device: Any = None) -> int:
+    """Returns the size of the tensors on a device, in bytes. Blocks.
+
+    Args:
+        device: The device. The default is the current one.
+
+    Raises:
+        ConfigurationError: No machine that is running has the device.
+    """
+    index = _known(device)
+    session = _registry.SESSIONS[_registry.ADDRESSES[index][0]]
+    return sum(
+        size for _, size, ordinal, _ in session.storages() if session.first + ordinal == index
+    )
+
+
+def empty_cache() -> None:
+    """Makes machines with GPUs return memory that PyTorch keeps there for later tensors. Blocks."""
+    for index in list(_registry.ADDRESSES):
+        if not _registry.runs_on_cpu(index):
+            _kernels.EMPTY_CACHE(anchor(index))
+
+
+def get_device_name(device: Any = None) -> str:
+    """Returns the name of the GPU, or the address of the machine, that is a device. May block.
+
+    Args:
+        device: The device. The default is the current one.
+
+    Raises:
+        ConfigurationError: No machine that is running has the device.
+    """
+    index = _known(device)
+    if not _registry.runs_on_cpu(index):
+        return gpu_of(index)[0]
+    return f"CPU of the machine at {_registry.ADDRESSES[index][1]}"
+
+
+def _known(device: Any) -> int:
+    """Returns the index of a device of a machine that is running."""
+    index = current_device() if device is None else index_of(device)
+    if index not in _registry.ADDRESSES:
+        raise ConfigurationError(
+            f"no machine that is running has the device ts:{index}: start one, or resume it"
+        )
+    return index
+
+
 def _no_inductor(*_: object) -> Any:
     raise NotImplementedError(
         "the inductor backend cannot compile for a remote machine; use "
@@ -148,7 +196,7 @@ def _module() -> types.ModuleType:
         setattr(module, name, value)
     for function in (
         current_device, set_device, manual_seed, manual_seed_all, get_rng_state, set_rng_state,
-        synchronize,
+        synchronize, memory_allocated, empty_cache, get_device_name,
     ):  # fmt: skip
         setattr(module, function.__name__, function)
     return module

@@ -24,7 +24,7 @@ NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized
 SERVER_OPERATORS = frozenset({
     "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator",
     "default_dtype", "kind",
-    "devices", "gpu_name", "gpu_bytes", "offer", "withdraw", "claim", "fetch",
+    "devices", "gpu_name", "gpu_bytes", "empty_cache", "offer", "withdraw", "claim", "fetch",
 })  # fmt: skip
 #: Operators that access files or the memory of other processes, and an operator whose results have
 #: no memory.
@@ -222,6 +222,10 @@ class Session:
 
     def _gpu_bytes(self, anchor: torch.Tensor) -> int:
         return int(torch.cuda.get_device_properties(anchor.device).total_memory)
+
+    def _empty_cache(self, anchor: torch.Tensor) -> None:
+        if anchor.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _rng_state(self, anchor: torch.Tensor) -> torch.Tensor:
         return self._generator(anchor.device).get_state().to(anchor.device)
