@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The OpenSSH server that the tests of the provider `ssh` start, with a configuration of their own.
+//! The OpenSSH server that the tests of the provider `ssh` start with their own configuration.
 
 use std::path::Path;
 use std::process::Command;
