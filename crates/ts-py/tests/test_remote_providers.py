@@ -21,6 +21,7 @@ from serving import Serving, is_running
 from sshd import SKIP_REASON, Sshd
 from tensorstream.errors import (
     ConfigurationError,
+    ConnectionLost,
     ProviderAuthenticationError,
     ProviderCapacityError,
     ProviderConnectionError,
@@ -28,7 +29,7 @@ from tensorstream.errors import (
 )
 from tensorstream.remote import RemoteMachine, providers
 from tensorstream.remote.providers._gpus import GPUS
-from tensorstream.remote.providers._ssh import _error, _Forwarded
+from tensorstream.remote.providers._ssh import _error, _Forwarded, _shell, _tunnel_script
 from torch import nn
 
 needs_sshd = pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))
@@ -101,21 +102,44 @@ def test_a_machine_stops_and_starts_again(start: Start) -> None:
     assert torch.ones(3, device=device).sum().item() == 3.0
 
 
+def _tunnel(machine: RemoteMachine) -> _Forwarded:
+    assert isinstance(machine._server, _Forwarded)
+    return machine._server
+
+
 @needs_sshd
 def test_a_broken_tunnel_is_opened_again(sshd: Sshd) -> None:
     with RemoteMachine.ssh(**sshd.options()) as machine:
         total = torch.zeros(256, device=machine.device())
-        tunnel = machine._server
-        assert isinstance(tunnel, _Forwarded)
+        server = _tunnel(machine)
         for turn in range(3):
-            ended = tunnel._tunnel
+            ended = server.tunnel
+            assert ended is not None
             ended.send_signal(signal.SIGKILL)
             for _ in range(50):
                 total += 1
             assert total[turn].item() == 50.0 * (turn + 1)
-            assert tunnel._tunnel is not ended
+            assert server.tunnel is not ended
         assert machine.stats()["reconnects"] >= 3
         assert torch.equal(total.cpu(), torch.full((256,), 150.0))
+    assert not os.path.exists(server.address.removeprefix("unix:"))
+
+
+@needs_sshd
+def test_the_tunnel_to_a_server_that_has_ended_is_given_up(sshd: Sshd) -> None:
+    before = set(_servers())
+    with RemoteMachine.ssh(**sshd.options(), retry=1.0) as machine:
+        x = torch.ones(3, device=machine.device())
+        assert x.sum().item() == 3.0
+        server = _tunnel(machine)
+        (directory,) = set(_servers()) - before
+        os.kill(int(Path(directory, "process").read_text()), signal.SIGKILL)
+        with pytest.raises(ConnectionLost):
+            for _ in range(1000):
+                x.sum().item()
+        server._thread.join(10)
+        assert not server._thread.is_alive()
+        assert "has ended" in str(server._failure)
 
 
 def _servers() -> list[str]:
@@ -126,14 +150,14 @@ def _servers() -> list[str]:
 @needs_sshd
 @pytest.mark.slow
 def test_nothing_is_left_of_a_client_that_is_killed(sshd: Sshd, tmp_path: Path) -> None:
-    """The server keeps its session for a minute, and then ends with it, and so does the tunnel."""
+    """The tunnel ends, and the server keeps its session for a minute, and then ends with it."""
     before = _servers()
     program = f"""
 import torch
 from tensorstream.remote import RemoteMachine
 machine = RemoteMachine("ssh", **{sshd.options()!r})
 torch.ones(2, device=machine.device()).sum().item()
-print(machine._server._tunnel.pid, flush=True)
+print(machine._server.tunnel.pid, flush=True)
 input()
 """
     command = [sys.executable, "-c", program]
@@ -143,7 +167,6 @@ input()
         tunnel = int(child.stdout.readline())
         (ours,) = set(_servers()) - set(before)
         child.kill()
-    assert is_running(tunnel)
     end = time.monotonic() + 90
     while is_running(tunnel) or os.path.exists(ours):
         assert time.monotonic() < end, (is_running(tunnel), ours)
@@ -166,6 +189,9 @@ def test_ssh_refusals_are_typed(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> 
         ({**good, "host": "-oProxyCommand=true"}, ConfigurationError, "invalid host"),
         ({**good, "wheel": "/nowhere.whl"}, ConfigurationError, "no such file"),
         ({**good, "options": "-p 22"}, ConfigurationError, "expected a list"),
+        ({**good, "options": ["-p", 22]}, ConfigurationError, "expected a list"),
+        ({**good, "threads": 0}, ConfigurationError, "at least 1"),
+        ({**good, "connect_timeout": float("inf")}, ConfigurationError, "above 0"),
         ({**good, "port": 22}, ConfigurationError, "'port'"),
     ):
         with pytest.raises(error, match=words):
@@ -176,6 +202,7 @@ def test_ssh_refusals_are_typed(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> 
                 RemoteMachine("ssh", wanted, **good)
     with pytest.raises(ConfigurationError, match="must be 1 to 127"):
         RemoteMachine("ssh", device_count=200, **good)
+    assert RemoteMachine.ssh("a100", start=False).device_type == "cpu"  # the name of a host
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigurationError, match="install OpenSSH"):
         RemoteMachine("ssh", **good)
@@ -185,6 +212,9 @@ def test_ssh_refusals_are_typed(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> 
         assert time.monotonic() < end, _servers()
         time.sleep(0.1)
     exhausted = _error("far", 1, "mkdir: cannot create directory: No space left on device")
+    denied = _error("far", 1, "mkdir: cannot create directory: Permission denied")
+    assert not isinstance(denied, ProviderAuthenticationError)
+    assert "\n" not in _shell("echo a\n    b") and "\n" not in _shell(_tunnel_script("/tmp/a"))
     assert isinstance(exhausted, ProviderCapacityError) and "free memory or disk" in str(exhausted)
 
 
@@ -222,8 +252,13 @@ def test_types_of_gpus_are_checked() -> None:
             assert machine.gpu_type == machine.device_type == name
     with RemoteMachine("mock", gpu_type="a100-80gb", start=False) as machine:
         assert machine.device_type == "A100-80GB"
+    for arguments in ({"device_type": "A1000"}, {"gpu_type": "A1000"}):
+        with pytest.raises(ConfigurationError, match="T4, L4, A10G"):
+            RemoteMachine("mock", **arguments)
     with pytest.raises(ConfigurationError, match="T4, L4, A10G"):
         RemoteMachine("mock", "A1000")
+    with pytest.raises(ConfigurationError, match="given twice"):
+        RemoteMachine("mock", "A100", device_type="cpu")
     gib = 1 << 30
     assert GPUS["A100"].matches("NVIDIA A100-SXM4-40GB", 39 * gib)
     assert GPUS["A100-40GB"].matches("NVIDIA A100-SXM4-40GB", 39 * gib)
@@ -245,7 +280,7 @@ class Shelf(providers.Provider):
         self.stopped = 0
 
     def device_types(self) -> dict[str, int]:
-        return {"cpu": 2, "T4": 1}
+        return {"cpu": 2, "T4": 1, "V100": 1}
 
     def start(self, request: providers.Request) -> providers.Server:
         self.started.append(request)
@@ -281,12 +316,13 @@ def test_another_package_can_add_a_provider(tmp_path: Path, monkeypatch: Any) ->
         assert provider.stopped == 1
         assert [each.device_count for each in provider.started] == [2]
         for options, words in (
-            ({"device_type": "H100"}, "no devices of type 'H100': expected one of cpu, T4"),
+            ({"device_type": "H100"}, "no devices of type 'H100': expected one of cpu, T4, V100"),
             ({"device_count": 3}, "has 2 devices of type 'cpu'"),
             ({"shelf": 1}, "unexpected keyword argument 'shelf'"),
         ):
             with pytest.raises(ConfigurationError, match=words):
                 RemoteMachine("shelf", **{"address": served.address, **options})
+    assert RemoteMachine("shelf", "x", device_type="V100", start=False).device_type == "V100"
     found = providers.available()
     assert found["shelf"] is None and found["local"] is None
     assert "cannot load" in str(found["broken"]) and "not a class" in str(found["wrong"])

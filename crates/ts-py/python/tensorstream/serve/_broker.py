@@ -277,6 +277,8 @@ class Broker:
     ) -> None:
         self._dispatcher, self._peers, self._max_sessions = dispatcher, peers, max_sessions
         self._once = once
+        #: The session after which a server for one session ends.
+        self._first: _Session | None = None
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
@@ -297,20 +299,13 @@ class Broker:
         Before it returns, notifies the clients that the server stops, and ends all sessions.
         """
         end = time.monotonic() + _FIRST
-        first: _Session | None = None
         try:
-            while not self._stopped:
-                if self._once and (
-                    time.monotonic() > end if first is None else first.ended.is_set()
-                ):
-                    break
+            while not self._stopped and not (self._once and self._is_over(end)):
                 handoff = self._dispatcher.next(
                     0.1, lambda peer, reason: _log.info("%s: %s", peer, reason)
                 )
                 if handoff is not None:
                     self._dispatch(handoff)
-                if self._once and first is None:
-                    first = next(iter(self._sessions.values()), None)
         finally:
             with self._lock:
                 sessions = list(self._sessions.values())
@@ -323,6 +318,10 @@ class Broker:
                     session.requests.shutdown(socket.SHUT_RDWR)
                     session.ended.wait()
             self._processes.close()
+
+    def _is_over(self, end: float) -> bool:
+        """Returns whether the first session has ended, or has not started until ``end``."""
+        return time.monotonic() > end if self._first is None else self._first.ended.is_set()
 
     def _dispatch(self, handoff: _native.Handoff) -> None:
         """Passes a connection to its session, and starts the session if it is new."""
@@ -397,6 +396,7 @@ class Broker:
             number, service if "/" in service else f"{service}#{number}", handoffs, requests
         )
         self._sessions[session.service] = session
+        self._first = self._first or session
         name = f"tensorstream-session-{number}"
         threading.Thread(target=self._serve, args=(session,), name=name, daemon=True).start()
         _log.info("session %d: started for %s", number, peer)

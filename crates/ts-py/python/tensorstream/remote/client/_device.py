@@ -110,10 +110,11 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def empty_cache() -> None:
-    """Makes machines with GPUs return memory that PyTorch keeps there for later tensors. Blocks."""
+    """Makes machines with GPUs return memory that PyTorch keeps there for later tensors."""
     for index in list(_registry.ADDRESSES):
         if not _registry.runs_on_cpu(index):
-            _kernels.EMPTY_CACHE(anchor(index))
+            with contextlib.suppress(ConnectionLost):  # the others do so nevertheless
+                _kernels.EMPTY_CACHE(anchor(index))
 
 
 def get_device_name(device: Any = None) -> str:

@@ -81,9 +81,9 @@ class Wait:
 class RemoteMachine:
     """A machine that stores tensors and runs operators on them.
 
-    The methods ``local``, ``mock`` and ``tcp`` create a machine of one kind, with the options of
-    that kind. Unless ``start=False``, the machine starts when it is created. It stops at the end of
-    a ``with`` block, or when ``stop`` is called. Its tensors are then lost.
+    The methods ``local``, ``mock``, ``ssh`` and ``tcp`` create a machine of one kind, with the
+    options of that kind. Unless ``start=False``, the machine starts when it is created. It stops at
+    the end of a ``with`` block, or when ``stop`` is called. Its tensors are then lost.
 
     Args:
         kind: The provider of the machine, or its name: "local" for a process on this computer,
@@ -127,9 +127,8 @@ class RemoteMachine:
         self,
         kind: str | providers.Provider = "local",
         place: str | None = None,
-        /,
         *,
-        device_type: str = "cpu",
+        device_type: str | None = None,
         device_count: int = 1,
         name: str | None = None,
         idle_timeout: float = 30.0,
@@ -140,14 +139,19 @@ class RemoteMachine:
         gpu_count: int | None = None,
         **options: Any,
     ) -> None:
-        if place is not None and _spelled(place) is not None:
-            device_type, place = place, None
-        device_type, device_count = gpu_type or device_type, gpu_count or device_count
+        of_type = gpu_type or device_type
+        if place is not None and _canonical(place) is not None:
+            if of_type is not None and _canonical(of_type) != _canonical(place):
+                raise ConfigurationError(
+                    f"the type of devices is given twice: {place!r} and {of_type!r}"
+                )
+            of_type, place = place, None
+        device_count = gpu_count or device_count
         if gpu_count == 0 or not 1 <= device_count <= _MAX_DEVICES:
             count = 0 if gpu_count == 0 else device_count
             raise ConfigurationError(f"device_count must be 1 to {_MAX_DEVICES}, got {count}")
-        self.device_type, self.device_count = _known_type(device_type), device_count
         self.kind, self._provider = _provider(kind, place, options)
+        self.device_type, self.device_count = self._offered(of_type or "cpu"), device_count
         self._refuse_unless_offered()
         self.address: str | None = getattr(self._provider, "address", None)
         self._retry = retry
@@ -162,6 +166,15 @@ class RemoteMachine:
         self.name = name or self.address or f"{self.kind}-{id(self):x}"
         if start:
             self.start()
+
+    def _offered(self, device_type: Any) -> str:
+        """Returns a type of devices as the provider, or ``Request``, spells it."""
+        if device_type in (self._provider.device_types() or ()):
+            return str(device_type)
+        known = _canonical(device_type)
+        if known is None:
+            raise ConfigurationError(f"device_type must be {_TYPES}, got {device_type!r}")
+        return known
 
     def _refuse_unless_offered(self) -> None:
         """Refuses a type or number of devices that the provider does not have."""
@@ -220,7 +233,7 @@ class RemoteMachine:
         The arguments and errors are those of the class.
         """
         return cls(
-            "tcp", address, token=token, ca=ca, cert=cert, key=key, device_type=device_type,
+            "tcp", address=address, token=token, ca=ca, cert=cert, key=key, device_type=device_type,
             device_count=device_count, name=name, idle_timeout=idle_timeout,
             stall_timeout=stall_timeout, retry=retry, start=start,
         )  # fmt: skip
@@ -237,7 +250,7 @@ class RemoteMachine:
         ``tensorstream.remote.providers.SshProvider``.
         """
         return cls(
-            "ssh", host, device_type=device_type, device_count=device_count, name=name,
+            "ssh", host=host, device_type=device_type, device_count=device_count, name=name or host,
             idle_timeout=idle_timeout, stall_timeout=stall_timeout, retry=retry, start=start,
             **options,
         )  # fmt: skip
@@ -267,6 +280,7 @@ class RemoteMachine:
             ConnectionLost: The machine cannot be reached or started.
             ConnectionTimeout: The machine does not answer.
             ProtocolError: The machine uses another protocol, or its certificate is not trusted.
+            ProviderError: The provider cannot start a machine.
         """
         if self._paused is not None:
             self.resume()
@@ -276,8 +290,8 @@ class RemoteMachine:
             return self
         _device.set_up()
         server = self._start_server()
-        address = server.address
         try:
+            address = server.address
             settings = _settings(server.token, *self._timeouts, True, None, LIMIT_BYTES)
             self._session = _native.RemoteSession(
                 address, self.name, self.device_count, settings, self._retry,
@@ -297,7 +311,7 @@ class RemoteMachine:
                     f"device_count is {self.device_count}, but machine {self.name} has {count} "
                     "devices"
                 )
-            if self.device_type != "cpu" and not self._provider.is_pretended:
+            if self.device_type != "cpu" and not self._provider.simulates:
                 self._check_gpus(kind, first)
             _registry.KINDS.update({first + index: kind for index in range(self.device_count)})
             for index in range(self.device_count):
@@ -326,8 +340,8 @@ class RemoteMachine:
                 f"device_type is {self.device_type!r}, but machine {self.name} runs operators on "
                 f"{kind}"
             )
-        if self.device_type == "cuda":
-            return
+        if self.device_type not in GPUS:
+            return  # any GPU, or a type that only the provider knows
         for index in range(first, first + self.device_count):
             name, memory = _device.gpu_of(index)
             if not GPUS[self.device_type].matches(name, memory):
@@ -342,9 +356,9 @@ class RemoteMachine:
         return self._server
 
     def _stop_server(self) -> None:
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
 
     def device(self, index: int | str = 0, of_kind: int | None = None) -> torch.device:
         """Returns a device of this machine, as ``torch.device("ts", ...)``.
@@ -437,7 +451,7 @@ class RemoteMachine:
     def pause(self, directory: str | os.PathLike[str] | None = None) -> None:
         """Saves the tensors to files and releases the machine until ``resume``. Blocks.
 
-        The server of a "local" or "mock" machine stops. Until ``resume``, operators on the tensors
+        A server that the provider has started stops. Until ``resume``, operators on the tensors
         raise ``ConfigurationError``. Saving uses 16 MiB of memory. If ``pause`` fails, the machine
         continues. Does nothing if the machine is already paused.
 
@@ -489,6 +503,7 @@ class RemoteMachine:
         Raises:
             ConnectionLost: The machine cannot be reached or started.
             ProtocolError: A saved file is truncated.
+            ProviderError: The provider cannot start a machine.
         """
         if self._paused is None:
             return
@@ -519,7 +534,7 @@ class RemoteMachine:
         LOG.info("%s: resumed at %s", self.name, address)
 
     def stop(self) -> None:
-        """Ends the session, and stops the server of a "local" or "mock" machine. Blocks.
+        """Ends the session, and the server if the provider has started it. Blocks.
 
         The tensors of the machine are lost. Does nothing if the machine is stopped. Also does
         nothing in a forked child process, because the machine belongs to the parent.
@@ -574,17 +589,10 @@ class RemoteMachine:
 _TYPES = f'"cpu", "cuda" or one of {", ".join(GPUS)}'
 
 
-def _spelled(device_type: Any) -> str | None:
+def _canonical(device_type: Any) -> str | None:
     """Returns a type of devices as it is spelled in ``Request``, or ``None``."""
     spelled = {name.lower(): name for name in ("cpu", "cuda", *GPUS)}
     return spelled.get(device_type.lower()) if isinstance(device_type, str) else None
-
-
-def _known_type(device_type: Any) -> str:
-    known = _spelled(device_type)
-    if known is None:
-        raise ConfigurationError(f"device_type must be {_TYPES}, got {device_type!r}")
-    return known
 
 
 def _provider(
@@ -603,7 +611,7 @@ def _provider(
                 f"of devices: {_TYPES}"
             ) from None
     if place is not None:
-        options["place"] = place
+        raise ConfigurationError(f"unexpected {place!r}: expected a type of devices: {_TYPES}")
     if not isinstance(kind, providers.Provider):
         raise ConfigurationError(
             f"invalid kind {kind!r}: expected the name of a provider, or a provider"
@@ -661,7 +669,7 @@ def create_ssh_machine(
         >>> machine.kind, machine.device_type
         ('ssh', 'A100')
     """
-    return RemoteMachine("ssh", host, device_type=device_type, device_count=device_count, **options)
+    return RemoteMachine.ssh(host, device_type=device_type, device_count=device_count, **options)
 
 
 def create_tcp_machine(
@@ -677,6 +685,4 @@ def create_tcp_machine(
         >>> machine.kind, machine.address
         ('tcp', 'gpu.example:7470')
     """
-    return RemoteMachine(
-        "tcp", address, device_type=device_type, device_count=device_count, **options
-    )
+    return RemoteMachine.tcp(address, device_type=device_type, device_count=device_count, **options)

@@ -31,13 +31,15 @@ __all__ = [
     "provider",
 ]
 
-_OWN: dict[str, type[Provider]] = {
+_BUILTIN: dict[str, type[Provider]] = {
     each.name: each for each in (LocalProvider, MockProvider, SshProvider, TcpProvider)
 }
 
 
 def provider(name: str, /, *arguments: Any, **options: Any) -> Provider:
     """Creates the provider with this name, with arguments for its class.
+
+    Options that are ``None`` have their defaults.
 
     Raises:
         ConfigurationError: There is no such provider, it cannot be used on this computer, or an
@@ -52,6 +54,7 @@ def provider(name: str, /, *arguments: Any, **options: Any) -> Provider:
     reason = found.probe()
     if reason is not None:
         raise ConfigurationError(f"cannot use the provider {name!r}: {reason}")
+    options = {key: value for key, value in options.items() if value is not None}
     try:
         inspect.signature(found).bind(*arguments, **options)
     except TypeError as error:
@@ -67,41 +70,41 @@ def available() -> dict[str, str | None]:
         >>> available()["local"] is None
         True
     """
-    return {name: _probed(name) for name in sorted({*_OWN, *_added()})}
+    return {name: _probed(name) for name in sorted({*_BUILTIN, *_entry_points()})}
 
 
 def _probed(name: str) -> str | None:
     try:
         return _class_of(name).probe()
-    except ConfigurationError as error:
+    except Exception as error:  # also from the code of other packages
         return str(error)
 
 
-def _added() -> dict[str, EntryPoint]:
+def _entry_points() -> dict[str, EntryPoint]:
     """Returns the providers of other packages."""
     return {each.name: each for each in entry_points(group="tensorstream.providers")}
 
 
 def _class_of(name: str) -> type[Provider]:
-    if name in _OWN:
-        return _OWN[name]
-    added = _added()
-    if name not in added:
-        names = sorted({*_OWN, *added})
+    if name in _BUILTIN:
+        return _BUILTIN[name]
+    others = _entry_points()
+    if name not in others:
+        names = sorted({*_BUILTIN, *others})
         close = difflib.get_close_matches(name, names, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigurationError(
             f"there is no provider {name!r}: expected one of {', '.join(names)}{hint}"
         )
     try:
-        found: Callable[..., Any] = added[name].load()
+        found: Callable[..., Any] = others[name].load()
     except Exception as error:  # the code of another package
         raise ConfigurationError(
-            f"cannot load the provider {name!r} from {added[name].value}: {error}"
+            f"cannot load the provider {name!r} from {others[name].value}: {error}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Provider)):
         raise ConfigurationError(
-            f"the provider {name!r} ({added[name].value}) is not a class derived from "
+            f"the provider {name!r} ({others[name].value}) is not a class derived from "
             "tensorstream.remote.providers.Provider"
         )
     return found

@@ -35,6 +35,9 @@ class Request:
 class Server(ABC):
     """A server that a provider has started, or one that runs already.
 
+    All servers of a provider must have the same token and certificates, because a machine that is
+    paused goes on with another server.
+
     Attributes:
         address: Its address: "HOST:PORT" or "unix:PATH".
         token: The secret that it requires, or ``None``.
@@ -57,15 +60,16 @@ class Server(ABC):
 class Provider(ABC):
     """Starts the servers of machines. The arguments of its constructor are options.
 
-    ``RemoteMachine("NAME", option=value)`` creates the provider with this name and its options. A
+    ``RemoteMachine("NAME", option=value)`` creates the provider with this name and its options,
+    which cannot have the names of ``RemoteMachine``'s own arguments, nor "timeout" or "patience". A
     package adds a provider with an entry point in the group ``tensorstream.providers``, whose name
     is that of the provider.
 
     Attributes:
         name: The name of the provider.
         keeps_sessions: Whether the server keeps the session of a client whose connection is lost,
-            so that the client can find it again. ``tensorstream serve`` does.
-        is_pretended: Whether the provider accepts types of GPUs that it does not have, for tests.
+            so that the client tries again when it is refused. ``tensorstream serve`` does.
+        simulates: Whether the provider accepts types of GPUs that it does not have, for tests.
 
     Examples:
         >>> from tensorstream.remote.providers import Provider, Request, Server
@@ -89,7 +93,7 @@ class Provider(ABC):
 
     name: ClassVar[str]
     keeps_sessions: ClassVar[bool] = True
-    is_pretended: ClassVar[bool] = False
+    simulates: ClassVar[bool] = False
 
     @classmethod
     def probe(cls) -> str | None:

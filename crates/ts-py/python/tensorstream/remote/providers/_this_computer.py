@@ -59,7 +59,7 @@ class MockProvider(Provider):
 
     name = "mock"
     keeps_sessions = False
-    is_pretended = True
+    simulates = True
 
     def start(self, request: Request) -> Server:
         """Starts the thread.
