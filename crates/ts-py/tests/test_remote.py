@@ -492,9 +492,7 @@ def _resident(pid: int) -> int:
     )
 
 
-def test_the_module_of_the_device_tells_names_and_memory(
-    machine: RemoteMachine, device: torch.device
-) -> None:
+def test_the_module_of_the_device_tells_names_and_memory(device: torch.device) -> None:
     ts = torch.ts  # type: ignore[attr-defined]
     before = ts.memory_allocated(device)
     x = torch.ones(1000, device=device)
@@ -507,10 +505,12 @@ def test_the_module_of_the_device_tells_names_and_memory(
     assert ts.memory_allocated(device) == before
     assert "CPU of the machine at unix:" in ts.get_device_name(device)
     ts.empty_cache()
-    machine.stop()
+    with RemoteMachine("mock") as other:
+        stopped = other.device()
+        assert ts.memory_allocated(stopped) == 0
     for call in (ts.memory_allocated, ts.get_device_name):
         with pytest.raises(ConfigurationError, match="start one"):
-            call(device)
+            call(stopped)
 
 
 def test_tensors_use_no_local_memory_and_free_remote_memory(
