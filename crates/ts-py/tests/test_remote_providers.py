@@ -139,7 +139,7 @@ def test_the_tunnel_to_a_server_that_has_ended_is_given_up(sshd: Sshd) -> None:
                 x.sum().item()
         server._thread.join(10)
         assert not server._thread.is_alive()
-        assert "has ended" in str(server._failure)
+        assert "has ended: " in str(server._failure) and "session 1" in str(server._failure)
 
 
 def _servers() -> list[str]:

@@ -282,13 +282,13 @@ def _unpack_script(digest: str, python: str) -> str:
 def _tunnel_script(directory: str) -> str:
     """Returns a script that runs while the server does.
 
-    It writes a line each second, which ends it if the client is lost. The line "stop" from its
-    input ends the server and the script.
+    It writes a line each second, which ends it if the client is lost, and at the end the last lines
+    of the server's log. The line "stop" from its input ends the server and the script.
     """
     return f"""
         cd {directory}/live || exit 0; cd ..; exec 3<&0;
         (read -r line <&3; [ "$line" = stop ] && [ -d live ] && kill $(cat process) $$) &
-        echo ready; while [ -d live ]; do echo; sleep 1; done
+        echo ready; while [ -d live ]; do echo; sleep 1; done; tail -n 5 log >&2; exit 0
     """
 
 
@@ -346,17 +346,15 @@ class _Forwarded(Server):
         """Opens the tunnel, and opens it again whenever it breaks, until the server has ended."""
         pause, lost = _BACKOFF[0], time.monotonic()
         while True:
-            was_open, failure = self._run()
+            was_open, is_over, failure = self._run()
             if was_open:
                 pause, lost = _BACKOFF[0], time.monotonic()
             if self._stopping.is_set():
                 break
-            is_over = failure is None or isinstance(failure, ProviderAuthenticationError)
+            is_over |= isinstance(failure, ProviderAuthenticationError)
             if not self._decided.is_set() or is_over or time.monotonic() - lost > _GIVE_UP:
-                self._failure = failure or ProviderError(
-                    f"the server on {self._host} has ended; see its log for the reason"
-                )
-                _log.warning("%s: %s", self._name, self._failure)
+                self._failure = failure
+                _log.warning("%s: %s", self._name, failure)
                 break
             _log.warning("%s: the tunnel broke: %s", self._name, failure)
             if self._stopping.wait(pause):
@@ -364,19 +362,18 @@ class _Forwarded(Server):
             pause = min(2 * pause, _BACKOFF[1])
         self._decided.set()
 
-    def _run(self) -> tuple[bool, ProviderError | None]:
+    def _run(self) -> tuple[bool, bool, ProviderError]:
         """Runs ssh until it ends.
 
         Returns:
-            Whether the tunnel was open, and the error that ended it, or ``None`` if the server has
-            ended.
+            Whether the tunnel was open, whether the server has ended, and why the tunnel ended.
         """
         # ssh's messages are in a file, because other processes may keep a pipe open.
         with open(f"{self._directory}/messages", "w+b") as messages:
             try:
                 with self._lock:
                     if self._stopping.is_set():
-                        return False, None
+                        return False, True, ProviderError("the machine was stopped")
                     self.tunnel = subprocess.Popen(
                         self._command,
                         stdin=subprocess.PIPE,
@@ -387,7 +384,7 @@ class _Forwarded(Server):
                         start_new_session=True,
                     )
             except OSError as error:
-                return False, ProviderError(f"cannot run ssh: {error}")
+                return False, False, ProviderError(f"cannot run ssh: {error}")
             with self.tunnel as tunnel:
                 assert tunnel.stdout is not None
                 was_open = False
@@ -402,8 +399,9 @@ class _Forwarded(Server):
             messages.seek(0)
             output = messages.read().decode(errors="replace")
         if status == 0:
-            return was_open, None
-        return was_open, _error(self._host, 255 if status < 0 else status, output)
+            text = output.strip()[-_MESSAGE:] or "without a message"
+            return was_open, True, ProviderError(f"the server on {self._host} has ended: {text}")
+        return was_open, False, _error(self._host, 255 if status < 0 else status, output)
 
     def stop(self) -> None:
         """Ends the server, unless it has ended with its session, and closes the tunnel."""
