@@ -360,6 +360,8 @@ def automatic() -> None:
             config = ts.Config(storage_path=directory, device="auto", budget=budget)
             streamed = ts.offload(copy.deepcopy(model), config)
             assert devices(streamed) == wanted, (budget, devices(streamed))
+            streams = ts.stats(streamed)["plan"]["streamed_bytes_per_pass"] > 0
+            assert streams == (budget not in (9 * unit, None))
             twin = copy.deepcopy(streamed)
             assert devices(twin) == wanted
             for each in (streamed, twin, streamed):
@@ -427,9 +429,14 @@ class Combining(torch.nn.Module):
 @program
 def combined() -> None:
     """A module may combine the results of parts that are on several devices."""
-    model, inputs = Combining(), torch.randn(4, 256).to(DEVICE)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        _combined(dtype)
+
+
+def _combined(dtype: torch.dtype) -> None:
+    model, inputs = Combining().to(dtype), torch.randn(4, 256, dtype=dtype).to(DEVICE)
     resident = copy.deepcopy(model).to(DEVICE)
-    unit = 256 * 257 * 4
+    unit = 256 * 257 * dtype.itemsize
     with tempfile.TemporaryDirectory() as directory:
         halves = {"": DEVICE, "inner.3": OTHER, "twice.1": OTHER, "last": OTHER}
         for device in ("auto", halves):
@@ -438,6 +445,7 @@ def combined() -> None:
                 ts.Config(storage_path=directory, device=device, budget=3 * unit),
             )
             assert len({str(each.device) for each in streamed.parameters()}) == 2
+            assert ts.stats(streamed)["plan"]["streamed_bytes_per_pass"] > 0
             for context in (torch.no_grad, torch.inference_mode, autocast):
                 with context():
                     wanted, got = resident(inputs), streamed(inputs)

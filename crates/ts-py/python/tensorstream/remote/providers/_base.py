@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ._gpus import GPUS
-
 
 @dataclass(frozen=True)
 class Request:
@@ -18,7 +16,7 @@ class Request:
 
     Attributes:
         name: The name of the machine in messages.
-        device_type: "cpu", "cuda" for any NVIDIA GPU, or a type of GPU, such as "A100".
+        device_type: "cpu", "cuda" for any NVIDIA GPU, or a type of NVIDIA GPU, such as "A100".
         device_count: The number of devices, at least 1.
     """
 
@@ -29,7 +27,7 @@ class Request:
     @property
     def kind(self) -> str:
         """What runs the operators: "cpu" or "cuda"."""
-        return "cuda" if self.device_type in GPUS else self.device_type
+        return "cpu" if self.device_type == "cpu" else "cuda"
 
 
 class Server(ABC):

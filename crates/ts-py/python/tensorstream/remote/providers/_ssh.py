@@ -44,12 +44,12 @@ _STOP = 2.0
 #: The most bytes of ssh's and the server's messages in an error.
 _MESSAGE = 2000
 
-#: What ssh prints if the host does not accept the user, or is not the one that is known.
+#: ssh's messages about a user that the host rejects, and about a host with an unexpected key.
 _AUTHENTICATION = re.compile(
     r"Permission denied|Host key verification failed|Too many authentication failures|"
     r"REMOTE HOST IDENTIFICATION HAS CHANGED|No more authentication methods"
 )
-#: What a shell or the server prints if something is used up.
+#: Messages of the shell and the server about memory or disk space that is used up.
 _CAPACITY = re.compile(
     r"No space left on device|Cannot allocate memory|Resource temporarily unavailable|"
     r"Disk quota exceeded|MemoryError"
@@ -250,9 +250,9 @@ def _start_script(
     """
 
 
-#: The directory in which wheels are unpacked, and what precedes its name in the output. A login
-#: shell may print more.
+#: The directory for unpacked wheels, as a shell expands it.
 _CACHE = '"${XDG_CACHE_HOME:-$HOME/.cache}"/tensorstream/wheels'
+#: The scripts print this before the path of a wheel, because a login shell may print other lines.
 _UNPACKED = "unpacked in "
 
 
