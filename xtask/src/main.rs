@@ -7,6 +7,7 @@ mod check;
 mod cycles;
 mod fuzz;
 mod gpu_bundle;
+mod ptx;
 mod python;
 mod run;
 mod ssh_server;
@@ -70,6 +71,7 @@ cargo xtask fuzz [SECONDS]           fuzz each parser, for 60 s by default
 cargo xtask valgrind                 run the tests of streams and pools under memcheck
 cargo xtask big-endian               test the file format on an emulated s390x (needs root)
 cargo xtask oldest-torch             test the device on PyTorch 2.10; installs another 6 GB
+cargo xtask ptx                      compile the kernels for GPUs, after a change of kernels.cu
 cargo xtask gpu-bundle               build target/gpu-bundle: tests and a wheel for a GPU machine
 
 Needs a Rust toolchain and Python 3.11 or later. Python packages are installed in .venv.";
@@ -90,6 +92,7 @@ fn main() -> ExitCode {
         }
         ["bench", what] => bench::run(what),
         ["big-endian"] => big_endian::test(),
+        ["ptx"] => ptx::compile(),
         ["gpu-bundle"] => gpu_bundle::make(),
         ["valgrind"] => valgrind::memcheck(),
         ["opdb"] => python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &[])),

@@ -39,6 +39,7 @@ mod codec;
 mod digest;
 mod dtype;
 mod error;
+mod frame;
 mod index;
 mod json;
 mod meta;
@@ -58,12 +59,14 @@ pub use codec::{Codec, Compression, DecodeError, Encoded, Encoder, Scratch, deco
 pub use digest::{CHUNK_LEN, Digest};
 pub use dtype::Dtype;
 pub use error::{Error, ErrorKind};
+pub use frame::{HuffmanCode, MAX_CODE_BITS, Run, RunContent};
 pub use index::MAX_RANK;
 pub use meta::TensorMeta;
 pub use range::{ByteRange, FileId};
 pub use reader::{CatalogReader, ReadRequest};
 pub use safetensors::{MAX_HEADER_LEN, SafetensorsLayout};
 pub use sharded::{MAX_INDEX_LEN, shard_index};
+pub use split::{SplitBlock, SplitLayout, SplitPlane};
 pub use superblock::MAGIC;
 pub use table::Chunk;
 pub use writer::{

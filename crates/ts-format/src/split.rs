@@ -6,8 +6,11 @@
 //! compresses well is stored as a standard zstd frame without matches, which is Huffman-coded.
 //! Other blocks are stored unchanged. FORMAT.md is normative.
 
+use std::ops::Range;
+
 use zstd::zstd_safe::{self, CCtx, CParameter, DCtx, ParamSwitch};
 
+use crate::frame::{HuffmanCode, Run, runs};
 use crate::simd;
 
 /// Number of elements in a block, which is also the length of each plane in bytes. A block is small
@@ -193,6 +196,74 @@ pub(crate) fn decode(
     }
 }
 
+/// A chunk of the codec `split`, taken apart, so that its parts can be decoded independently of each
+/// other.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SplitLayout {
+    /// The blocks, in order.
+    pub blocks: Vec<SplitBlock>,
+    /// The codes that the runs refer to.
+    pub codes: Vec<HuffmanCode>,
+}
+
+/// A block of elements of a [`SplitLayout`].
+///
+/// Each element, as a little-endian integer, was rotated left by one bit, except elements of one
+/// byte. Plane `i` has byte `i` of all rotated elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SplitBlock {
+    /// The number of elements, which is also the length of each plane in bytes.
+    pub count: usize,
+    /// The planes, one for each byte of an element.
+    pub planes: Vec<SplitPlane>,
+}
+
+/// A plane of a [`SplitBlock`]. Ranges are those of the encoded chunk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SplitPlane {
+    /// The bytes in this range.
+    Stored(Range<usize>),
+    /// These runs, one after the other.
+    Coded(Vec<Run>),
+}
+
+impl SplitLayout {
+    /// Takes a chunk apart. `width` is the number of bytes in an element, and `raw_len` the length
+    /// of the decoded chunk in bytes.
+    ///
+    /// Returns `None` if the chunk is invalid, or valid but not as this crate writes chunks: a plane
+    /// has matches, several frames or a checksum. Then use [`decode_chunk`](crate::decode_chunk).
+    pub fn new(coded: &[u8], width: usize, raw_len: usize) -> Option<Self> {
+        if !WIDTHS.contains(&width) || !raw_len.is_multiple_of(width) {
+            return None;
+        }
+        let elements = raw_len / width;
+        let table_len = elements.div_ceil(BLOCK) * width * ENTRY_LEN;
+        let lens = coded.get(..table_len)?.as_chunks::<ENTRY_LEN>().0;
+        let mut lens = lens.iter().map(|len| u32::from_le_bytes(*len) as usize);
+        let (mut at, mut layout) = (table_len, Self::default());
+        for begin in (0..elements).step_by(BLOCK) {
+            let count = BLOCK.min(elements - begin);
+            let mut planes = Vec::with_capacity(width);
+            for len in lens.by_ref().take(width) {
+                let range = at..at.checked_add(len).filter(|&end| end <= coded.len())?;
+                at = range.end;
+                if len == count {
+                    planes.push(SplitPlane::Stored(range));
+                    continue;
+                }
+                let runs = runs(coded, range, &mut layout.codes)?;
+                if runs.iter().map(|run| run.count).sum::<usize>() != count {
+                    return None;
+                }
+                planes.push(SplitPlane::Coded(runs));
+            }
+            layout.blocks.push(SplitBlock { count, planes });
+        }
+        (at == coded.len()).then_some(layout)
+    }
+}
+
 /// Separates elements into planes. Plane `i` starts at `i * BLOCK`.
 fn split(elements: &[u8], width: usize, planes: &mut [u8]) {
     let planes = planes.chunks_exact_mut(BLOCK);
@@ -241,6 +312,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::frame::{self, RunContent};
 
     /// Computes a byte of a plane bit by bit, directly from the definition of the format.
     fn plane_byte(raw: &[u8], width: usize, plane: usize, element: usize) -> u8 {
@@ -276,7 +348,63 @@ mod tests {
             let mut out = vec![0xAA; raw.len()];
             decode(&coded[3..], width, &mut DCtx::create(), &mut planes, &mut out).unwrap();
             prop_assert!(out == raw);
+            let layout = SplitLayout::new(&coded[3..], width, raw.len()).unwrap();
+            prop_assert!(decode_layout(&coded[3..], &layout) == raw);
         }
+
+        /// Damaged chunks are refused, or taken apart into ranges that are inside of the chunk.
+        #[test]
+        fn damaged_chunks_are_taken_apart_safely(
+            width in prop::sample::select(&WIDTHS[..]),
+            seed in any::<u32>(),
+            flips in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
+            cut in any::<prop::sample::Index>(),
+        ) {
+            let raw: Vec<u8> = (0..width as u32 * 40_000)
+                .map(|i| (i.wrapping_mul(seed) >> 24) as u8 & (i as u8 | 3))
+                .collect();
+            let mut coded = Vec::new();
+            Coder::new().encode(&raw, width, &mut coded);
+            for (at, byte) in flips {
+                // The first bytes are headers.
+                let at = at.index(coded.len().min(600));
+                coded[at] ^= byte;
+            }
+            let cut = coded.len() - cut.index(coded.len()) / 64;
+            let layout = SplitLayout::new(&coded[..cut], width, raw.len());
+            for block in layout.iter().flat_map(|layout| &layout.blocks) {
+                for plane in &block.planes {
+                    let SplitPlane::Coded(runs) = plane else { continue };
+                    for run in runs {
+                        if let RunContent::Huffman { stream: range, .. }
+                        | RunContent::Stored(range) = &run.content
+                        {
+                            prop_assert!(range.end <= cut && range.start <= range.end);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Decodes a chunk from its layout.
+    fn decode_layout(coded: &[u8], layout: &SplitLayout) -> Vec<u8> {
+        let mut raw = Vec::new();
+        for SplitBlock { count, planes } in &layout.blocks {
+            let planes: Vec<Vec<u8>> = planes
+                .iter()
+                .map(|plane| match plane {
+                    SplitPlane::Stored(range) => coded[range.clone()].to_vec(),
+                    SplitPlane::Coded(runs) => frame::tests::decode(coded, runs, &layout.codes),
+                })
+                .collect();
+            let mut padded: [&[u8]; 8] = [&[]; 8];
+            padded.iter_mut().zip(&planes).for_each(|(to, plane)| *to = plane);
+            let begin = raw.len();
+            raw.resize(begin + count * planes.len(), 0);
+            merge(&padded, planes.len(), &mut raw[begin..]);
+        }
+        raw
     }
 
     #[test]

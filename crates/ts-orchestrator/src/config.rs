@@ -3,8 +3,10 @@
 
 use ts_io::{BackendOptions, Registry};
 use ts_pool::PageStore;
+use ts_streams::Device;
 
 use crate::plan::{PlanRequest, Rates, UnitDemand};
+use crate::split_decoder::can_decode;
 use crate::table::Table;
 use crate::unit::UnitId;
 
@@ -38,7 +40,7 @@ pub type Clock = Box<dyn Fn() -> u64 + Send + Sync>;
 pub struct EngineConfig {
     /// The most memory that the engine may use for weights, in bytes. On the host, the limit covers
     /// the memory of units (their slots), the bounce buffers, the memory of decoders, and cached
-    /// rows of tables. For a device with its own memory, it covers only the slots on the device.
+    /// rows of tables. For a device with its own memory, it covers only memory on the device.
     pub budget_bytes: usize,
     /// The number of units that fit into the staging memory on the host at the same time. The
     /// memory is sized for the largest units, and pinned when it is first used. Used only for
@@ -46,10 +48,14 @@ pub struct EngineConfig {
     pub staging_units: usize,
     /// The memory on the host in which units are kept, in bytes. They are copied to the device from
     /// there instead of being read again. Units that are compressed on storage stay compressed, and
-    /// are decoded into the staging memory. The memory of others is pinned after the first read.
+    /// are decoded into the staging memory or on the device. The memory of others is pinned after
+    /// the first read.
     /// Used only for devices with their own memory; 0, the default, keeps none.
     pub host_bytes: usize,
-    /// Whether plans without an engine are for a device with its own memory.
+    /// Where units are decoded that are kept compressed on the host.
+    pub decoding: Decoding,
+    /// Whether plans without an engine are for a device with its own memory. They are for one that
+    /// runs kernels, unless [`decoding`](Self::decoding) is [`Decoding::OnHost`].
     pub device_memory: bool,
     /// The number of passes that may run at the same time; 0 counts as 1.
     pub max_passes: usize,
@@ -126,6 +132,7 @@ impl EngineConfig {
             budget_bytes,
             staging_units: 2,
             host_bytes: 0,
+            decoding: Decoding::default(),
             device_memory: false,
             max_passes: 1,
             order: None,
@@ -177,6 +184,12 @@ impl EngineConfig {
     #[must_use]
     pub fn with_host_bytes(self, host_bytes: usize) -> Self {
         Self { host_bytes, ..self }
+    }
+
+    /// Sets [`decoding`](Self::decoding).
+    #[must_use]
+    pub fn with_decoding(self, decoding: Decoding) -> Self {
+        Self { decoding, ..self }
     }
 
     /// Sets [`device_memory`](Self::device_memory).
@@ -357,6 +370,28 @@ impl Routing {
     #[must_use]
     pub fn with_scores(self, scores: Vec<(UnitId, f64)>) -> Self {
         Self { scores, ..self }
+    }
+}
+
+/// Where units are decoded that a host keeps compressed for a device. The first time, they are always
+/// decoded and verified on the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Decoding {
+    /// On the host.
+    OnHost,
+    /// On the device, if it [runs kernels](ts_streams::Device::load) and they can decode the unit.
+    /// The engine reserves 1/32 of its budget for that, at most 128 MiB.
+    OnDevice,
+    /// Where it was measured to be faster. The engine reserves memory as for
+    /// [`OnDevice`](Self::OnDevice).
+    #[default]
+    WhereFaster,
+}
+
+impl Decoding {
+    /// Returns whether a device can decode units. May block while its driver compiles kernels.
+    pub fn is_possible_on<D: Device>(device: &D) -> bool {
+        can_decode(device)
     }
 }
 

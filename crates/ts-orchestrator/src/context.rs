@@ -9,7 +9,7 @@ use ts_io::Source;
 use ts_pool::{Buffer, HostPool};
 use ts_streams::Device;
 
-use crate::config::{Prefetch, Verify};
+use crate::config::{Decoding, Prefetch, Verify};
 use crate::event::Event;
 use crate::prepared::PreparedUnit;
 use crate::requests::RequestSizes;
@@ -29,6 +29,7 @@ pub(crate) struct EngineContext<D: Device> {
     pub(crate) sharing: Option<Sharing>,
     pub(crate) prefetch: Prefetch,
     pub(crate) verify: Verify,
+    pub(crate) decoding: Decoding,
     /// The timeout of a read.
     pub(crate) timeout: Duration,
     pub(crate) events: Sender<Event<D>>,

@@ -207,7 +207,7 @@ impl Encoding {
         }
         parts.sort_unstable_by_key(|part| part.read.slot_offset);
         let layout = Arc::new(ImageLayout { parts, len, is_slot: false });
-        (self.slot, Encoded::Kept(KeptImage { bytes: bytes.freeze(), layout }))
+        (self.slot, Encoded::Kept(KeptImage::new(bytes.freeze(), layout)))
     }
 }
 

@@ -18,7 +18,7 @@ use crate::pass::PassId;
 use crate::plan::{CurvePoint, Plan, Residency};
 use crate::populate::Populator;
 use crate::prepared::PreparedUnit;
-use crate::sizing::{Preparation, Sizing};
+use crate::sizing::{Place, Preparation, Sizing};
 use crate::stats::{EngineStats, UnitStats};
 use crate::table::TableId;
 use crate::trace::Trace;
@@ -115,7 +115,7 @@ impl Engine {
         config: &EngineConfig,
     ) -> Result<(Plan, Vec<UnitStats>), Error> {
         let Sizing { units, plan, least_buffer_bytes, .. } =
-            Sizing::new(units, sources, config, config.device_memory)?;
+            Sizing::new(units, sources, config, Place::of_preview(config))?;
         let stats = units.iter().zip(&plan.residency).map(|(unit, &residency)| UnitStats {
             resident: residency == Residency::Resident,
             ..unit.initial_stats()
@@ -139,7 +139,7 @@ impl Engine {
         budgets: &[usize],
     ) -> Result<Vec<CurvePoint>, Error> {
         let Preparation { units, order, overhead, .. } =
-            Preparation::new(units, sources, config, config.device_memory)?;
+            Preparation::new(units, sources, config, Place::of_preview(config))?;
         let demands = PreparedUnit::demands(&units, &config.compute, config.rates);
         let request = config.plan_request(&demands, &order);
         Ok(overhead.curve(request, &config.tables, config.prefetch, budgets))

@@ -10,6 +10,7 @@ use ts_io::Completion;
 use ts_pool::{Buffer, DeviceBuffer, SharedBuffer};
 use ts_streams::Device;
 
+use crate::image::KeptImage;
 use crate::unit::UnitId;
 
 /// An event for the loader thread.
@@ -127,6 +128,8 @@ pub(crate) struct UploadResult<D: Device> {
     pub(crate) slot: DeviceBuffer<D>,
     /// The bytes on the host, if they are to be kept for later loads.
     pub(crate) kept: Option<SharedBuffer>,
+    /// The unit as it is on storage, if it is to be kept so.
+    pub(crate) image: Option<KeptImage>,
     /// The event that is reached when the copy is done, or why it was not submitted.
     pub(crate) result: Result<D::Event, ts_pool::Error>,
 }
@@ -135,6 +138,8 @@ pub(crate) struct UploadResult<D: Device> {
 #[derive(Debug)]
 pub(crate) struct CopyResult {
     pub(crate) unit: UnitId,
+    /// Whether the device decoded the unit.
+    pub(crate) decoded: bool,
     /// The number of copied bytes, and how long this took on the device.
     pub(crate) result: Result<(u64, Duration), ts_pool::Error>,
 }

@@ -3,6 +3,8 @@
 
 use ts_pool::{Buffer, SharedBuffer};
 
+use crate::split_decoder::DecodableImage;
+
 /// Where the bytes of a unit are on the host while it is loaded.
 #[derive(Debug)]
 pub(crate) enum HostBytes {
@@ -12,4 +14,6 @@ pub(crate) enum HostBytes {
     EmptyToKeep(Buffer),
     /// They are there from an earlier load, and are copied to the device.
     Kept(SharedBuffer),
+    /// They are there from an earlier load, encoded, and are decoded on the device.
+    Encoded(SharedBuffer, DecodableImage),
 }

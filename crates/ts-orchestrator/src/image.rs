@@ -8,12 +8,22 @@ use ts_pool::{BLOCK_ALIGN, SharedBuffer};
 
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::requests::{RequestSizes, copied_requests};
+use crate::split_decoder::DecodableImage;
 
 /// A unit in memory, as it is on storage or encoded.
 #[derive(Debug, Clone)]
 pub(crate) struct KeptImage {
     pub(crate) bytes: SharedBuffer,
     pub(crate) layout: Arc<ImageLayout>,
+    /// What the device needs to decode it, if it can.
+    pub(crate) decodable: Option<DecodableImage>,
+}
+
+impl KeptImage {
+    /// Returns an image that the host decodes.
+    pub(crate) fn new(bytes: SharedBuffer, layout: Arc<ImageLayout>) -> Self {
+        Self { bytes, layout, decodable: None }
+    }
 }
 
 /// The layout of a unit in memory, as it is on storage or encoded.

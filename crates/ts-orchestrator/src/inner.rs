@@ -219,6 +219,8 @@ impl<D: Device> EngineInner<D> {
             watches_writes: slots.watches_writes(),
             passes: state.counters.passes,
             read_bytes,
+            device_decoded_bytes: state.counters.device_decoded.bytes,
+            device_decode_bytes_per_s: state.counters.device_decoded.bytes_per_s,
             wasted_loads: state.counters.wasted_loads,
             replans: state.counters.replans,
             plan: self.predicted_plan(&state),

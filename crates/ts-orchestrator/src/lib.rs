@@ -53,7 +53,7 @@
 //!
 //! # Features
 //! `cuda` (off by default): enables engines on NVIDIA GPUs.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod config;
 mod context;
@@ -78,6 +78,8 @@ mod row_cache;
 mod sharing;
 mod sizing;
 mod slot_pool;
+#[allow(unsafe_code)]
+mod split_decoder;
 mod state;
 mod stats;
 mod table;
@@ -89,7 +91,8 @@ mod upload;
 mod worker;
 
 pub use config::{
-    Clock, ComputeTimes, EngineConfig, Interrupt, Prefetch, Routing, Verify, never_interrupt,
+    Clock, ComputeTimes, Decoding, EngineConfig, Interrupt, Prefetch, Routing, Verify,
+    never_interrupt,
 };
 pub use engine::Engine;
 pub use error::{Error, ErrorKind};

@@ -8,7 +8,7 @@ use ts_io::Source;
 use ts_pool::BLOCK_ALIGN;
 
 use crate::Error;
-use crate::config::{EngineConfig, Prefetch};
+use crate::config::{Decoding, EngineConfig, Prefetch};
 use crate::encoding::{CODER_BYTES, Pieces};
 use crate::image::ImageLayout;
 use crate::layout::{ReadKind, SlotLayout};
@@ -18,6 +18,7 @@ use crate::prepared::PreparedUnit;
 use crate::requests::RequestSizes;
 use crate::row_cache::RowCache;
 use crate::sharing::{Sharing, page_group};
+use crate::split_decoder;
 use crate::table::Table;
 use crate::unit::{Access, PHASE_ALIGN, RangeDigest, Unit, UnitId};
 use crate::unit_load::{bounce_bytes, gather_bounce_bytes};
@@ -34,6 +35,30 @@ const DECODER_SHARE: usize = 32;
 /// The share of the budget for decoders and coders, if units are encoded, is the budget divided by
 /// this number. If this is too little for one of each, units are not encoded.
 const CODER_SHARE: usize = 16;
+
+/// Where units live.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    Host,
+    /// On a device with its own memory, and whether it decodes units.
+    Device {
+        decodes: bool,
+    },
+}
+
+impl Place {
+    /// Returns the place in previews.
+    pub(crate) fn of_preview(config: &EngineConfig) -> Self {
+        match config.device_memory {
+            true => Self::Device { decodes: config.decoding != Decoding::OnHost },
+            false => Self::Host,
+        }
+    }
+
+    fn is_staged(self) -> bool {
+        self != Self::Host
+    }
+}
 
 /// The sizes of everything that an engine reserves, and its first plan.
 #[derive(Debug)]
@@ -55,6 +80,10 @@ pub(crate) struct Sizing {
     pub(crate) staging_total: usize,
     /// The memory on the host for units that are kept there, in bytes.
     pub(crate) tier_total: usize,
+    /// The memory on the device for decoding units there, in bytes; 0 if the host decodes.
+    pub(crate) device_decoder_total: usize,
+    /// The memory on the host for what the device needs to decode units, in bytes.
+    pub(crate) steps_total: usize,
     /// The part of the budget that is left for slots, in bytes. A multiple of the block size.
     pub(crate) slot_budget: usize,
     /// The size of one decoder and of the minimum number of bounce buffers, in bytes. The smallest
@@ -78,8 +107,11 @@ pub(crate) struct Overhead {
     decodes: bool,
     /// Whether units may be encoded, so that each worker needs a decoder and a coder.
     encodes: bool,
-    /// Whether units live on a device with its own memory. Its budget is for slots only.
+    /// Whether units live on a device with its own memory. Its budget is for slots, and for decoding
+    /// on the device.
     staged: bool,
+    /// The length of the longest stored chunk, in bytes, if the device decodes units.
+    device_chunk_bytes: Option<usize>,
 }
 
 /// How much of its overhead an engine reserves.
@@ -90,6 +122,7 @@ struct Buffers {
     /// Whether workers also encode.
     encodes: bool,
     row_cache_bytes: usize,
+    device_decoder_bytes: usize,
 }
 
 impl Overhead {
@@ -104,6 +137,9 @@ impl Overhead {
             workers: decoders.min(self.wanted_workers).max(1),
             encodes: false,
             row_cache_bytes,
+            device_decoder_bytes: self
+                .device_chunk_bytes
+                .map_or(0, |chunk| split_decoder::memory_bytes(budget_bytes, chunk)),
         }
     }
 
@@ -119,7 +155,13 @@ impl Overhead {
     /// Returns the least that an engine can reserve.
     fn least_buffers(&self) -> Buffers {
         let workers = if self.decodes { 1 } else { self.wanted_workers };
-        Buffers { bounces: LEAST_BOUNCE_COUNT, workers, encodes: false, row_cache_bytes: 0 }
+        Buffers {
+            bounces: LEAST_BOUNCE_COUNT,
+            workers,
+            encodes: false,
+            row_cache_bytes: 0,
+            device_decoder_bytes: 0,
+        }
     }
 
     fn decoder_total(&self, buffers: Buffers) -> usize {
@@ -131,7 +173,7 @@ impl Overhead {
     /// Returns how much of the budget the buffers take, in bytes.
     fn bytes(&self, buffers: Buffers) -> usize {
         if self.staged {
-            return 0;
+            return buffers.device_decoder_bytes;
         }
         buffers.bounces * self.bounce_bytes + self.decoder_total(buffers) + buffers.row_cache_bytes
     }
@@ -229,16 +271,16 @@ impl Overhead {
 }
 
 impl Sizing {
-    /// Computes all sizes and the first plan. `staged` means that units live on a device with its
-    /// own memory.
+    /// Computes all sizes and the first plan.
     pub(crate) fn new(
         units: Vec<Unit>,
         sources: &[Arc<Source>],
         config: &EngineConfig,
-        staged: bool,
+        place: Place,
     ) -> Result<Self, Error> {
+        let staged = place.is_staged();
         let Preparation { units, order, requests, overhead } =
-            Preparation::new(units, sources, config, staged)?;
+            Preparation::new(units, sources, config, place)?;
         let mut units = units;
         let mut demands = PreparedUnit::demands(&units, &config.compute, config.rates);
         let store = config.shared_pages.clone().filter(|_| !staged);
@@ -248,7 +290,11 @@ impl Sizing {
         }
         let images = units.iter().filter_map(|unit| unit.image.as_ref());
         let images: usize = images.map(|image| image.bytes()).sum();
-        let tier_total = if staged { config.host_bytes.min(images) } else { 0 };
+        let steps_total = match overhead.device_chunk_bytes {
+            Some(_) => split_decoder::host_bytes(config.host_bytes),
+            None => 0,
+        };
+        let tier_total = if staged { (config.host_bytes - steps_total).min(images) } else { 0 };
         let tier_total = tier_total - tier_total % BLOCK_ALIGN;
         let request =
             config.plan_request(&demands, &order).with_host_bytes(staged.then_some(tier_total));
@@ -273,6 +319,8 @@ impl Sizing {
             row_cache_bytes: buffers.row_cache_bytes,
             staging_total,
             tier_total,
+            device_decoder_total: buffers.device_decoder_bytes,
+            steps_total,
             slot_budget,
             least_buffer_bytes: overhead.least_bytes(),
             overhead,
@@ -295,8 +343,9 @@ impl Preparation {
         units: Vec<Unit>,
         sources: &[Arc<Source>],
         config: &EngineConfig,
-        staged: bool,
+        place: Place,
     ) -> Result<Self, Error> {
+        let staged = place.is_staged();
         let order = config.order.clone();
         let order = order.unwrap_or_else(|| {
             let ordered = |id: &UnitId| units[id.index()].access == Access::Ordered;
@@ -339,9 +388,22 @@ impl Preparation {
             decodes,
             encodes: units.iter().any(|unit| unit.pieces.is_some()),
             staged,
+            device_chunk_bytes: match place {
+                Place::Device { decodes: true } => longest_chunk(&units),
+                _ => None,
+            },
         };
         Ok(Self { units, order, requests, overhead })
     }
+}
+
+/// Returns the length of the longest stored chunk of units that are kept as they are on storage, in
+/// bytes.
+fn longest_chunk(units: &[PreparedUnit]) -> Option<usize> {
+    let images = units.iter().filter_map(|unit| unit.image.as_ref());
+    let parts = images.flat_map(|image| &image.parts).map(|part| part.read);
+    let chunks = parts.filter(|read| matches!(read.kind, ReadKind::Decoded { .. }));
+    chunks.map(|read| read.required).max()
 }
 
 /// Checks that all unit ids and file indices exist, and that the chunks of each tensor match its

@@ -15,7 +15,7 @@ use ts_streams::{Device, MemoryKind, StreamPriority};
 use crate::event::Event;
 use crate::host_bytes::HostBytes;
 use crate::sharing::Pages;
-use crate::unit::UnitId;
+use crate::split_decoder::SplitDecoder;
 use crate::unit_memory::UnitMemory;
 use crate::upload::{Upload, Uploader};
 
@@ -41,7 +41,24 @@ struct DeviceSlots<D: Device> {
     /// The memory on the host for units that are kept there.
     tier: HostPool,
     uploader: Uploader<D>,
+    /// Whether the device decodes units.
+    decodes: bool,
     _reservation: Reservation,
+}
+
+/// The memory that an engine on a device with its own memory reserves, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DeviceSizes {
+    /// For slots.
+    pub(crate) bytes: usize,
+    /// On the device, for decoding units there; 0 if the host decodes.
+    pub(crate) decoder_bytes: usize,
+    /// On the host, for what the device needs to decode units.
+    pub(crate) steps_bytes: usize,
+    /// On the host, for units that are read.
+    pub(crate) staging_bytes: usize,
+    /// On the host, for units that are kept there.
+    pub(crate) tier_bytes: usize,
 }
 
 /// Returns the staging memory for a device. It is pinned when it is first used, if the device can
@@ -105,7 +122,7 @@ impl<D: Device> LoadBuffers<D> {
             (None, HostBytes::Empty(host) | HostBytes::EmptyToKeep(host)) => {
                 (Slot::Host(host), None)
             }
-            (None, HostBytes::Kept(_)) => unreachable!("only units on a device are kept so"),
+            (None, _) => unreachable!("only units on a device are kept so"),
         }
     }
 }
@@ -140,18 +157,17 @@ impl<D: Device> SlotPool<D> {
         })
     }
 
-    /// Reserves `bytes` bytes for slots in the memory of a device. On the host, reserves
-    /// `staging_bytes` bytes, and `tier_bytes` bytes for units that are kept there.
+    /// Reserves memory for slots and for decoding on a device, and on the host for staging and for
+    /// units that are kept there.
     pub(crate) fn on_device(
         device: &D,
         budget: &Budget,
-        bytes: usize,
-        staging_bytes: usize,
-        tier_bytes: usize,
+        sizes: DeviceSizes,
         events: &Sender<Event<D>>,
     ) -> Result<Self, ts_pool::Error> {
+        let DeviceSizes { bytes, decoder_bytes, staging_bytes, tier_bytes, .. } = sizes;
         let tier = HostPool::new(&Budget::new(tier_bytes), tier_bytes)?;
-        let reservation = budget.reserve(bytes)?;
+        let reservation = budget.reserve(bytes + decoder_bytes)?;
         let host = staging(device, staging_bytes)?;
         let options = OrderedOptions::default()
             .with_backing(Backing::Segments)
@@ -166,8 +182,12 @@ impl<D: Device> SlotPool<D> {
         if bytes > 0 {
             pool.reserve_segment(bytes, &stream)?;
         }
-        let uploader = Uploader::new(device, &host, stream, events)?;
-        let device = Some(DeviceSlots { pool, tier, uploader, _reservation: reservation });
+        let decoder = (decoder_bytes > 0)
+            .then(|| SplitDecoder::new(device, decoder_bytes, Budget::new(sizes.steps_bytes)))
+            .transpose()?;
+        let decodes = decoder.is_some();
+        let uploader = Uploader::new(device, &host, stream, decoder, events)?;
+        let device = Some(DeviceSlots { pool, tier, uploader, decodes, _reservation: reservation });
         Ok(Self {
             host,
             device,
@@ -270,9 +290,14 @@ impl<D: Device> SlotPool<D> {
 
     /// Starts to copy a unit to its slot on the device. Causes an [`Event::Uploaded`], and an
     /// [`Event::Copied`] if the copy was submitted.
-    pub(crate) fn upload(&self, load: u32, unit: UnitId, host: HostBytes, slot: DeviceBuffer<D>) {
+    pub(crate) fn upload(&self, upload: Upload<D>) {
         let slots = self.device.as_ref().expect("only units on a device are uploaded");
-        slots.uploader.submit(Upload { load, unit, host, slot });
+        slots.uploader.submit(upload);
+    }
+
+    /// Returns whether the device decodes units that are kept on the host.
+    pub(crate) fn decodes_on_device(&self) -> bool {
+        self.device.as_ref().is_some_and(|on| on.decodes)
     }
 
     /// Returns the memory of a unit whose slot was filled. Watches it for writes only if the unit

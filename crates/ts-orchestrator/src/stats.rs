@@ -163,6 +163,11 @@ pub struct EngineStats {
     pub passes: u64,
     /// The number of bytes that were read on each path from storage to memory.
     pub read_bytes: Vec<(ReadPath, u64)>,
+    /// How many bytes the device decoded, counted after decoding. 0 if the host decodes.
+    pub device_decoded_bytes: u64,
+    /// The best rate at which the device got and decoded a unit, in decoded bytes per second; 0 if
+    /// it decoded none.
+    pub device_decode_bytes_per_s: f64,
     /// The number of times that a unit was read and evicted without being used.
     pub wasted_loads: u64,
     /// The number of times that the engine switched to a new plan.

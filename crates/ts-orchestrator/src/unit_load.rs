@@ -57,6 +57,8 @@ pub(crate) struct QueuedDecode {
 pub(crate) struct LoadWork {
     pub(crate) reads: Vec<QueuedRead>,
     pub(crate) decodes: Vec<QueuedDecode>,
+    /// The unit on the host, if it only has to be copied to the device or decoded there.
+    pub(crate) ready: Option<HostBytes>,
 }
 
 /// Where a load finds or keeps the unit as it is on storage or encoded.
@@ -80,9 +82,8 @@ pub(crate) struct UnitLoad<D: Device> {
     pub(crate) device: Option<DeviceBuffer<D>>,
     /// Whether the memory on the host is kept for later loads.
     pub(crate) keeps_host: bool,
-    /// The bytes on the host that are kept for later loads. Without parts, they are there from an
-    /// earlier one.
-    pub(crate) kept: Option<SharedBuffer>,
+    /// The unit on the host that is kept for later loads, once it was uploaded.
+    pub(crate) kept: Option<KeptImage>,
     /// The parts of the slot or the staging memory, in order. Some are gaps that no read fills.
     parts: Vec<Part>,
     /// The number of parts that are not filled yet.
@@ -162,10 +163,9 @@ impl<D: Device> UnitLoad<D> {
         };
         let host = match host {
             HostBytes::Empty(host) | HostBytes::EmptyToKeep(host) => host,
-            HostBytes::Kept(bytes) => {
+            ready => {
                 load.from_image = true;
-                load.kept = Some(bytes);
-                return (load, LoadWork::default());
+                return (load, LoadWork { ready: Some(ready), ..LoadWork::default() });
             }
         };
         let parts: Vec<ImagePart> = match &image {

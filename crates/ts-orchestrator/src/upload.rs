@@ -2,14 +2,17 @@
 //! Copies units from memory on the host to their device.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-use ts_pool::{DeviceBuffer, HostPool, PendingWrite};
+use ts_pool::{Buffer, DeviceBuffer, HostPool, PendingWrite, SharedBuffer};
 use ts_streams::{Device, Stream, check_may_block};
 
 use crate::event::{CopyResult, Event, UploadResult};
 use crate::host_bytes::HostBytes;
+use crate::image::{ImageLayout, KeptImage};
+use crate::split_decoder::SplitDecoder;
 use crate::unit::UnitId;
 
 /// A unit to copy to its device.
@@ -18,6 +21,8 @@ pub(crate) struct Upload<D: Device> {
     pub(crate) load: u32,
     pub(crate) unit: UnitId,
     pub(crate) host: HostBytes,
+    /// The unit as it is on storage, if it is to be kept so.
+    pub(crate) image: Option<(Buffer, Arc<ImageLayout>)>,
     pub(crate) slot: DeviceBuffer<D>,
 }
 
@@ -30,19 +35,35 @@ pub(crate) struct Uploader<D: Device> {
     threads: Vec<JoinHandle<()>>,
 }
 
+/// A copy that may still be running.
+struct Running<D: Device> {
+    unit: UnitId,
+    copy: PendingWrite<D>,
+    /// Whether the device also decodes the unit.
+    decodes: bool,
+}
+
 impl<D: Device> Uploader<D> {
+    /// `decoder` decodes units on the device, if that is possible.
     pub(crate) fn new(
         device: &D,
         staging: &HostPool,
         stream: D::Stream,
+        decoder: Option<SplitDecoder<D>>,
         events: &Sender<Event<D>>,
     ) -> Result<Self, ts_streams::Error> {
         let (queue, inbox) = channel::<Upload<D>>();
-        let (running, copies) = channel::<(UnitId, PendingWrite<D>)>();
+        let (running, copies) = channel::<Running<D>>();
         let mut this = Self { stream, queue: Some(queue), threads: Vec::new() };
-        let (stream, sink) = (this.stream.clone(), events.clone());
-        let from = (device.clone(), staging.clone());
-        this.spawn("ts-uploads", move || submit_all(&from, &stream, &inbox, &running, &sink))?;
+        let submitter = Submitter {
+            device: device.clone(),
+            staging: staging.clone(),
+            stream: this.stream.clone(),
+            decoder,
+            events: events.clone(),
+            is_first: true,
+        };
+        this.spawn("ts-uploads", move || submitter.run(&inbox, &running))?;
         let (stream, sink) = (this.stream.clone(), events.clone());
         this.spawn("ts-copied", move || finish_all(&stream, &copies, &sink))?;
         Ok(this)
@@ -71,63 +92,92 @@ impl<D: Device> Uploader<D> {
     }
 }
 
-/// Submits the copy of each upload, and announces the unit.
-fn submit_all<D: Device>(
-    (device, staging): &(D, HostPool),
-    stream: &D::Stream,
-    inbox: &Receiver<Upload<D>>,
-    running: &Sender<(UnitId, PendingWrite<D>)>,
-    events: &Sender<Event<D>>,
-) {
-    let mut is_first = true;
-    for Upload { load, unit, host, mut slot } in inbox {
-        let (bytes, kept) = match host {
+/// Submits the copies.
+struct Submitter<D: Device> {
+    device: D,
+    staging: HostPool,
+    stream: D::Stream,
+    decoder: Option<SplitDecoder<D>>,
+    events: Sender<Event<D>>,
+    /// Whether nothing was copied from the staging memory yet.
+    is_first: bool,
+}
+
+impl<D: Device> Submitter<D> {
+    /// Submits the copy of each upload, and announces the unit.
+    fn run(mut self, inbox: &Receiver<Upload<D>>, running: &Sender<Running<D>>) {
+        for Upload { load, unit, host, image, mut slot } in inbox {
+            let (decodes, mut kept) = (matches!(host, HostBytes::Encoded(..)), None);
+            let begun = catch_unwind(AssertUnwindSafe(|| self.begin(host, &mut slot, &mut kept)));
+            let begun = begun.unwrap_or_else(|_| Err(panicked(&self.stream)));
+            if begun.is_err() {
+                // Clears the error of the stream, so that later uploads can run. The error is
+                // reported for this unit.
+                drop(self.stream.take_error());
+            }
+            let (copy, result) = match begun {
+                Ok(copy) => {
+                    let done = copy.done().clone();
+                    (Some(copy), Ok(done))
+                }
+                Err(error) => (None, Err(error)),
+            };
+            let image = image.map(|(bytes, layout)| self.prepare(bytes, layout));
+            // The unit is announced before the end of its copy is.
+            let uploaded = UploadResult { load, slot, kept, image, result };
+            let _ = self.events.send(Event::Uploaded(uploaded));
+            if let Some(copy) = copy {
+                let copy = Running { unit, copy, decodes };
+                running.send(copy).expect("the thread receives until the sender is dropped");
+            }
+        }
+    }
+
+    /// Submits a copy. Puts the bytes into `kept` if they are to be kept.
+    fn begin(
+        &mut self,
+        host: HostBytes,
+        slot: &mut DeviceBuffer<D>,
+        kept: &mut Option<SharedBuffer>,
+    ) -> Result<PendingWrite<D>, ts_pool::Error> {
+        let bytes = match host {
             // If memory cannot be locked, the driver copies through its own, which is slower.
             HostBytes::Empty(memory) => {
-                if std::mem::take(&mut is_first) {
-                    let _ = staging.register(device);
+                if std::mem::take(&mut self.is_first) {
+                    let _ = self.staging.register(&self.device);
                 }
-                (memory.freeze(), None)
+                memory.freeze()
             }
             HostBytes::EmptyToKeep(mut memory) => {
-                let _ = memory.register(device);
-                let bytes = memory.freeze();
-                (bytes.clone(), Some(bytes))
+                let _ = memory.register(&self.device);
+                kept.insert(memory.freeze()).clone()
             }
-            HostBytes::Kept(bytes) => (bytes, None),
-        };
-        let begun = catch_unwind(AssertUnwindSafe(|| slot.begin_write(0, bytes)));
-        let begun = match begun {
-            Ok(begun) => begun.map_err(|(error, _)| error),
-            Err(_) => Err(panicked(stream)),
-        };
-        if begun.is_err() {
-            // Clears the error of the stream, so that later uploads can run. The error is reported
-            // for this unit.
-            drop(stream.take_error());
-        }
-        let (copy, result) = match begun {
-            Ok(copy) => {
-                let done = copy.done().clone();
-                (Some(copy), Ok(done))
+            HostBytes::Kept(bytes) => bytes,
+            HostBytes::Encoded(bytes, decodable) => {
+                let decoder = self.decoder.as_mut().expect("it has prepared the unit");
+                return decoder.begin(&bytes, &decodable, slot);
             }
-            Err(error) => (None, Err(error)),
         };
-        // The unit is announced before the end of its copy is.
-        let _ = events.send(Event::Uploaded(UploadResult { load, slot, kept, result }));
-        if let Some(copy) = copy {
-            running.send((unit, copy)).expect("the thread receives until the sender is dropped");
-        }
+        slot.begin_write(0, bytes).map_err(|(error, _)| error)
+    }
+
+    /// Prepares a unit as it is on storage for later loads.
+    fn prepare(&self, mut bytes: Buffer, layout: Arc<ImageLayout>) -> KeptImage {
+        let Some(decoder) = &self.decoder else { return KeptImage::new(bytes.freeze(), layout) };
+        let _ = bytes.register(&self.device);
+        let bytes = bytes.freeze();
+        let prepared = catch_unwind(AssertUnwindSafe(|| decoder.prepare(&bytes, &layout)));
+        KeptImage { bytes, layout, decodable: prepared.ok().flatten() }
     }
 }
 
 /// Waits for each copy, frees its staging memory, and reports how long it took.
 fn finish_all<D: Device>(
     stream: &D::Stream,
-    copies: &Receiver<(UnitId, PendingWrite<D>)>,
+    copies: &Receiver<Running<D>>,
     events: &Sender<Event<D>>,
 ) {
-    for (unit, copy) in copies {
+    for Running { unit, copy, decodes } in copies {
         let ended = catch_unwind(AssertUnwindSafe(|| copy.wait()));
         let (took, staging) = ended.unwrap_or_else(|_| (Err(panicked(stream)), None));
         if took.is_err() {
@@ -136,7 +186,7 @@ fn finish_all<D: Device>(
         let bytes = staging.as_ref().map_or(0, |staging| staging.len() as u64);
         drop(staging);
         let result = took.map(|took| (bytes, took));
-        let _ = events.send(Event::Copied(CopyResult { unit, result }));
+        let _ = events.send(Event::Copied(CopyResult { unit, decoded: decodes, result }));
     }
 }
 

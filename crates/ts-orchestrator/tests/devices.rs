@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use ts_io::fault::{Fault, Faults, FaultyProvider};
-use ts_orchestrator::{Engine, EngineConfig, Error, ErrorKind, Lease, UnitId};
+use ts_orchestrator::{Decoding, Engine, EngineConfig, Error, ErrorKind, Lease, UnitId};
 use ts_streams::{
     CpuDevice, Device, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions, Stream, StreamPriority,
 };
@@ -132,8 +132,8 @@ fn passes_in<D: Device>(
     }
     let copies = copies.lock().unwrap();
     let done: Vec<&TensorCopy<D>> = copies.iter().filter(|copy| copy.done).collect();
-    let visits: usize = orders.iter().map(Vec::len).sum();
-    assert!(failures > 0 || done.len() == 2 * visits, "all work has run");
+    let tensors = orders.iter().flatten().map(|&unit| model.units[unit].tensors.len());
+    assert!(failures > 0 || done.len() == tensors.sum::<usize>(), "all work has run");
     for copy in done {
         assert!(copy.is_right(model), "unit {}, tensor {}", copy.unit, copy.tensor);
     }
@@ -287,6 +287,85 @@ fn a_gpu_streams_units() {
         let engine = Engine::with_device(&device, units, sources, config).unwrap();
         assert_eq!(passes(&model, &engine, &device, 20), 0);
     }
+}
+
+/// Returns tensors of every width, whose planes are coded in every way: not, as one byte, with one
+/// code, and with several.
+#[cfg(feature = "cuda")]
+fn tensors(seed: u32, elements: usize) -> Vec<(ts_format::Dtype, Vec<u8>)> {
+    use ts_format::Dtype;
+    let mut state = seed;
+    let mut noise = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        state >> 8
+    };
+    let mut weight = || {
+        let (exponent, rest) = (noise().leading_zeros() - 8, noise());
+        (rest & 1) << 31 | (120 - exponent) << 23 | rest & 0x007f_ffff
+    };
+    let f32s: Vec<u32> = (0..elements).map(|_| weight()).collect();
+    let bf16s: Vec<u32> = (0..2 * elements).map(|i| weight() >> 16 << (i / 30_000 % 2)).collect();
+    let [few, many]: [Vec<u8>; 2] =
+        [3u32, 255].map(|mask| (0..elements).map(|_| (weight() >> 12 & mask) as u8).collect());
+    vec![
+        (Dtype::F32, f32s.iter().flat_map(|v| v.to_le_bytes()).collect()),
+        (Dtype::BF16, bf16s.iter().flat_map(|&v| (v as u16).to_le_bytes()).collect()),
+        (Dtype::F16, bf16s.iter().flat_map(|&v| (v as u16 >> 3).to_le_bytes()).collect()),
+        // Its lower bytes are zero.
+        (Dtype::F32, f32s.iter().flat_map(|v| (v & 0xffff_0000).to_le_bytes()).collect()),
+        (
+            Dtype::F64,
+            f32s.iter().step_by(4).flat_map(|&v| (u64::from(v) << 29).to_le_bytes()).collect(),
+        ),
+        (Dtype::F8_E4M3, few),
+        (Dtype::F8_E5M2, many),
+        (Dtype::BF16, vec![0; 12_346]),
+        (Dtype::BF16, vec![]),
+        (Dtype::F32, f32s[..1].iter().flat_map(|v| v.to_le_bytes()).collect()),
+    ]
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_gpu_decodes_units() {
+    use std::io::Write;
+    let device = match ts_streams::CudaDevice::new(0) {
+        Ok(device) => device,
+        Err(why) => {
+            let line = format!("skipped: no CUDA device: {why}\n");
+            return std::io::stdout().write_all(line.as_bytes()).unwrap();
+        }
+    };
+    const MIB: usize = KIB * KIB;
+    let model = |elements, chunk_len| {
+        let units: Vec<_> = (1..=8).map(|seed| tensors(seed, elements)).collect();
+        Model::encoded(&units, chunk_len)
+    };
+    let decoded = |model: &Model, config: EngineConfig, count: usize| {
+        let (units, sources) = (model.units.clone(), model.sources());
+        let budget = config.budget_bytes;
+        let engine = Engine::with_device(&device, units, sources, config).unwrap();
+        assert_eq!(passes_in(model, &engine, &device, &vec![(0..8).collect(); count], true), 0);
+        let stats = engine.stats();
+        assert!(stats.reserved_high_water_bytes <= budget, "{stats:?}");
+        assert!(stats.plan.streamed_bytes_per_pass == 0 && stats.plan.host_bytes > 0, "{stats:?}");
+        let rates = (stats.device_decode_bytes_per_s / 1e9, stats.rates.decode_bytes_per_s / 1e9);
+        println!("GB/s: the device {:.2}, a thread of the host {:.2}", rates.0, rates.1);
+        stats.device_decoded_bytes
+    };
+    let config = |budget, decoding| {
+        EngineConfig::with_budget(budget).with_host_bytes(usize::MAX).with_decoding(decoding)
+    };
+    let small = model(100_000, 128 * KIB);
+    let always = decoded(&small, config(10 * MIB, Decoding::OnDevice), 6);
+    assert!(always > 10 * MIB as u64, "the device decodes units again and again: {always}");
+    assert!(decoded(&small, config(10 * MIB, Decoding::WhereFaster), 6) > 0);
+    assert_eq!(decoded(&small, config(10 * MIB, Decoding::OnHost), 3), 0);
+    let without = decoded(&small, config(7 * MIB, Decoding::OnDevice), 3);
+    assert_eq!(without, 0, "a piece has too little memory for a chunk");
+    // Chunks of several blocks.
+    let large = model(400_000, 600 * KIB);
+    assert!(decoded(&large, config(50 * MIB, Decoding::OnDevice), 3) > 20 * MIB as u64);
 }
 
 #[test]

@@ -47,19 +47,48 @@ impl<D: Device> DeviceBuffer<D> {
         offset: usize,
         from: SharedBuffer,
     ) -> Result<PendingWrite<D>, (Error, SharedBuffer)> {
+        let part = match range_in(self.len(), offset, from.len()) {
+            Ok(part) => part,
+            Err(error) => return Err((error, from)),
+        };
+        let source = MemoryRange::new(from.as_ptr().cast_mut(), from.len());
+        // SAFETY: the copy reads the source, which the result owns until then, and writes to this
+        // buffer only.
+        unsafe {
+            self.begin_write_with(from, Vec::new(), |stream, range| {
+                stream.copy(range.slice(part), source)
+            })
+        }
+    }
+
+    /// Starts work that writes to this buffer: `submit` gets the stream that the buffer was
+    /// allocated for, and the address range of the buffer. Does not wait for the work. Other streams
+    /// must wait for [`PendingWrite::done`] before they use the bytes.
+    ///
+    /// The result keeps `from` and `more` until the work is done.
+    ///
+    /// # Errors
+    /// [`Error::Stale`] as for [`write`](Self::write), and the errors of `submit`. Then the caller
+    /// gets `from` back.
+    ///
+    /// # Safety
+    /// The work must run on the stream, or before the end of work that `submit` submits to the
+    /// stream. It must meet the requirements of [`Stream::copy`]: it may read what the result keeps,
+    /// and write to this buffer. If `submit` fails, the work that it has submitted to other streams
+    /// must have ended.
+    pub unsafe fn begin_write_with(
+        &mut self,
+        from: SharedBuffer,
+        more: Vec<SharedBuffer>,
+        submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), ts_streams::Error>,
+    ) -> Result<PendingWrite<D>, (Error, SharedBuffer)> {
         let begun = || {
-            let part = range_in(self.len(), offset, from.len())?;
-            let source = MemoryRange::new(from.as_ptr().cast_mut(), from.len());
             let device = self.device();
             let (started, done) = (device.create_event()?, device.create_event()?);
             let guard = self.begin_transfer(|stream, range| {
                 stream.record(&started)?;
-                // SAFETY: `PendingWrite` owns the source until the copy is done, and the target is
-                // freed in the order of this stream. Only this value uses the buffer, and the copy
-                // runs on the buffer's own stream, after its other uses.
-                unsafe { stream.copy(range.slice(part), source) }?;
-                // If this fails, the copy may still run, so the source must not be freed.
-                if let Err(error) = stream.record(&done) {
+                // If this fails, work may still run, so the sources must not be freed.
+                if let Err(error) = submit(stream, range).and_then(|()| stream.record(&done)) {
                     let _ = stream.synchronize();
                     return Err(error);
                 }
@@ -69,7 +98,7 @@ impl<D: Device> DeviceBuffer<D> {
         };
         match begun() {
             Ok((started, done, guard)) => {
-                Ok(PendingWrite { started, done, source: Some(from), _guard: guard })
+                Ok(PendingWrite { started, done, source: Some(from), more, _guard: guard })
             }
             Err(error) => Err((error, from)),
         }
@@ -138,6 +167,8 @@ pub struct PendingWrite<D: Device> {
     done: D::Event,
     /// `None` after the wait.
     source: Option<SharedBuffer>,
+    /// Other memory that the work uses.
+    more: Vec<SharedBuffer>,
     _guard: CopyGuard<D>,
 }
 
@@ -170,7 +201,7 @@ impl<D: Device> Drop for PendingWrite<D> {
             // Even if this fails, the copy has ended.
             Ok(()) => drop(self.done.synchronize()),
             // The copy may be queued after this host function, so nothing can wait for it here.
-            Err(_) => std::mem::forget(source),
+            Err(_) => std::mem::forget((source, std::mem::take(&mut self.more))),
         }
     }
 }

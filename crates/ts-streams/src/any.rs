@@ -14,6 +14,7 @@ use crate::device::{
     Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Registration, Status, Stream,
 };
 use crate::id::StreamId;
+use crate::kernel::Kernel;
 use crate::priority::StreamPriority;
 use crate::range::{MemoryKind, MemoryRange};
 use crate::sim::{SimDevice, SimEvent, SimMemory, SimStream};
@@ -279,6 +280,10 @@ impl Device for AnyDevice {
         }
     }
 
+    fn load(&self, kernel: &Kernel) -> Result<(), Error> {
+        dispatch!(AnyDevice, self, device => device.load(kernel))
+    }
+
     fn synchronize(&self) -> Result<(), Error> {
         dispatch!(AnyDevice, self, device => device.synchronize())
     }
@@ -321,6 +326,11 @@ impl Stream for AnyStream {
 
     fn launch_host_fn(&self, work: HostFn) -> Result<(), Error> {
         dispatch!(AnyStream, self, stream => stream.launch_host_fn(work))
+    }
+
+    unsafe fn launch(&self, kernel: &Kernel, blocks: u32, arguments: &[u64]) -> Result<(), Error> {
+        // SAFETY: the caller meets the requirements of `Stream::launch` for the stream inside.
+        dispatch!(AnyStream, self, stream => unsafe { stream.launch(kernel, blocks, arguments) })
     }
 
     fn prefetch(&self, range: MemoryRange, to: MemoryLocation) -> Result<(), Error> {

@@ -6,6 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::id::{DeviceKind, StreamId};
+use crate::kernel::Kernel;
 use crate::priority::{PriorityRange, StreamPriority};
 use crate::range::{MemoryKind, MemoryRange};
 use crate::{Error, StreamMetrics};
@@ -193,6 +194,19 @@ pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
         Err(Error::Unsupported { device, what: "stream-ordered allocation" })
     }
 
+    /// Loads the module of a kernel, so that [`Stream::launch`] does not have to. May block while
+    /// the driver compiles it.
+    ///
+    /// # Errors
+    /// - [`Error::Unsupported`]: the device runs no kernels. The default implementation always
+    ///   returns this error.
+    /// - [`Error::Driver`]: the driver refuses the module, or it has no such function.
+    fn load(&self, kernel: &Kernel) -> Result<(), Error> {
+        let _ = kernel;
+        let device = self.info().name.clone();
+        Err(Error::Unsupported { device, what: "kernels" })
+    }
+
     /// Blocks until all work submitted to all streams is done, even if a stream has failed.
     ///
     /// # Errors
@@ -330,6 +344,24 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// [`Error::Race`] if the function is not ordered after an access that conflicts with the
     /// ranges it declares.
     fn launch_host_fn(&self, work: HostFn) -> Result<(), Error>;
+
+    /// Submits a kernel, which runs in this many blocks of threads. Loads its module if no call did
+    /// before.
+    ///
+    /// # Errors
+    /// Returns the errors of [`Device::load`], and the error of this stream if it has failed. The
+    /// default implementation always returns [`Error::Unsupported`].
+    ///
+    /// # Panics
+    /// May panic if the number of arguments is not that of [`Kernel::parameters`].
+    ///
+    /// # Safety
+    /// With these arguments, the kernel must access only memory that is valid until it is done, and
+    /// that other code does not access meanwhile in conflict with it.
+    unsafe fn launch(&self, kernel: &Kernel, blocks: u32, arguments: &[u64]) -> Result<(), Error> {
+        let _ = (kernel, blocks, arguments);
+        Err(Error::Unsupported { device: "the device of the stream".into(), what: "kernels" })
+    }
 
     /// Submits a migration of managed memory to `to`, where it will be used next.
     ///

@@ -12,12 +12,16 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 use ts_streams::{
-    AnyDevice, CudaDevice, Device, Error, Event, GpuStatus, HostFn, MemoryKind, MemoryRange,
-    RawMemory, Stream, StreamPriority, conformance,
+    AnyDevice, CudaDevice, Device, Error, Event, GpuStatus, HostFn, Kernel, MemoryKind,
+    MemoryRange, RawMemory, Stream, StreamPriority, conformance,
 };
 
 /// The environment variable of processes with the emulated driver.
 const INSIDE: &str = "TENSORSTREAM_EMULATED_DRIVER";
+
+/// The kernels of the workspace.
+const KERNELS: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../ts-orchestrator/src/split_decoder/kernels.cu");
 
 /// Runs a test in a process of its own with the emulated driver, compiled with these `--cfg`s.
 /// `name` is the name of the test function.
@@ -51,6 +55,16 @@ fn driver(cfgs: &[&str]) -> PathBuf {
         assert!(rustc.status().unwrap().success());
         let _ = std::os::unix::fs::symlink("libcuda.so.1", directory.join("libcuda.so"));
     }
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulated_driver/kernels.c");
+    let (library, kernels) = (directory.join("libkernels.so"), Path::new(KERNELS));
+    if changed(&library) <= changed(&source).max(changed(kernels)) {
+        // `cc` exists, because Rust needs it for linking.
+        let mut cc = Command::new("cc");
+        cc.args(["-shared", "-fPIC", "-O1", "-g", "-pthread", "-Wall", "-Werror"]);
+        cc.args(["-Wno-unknown-pragmas", "-o"]);
+        cc.arg(&library).arg(format!("-DKERNELS=\"{KERNELS}\"")).arg(&source);
+        assert!(cc.status().unwrap().success());
+    }
     directory
 }
 
@@ -63,6 +77,7 @@ struct Counters {
     blocks: u64,
     bytes: u64,
     current: u64,
+    modules: u64,
 }
 
 fn library() -> libloading::Library {
@@ -71,15 +86,15 @@ fn library() -> libloading::Library {
 }
 
 fn counters() -> Counters {
-    let mut values = [0u64; 6];
+    let mut values = [0u64; 7];
     let library = library();
-    // SAFETY: the driver has this function, which writes six numbers.
+    // SAFETY: the driver has this function, which writes seven numbers.
     unsafe {
         let count = library.get::<unsafe extern "C" fn(*mut u64) -> i32>(b"emulatedCounters");
         count.unwrap()(values.as_mut_ptr());
     }
-    let [contexts, streams, events, blocks, bytes, current] = values;
-    Counters { contexts, streams, events, blocks, bytes, current }
+    let [contexts, streams, events, blocks, bytes, current, modules] = values;
+    Counters { contexts, streams, events, blocks, bytes, current, modules }
 }
 
 const MEMORY_BYTES: i32 = 0;
@@ -335,5 +350,45 @@ fn a_copy_of_pageable_memory_has_the_bytes_of_the_call() {
         // SAFETY: all work is done.
         unsafe { memory.read(0, &mut bytes) }.unwrap();
         assert!(bytes == vec![9; 1 << 20] && *seen.lock().unwrap() == (0..10).collect::<Vec<_>>());
+    });
+}
+
+/// PTX with the names of a kernel of `kernels.c` and of none.
+const MODULE: &std::ffi::CStr = c".version 6.0\n.visible .entry add_to_all(\n.visible .entry none(";
+
+#[test]
+fn kernels_run_in_the_order_of_their_stream() {
+    emulated("kernels_run_in_the_order_of_their_stream", &[], || {
+        let before = counters();
+        let device = AnyDevice::from(CudaDevice::new(0).unwrap());
+        let add = Kernel { name: c"add_to_all", module: MODULE, block_threads: 128, parameters: 3 };
+        let unknown = Kernel { name: c"none", ..add };
+        let refused = device.load(&unknown).unwrap_err().to_string();
+        assert!(refused.contains("cuModuleGetFunction") && refused.contains("NOT_FOUND"));
+        let invalid = Kernel { module: c"no PTX", ..add };
+        let refused = device.load(&invalid).unwrap_err().to_string();
+        assert!(refused.contains("cuModuleLoadData") && refused.contains("INVALID_PTX"));
+        device.load(&add).unwrap();
+        let stream = device.create_stream(StreamPriority::Normal).unwrap();
+        let memory = device.allocate(layout(8000), MemoryKind::Device).unwrap();
+        let at = memory.range().address() as u64;
+        // SAFETY: the kernels access only the memory, and other code does not use it until the
+        // stream is done.
+        unsafe {
+            stream.fill(memory.range(), 0).unwrap();
+            for value in 1..=10 {
+                stream.launch(&add, 8, &[at, 1000, value]).unwrap();
+            }
+            let error = stream.launch(&add, 0, &[at, 1000, 1]).unwrap_err();
+            assert!(matches!(error, Error::Driver { call: "cuLaunchKernel", .. }), "{error}");
+        }
+        stream.synchronize().unwrap();
+        let mut bytes = vec![0; 8000];
+        // SAFETY: all work is done.
+        unsafe { memory.read(0, &mut bytes) }.unwrap();
+        assert!(bytes.as_chunks::<8>().0.iter().all(|number| u64::from_le_bytes(*number) == 55));
+        assert_eq!((stream.metrics().launches, counters().modules), (10, 1));
+        drop((stream, memory, device));
+        assert_eq!(counters(), before);
     });
 }

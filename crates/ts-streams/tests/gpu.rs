@@ -138,7 +138,8 @@ fn every_driver_problem_is_reported() {
          cuMemPrefetchAsync cuMemcpy cuMemcpyAsync \
          cuMemsetD8Async cuStreamQuery",
         "cuDeviceGetDefaultMemPool cuMemAllocAsync cuMemFreeAsync cuMemPoolSetAttribute",
-        "cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamSynchronize cuStreamWaitEvent",
+        "cuStreamCreateWithPriority cuStreamDestroy_v2 cuStreamSynchronize cuStreamWaitEvent \
+         cuLaunchKernel cuModuleGetFunction cuModuleLoadData cuModuleUnload",
     ];
     let others: String = works
         .iter()

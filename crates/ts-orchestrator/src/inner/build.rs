@@ -10,12 +10,13 @@ use ts_pool::{Budget, HostPool};
 use ts_streams::Device;
 
 use crate::Error;
-use crate::config::{EngineConfig, Verify};
+use crate::config::{Decoding, EngineConfig, Verify};
 use crate::context::EngineContext;
 use crate::event::Event;
 use crate::row_cache::RowCache;
-use crate::sizing::Sizing;
-use crate::slot_pool::SlotPool;
+use crate::sizing::{Place, Sizing};
+use crate::slot_pool::{DeviceSizes, SlotPool};
+use crate::split_decoder::can_decode;
 use crate::state::EngineState;
 use crate::unit::Unit;
 use crate::worker::Workers;
@@ -32,7 +33,12 @@ impl<D: Device> EngineInner<D> {
         config: EngineConfig,
     ) -> Result<(Self, Receiver<Event<D>>), Error> {
         let choice = config.registry.choose(config.backend.as_deref(), &sources)?;
-        let sizing = Sizing::new(units, &sources, &config, device.is_some())?;
+        let place = device.map_or(Place::Host, |device| Place::Device {
+            decodes: config.decoding != Decoding::OnHost
+                && config.host_bytes > 0
+                && can_decode(device),
+        });
+        let sizing = Sizing::new(units, &sources, &config, place)?;
         let Sizing {
             units,
             order,
@@ -44,6 +50,8 @@ impl<D: Device> EngineInner<D> {
             row_cache_bytes,
             staging_total,
             tier_total,
+            device_decoder_total,
+            steps_total,
             slot_budget,
             least_buffer_bytes,
             overhead,
@@ -64,14 +72,16 @@ impl<D: Device> EngineInner<D> {
         let row_cache = RowCache::new(&config.tables, config.budget_bytes, row_cache_bytes);
         let (events, inbox) = channel();
         let slots = match device {
-            Some(device) => SlotPool::on_device(
-                device,
-                &budget,
-                plan.peak_bytes(),
-                staging_total,
-                tier_total,
-                &events,
-            ),
+            Some(device) => {
+                let sizes = DeviceSizes {
+                    bytes: plan.peak_bytes(),
+                    decoder_bytes: device_decoder_total,
+                    steps_bytes: steps_total,
+                    staging_bytes: staging_total,
+                    tier_bytes: tier_total,
+                };
+                SlotPool::on_device(device, &budget, sizes, &events)
+            }
             None => {
                 let watch = config.watch_writes && config.populate == 0;
                 SlotPool::on_host(&budget, plan.peak_bytes(), watch)
@@ -99,6 +109,7 @@ impl<D: Device> EngineInner<D> {
             sharing,
             prefetch,
             verify,
+            decoding: config.decoding,
             timeout,
             events,
         };

@@ -46,7 +46,7 @@ impl<D: Device> EngineState<D> {
             match self.allocate_all(context, &self.absent(set)) {
                 Ok(buffers) => {
                     for (id, buffers) in buffers.into_iter().rev() {
-                        let LoadWork { reads, decodes } =
+                        let LoadWork { reads, decodes, .. } =
                             self.start_load(context, id, buffers, now_ns, false);
                         reads.into_iter().rev().for_each(|read| self.urgent.push_front(read));
                         decodes

@@ -8,7 +8,7 @@ use ts_pool::Buffer;
 use ts_streams::Device;
 
 use crate::Error;
-use crate::config::Verify;
+use crate::config::{Decoding, Verify};
 use crate::context::EngineContext;
 use crate::event::{
     ChecksumMismatch, CopyResult, DamagedChunk, Event, PanickedJob, UploadResult, Work,
@@ -24,6 +24,7 @@ use crate::stats::add_bytes;
 use crate::trace::{TraceEvent, TraceKind};
 use crate::unit::UnitId;
 use crate::unit_load::{Image, LoadWork, QueuedDecode, UnitLoad, split_token};
+use crate::upload::Upload;
 use crate::worker::{Job, Stored};
 
 use super::{EngineState, Estimate, Presence, Target, UnitState};
@@ -62,14 +63,14 @@ impl<D: Device> EngineState<D> {
         {
             buffers.pages = sharing.begin(sharing.unit(id), host);
         }
-        let (mut load, work) =
+        let (mut load, mut work) =
             UnitLoad::new(load_id, Some(id), prepared, buffers, image, context.sizes, now_ns);
         load.guessed = guessed;
-        match load.kept.take() {
+        match work.ready.take() {
             // Nothing is read. The bytes were verified when they were.
-            Some(bytes) => {
+            Some(ready) => {
                 self.loads.insert(load_id, load);
-                self.upload(context, load_id, HostBytes::Kept(bytes));
+                self.upload(context, load_id, ready);
             }
             None => self.begin_load(context, load_id, load, now_ns),
         }
@@ -94,6 +95,22 @@ impl<D: Device> EngineState<D> {
         work.reads.into_iter().rev().for_each(|read| self.urgent.push_front(read));
         self.submit_reads(context, now_ns);
         load_id
+    }
+
+    /// Returns whether the device decodes units that both it and the host can decode. If it is to do
+    /// so where it is faster, it does until its rate is known, and then if that is at least the rate
+    /// of the slower step on the host, which decodes and copies at the same time.
+    pub(super) fn decodes_on_device(&self, context: &EngineContext<D>) -> bool {
+        if context.decoding != Decoding::WhereFaster {
+            return context.decoding == Decoding::OnDevice;
+        }
+        let counters = &self.counters;
+        let threads = self.workers.as_ref().map_or(1, |workers| workers.threads);
+        let decoding_s = counters.decode_ns as f64 / 1e9 / threads as f64;
+        counters.device_decoded.is_faster_than([
+            (counters.decode_ns > 0).then(|| counters.decoded_bytes as f64 / decoding_s),
+            (counters.copy_bytes_per_s > 0.0).then_some(counters.copy_bytes_per_s),
+        ])
     }
 
     fn next_load(&mut self) -> u32 {
@@ -448,8 +465,10 @@ impl<D: Device> EngineState<D> {
         let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
         let unit = load.id.expect("gathered rows are in host memory");
         let slot = load.device.take().expect("a unit on a device has a slot there");
+        let layout = load.prepared.image.as_ref().filter(|_| context.slots.decodes_on_device());
+        let image = layout.and_then(|layout| Some((load.image.take()?, Arc::clone(layout))));
         self.copies_running += 1;
-        context.slots.upload(load_id, unit, host, slot);
+        context.slots.upload(Upload { load: load_id, unit, host, image, slot });
     }
 
     /// Handles the submission of a copy to the device. The unit can be used from now on, by streams
@@ -460,9 +479,10 @@ impl<D: Device> EngineState<D> {
         upload: UploadResult<D>,
         now_ns: u64,
     ) {
-        let UploadResult { load: load_id, slot, kept, result } = upload;
+        let UploadResult { load: load_id, slot, kept, image, result } = upload;
         let load = self.loads.get_mut(&load_id).expect("a load exists until its upload has ended");
-        load.kept = kept;
+        let kept = kept.zip(load.prepared.image.clone());
+        load.kept = image.or_else(|| kept.map(|(bytes, layout)| KeptImage::new(bytes, layout)));
         let copied = match result {
             Ok(copied) => Some(copied),
             Err(error) => {
@@ -477,9 +497,14 @@ impl<D: Device> EngineState<D> {
     /// Handles the end of a copy to the device. If it failed, the unit is loaded again for its next
     /// use. Streams that have waited for the copy have failed.
     pub(crate) fn on_copied(&mut self, context: &EngineContext<D>, copy: CopyResult) {
-        let CopyResult { unit, result } = copy;
+        let CopyResult { unit, decoded, result } = copy;
         self.copies_running -= 1;
         match result {
+            Ok((_, took)) if decoded => {
+                let bytes = context.units[unit.index()].layout.len as u64;
+                self.counters.copy_ns += took.as_nanos() as u64;
+                self.counters.device_decoded.add(bytes, took);
+            }
             Ok((bytes, took)) => {
                 self.counters.copy_ns += took.as_nanos() as u64;
                 if bytes >= MEASURED_COPY_BYTES && !took.is_zero() {
@@ -519,13 +544,13 @@ impl<D: Device> EngineState<D> {
         let kept = load.kept.take().filter(|_| unit.compressed);
         if load.error.is_some() || load.cancelled {
             unit.reserved_image = image.or_else(|| unit.reserved_image.take());
-        } else if let (Some(bytes), Some(layout)) = (kept, &load.prepared.image) {
-            unit.image = Some(KeptImage { bytes, layout: Arc::clone(layout) });
+        } else if kept.is_some() {
+            unit.image = kept;
         } else if let (Some(mut image), Some(layout)) = (image, &load.prepared.image) {
             if let (Some(pages), Some(sharing)) = (load.image_pages.take(), &context.sharing) {
                 unit.shared_image = sharing.end(sharing.image(id), pages, &mut image);
             }
-            unit.image = Some(KeptImage { bytes: image.freeze(), layout: Arc::clone(layout) });
+            unit.image = Some(KeptImage::new(image.freeze(), Arc::clone(layout)));
         }
         let read_bytes: u64 = load.read_bytes.iter().map(|&(_, bytes)| bytes).sum();
         unit.stats.read_bytes += read_bytes;
@@ -572,12 +597,19 @@ impl<D: Device> EngineState<D> {
 
 impl<D: Device> UnitState<D> {
     /// Returns the bytes of a unit that is kept on the host as it is in its slot, or memory for
-    /// them. Returns `None` if the unit is not kept, or not so.
+    /// them. If `on_device`, also returns those of an encoded unit that the device can decode.
+    /// Returns `None` if the unit is not kept, or not so.
     pub(super) fn take_host_bytes(
         &mut self,
         context: &EngineContext<D>,
         prepared: &PreparedUnit,
+        on_device: bool,
     ) -> Option<HostBytes> {
+        if let Some(KeptImage { bytes, decodable: Some(decodable), .. }) = &self.image
+            && on_device
+        {
+            return Some(HostBytes::Encoded(bytes.clone(), decodable.clone()));
+        }
         let layout = prepared.image.as_ref().filter(|image| image.is_slot)?;
         if let Some(image) = &self.image {
             return Some(HostBytes::Kept(image.bytes.clone()));
@@ -604,7 +636,7 @@ impl<D: Device> UnitState<D> {
             None => Pages::Own,
         };
         if matches!(pages, Pages::Taken) {
-            let image = KeptImage { bytes: memory.freeze(), layout };
+            let image = KeptImage::new(memory.freeze(), layout);
             (self.image, self.shared_image) = (Some(image.clone()), true);
             self.unchecked_image = true;
             return Image::Filled(image);

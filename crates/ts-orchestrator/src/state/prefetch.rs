@@ -114,8 +114,9 @@ impl<D: Device> EngineState<D> {
         id: UnitId,
     ) -> Result<LoadBuffers<D>, AllocationError> {
         let prepared = &context.units[id.index()];
+        let on_device = self.decodes_on_device(context);
         let unit = &mut self.units[id.index()];
-        let mut host = unit.take_host_bytes(context, prepared);
+        let mut host = unit.take_host_bytes(context, prepared, on_device);
         let buffers =
             context.slots.allocate_for_load(prepared.layout.len, &mut unit.reserved, &mut host);
         if let Some(HostBytes::EmptyToKeep(memory)) = host {

@@ -2,11 +2,14 @@
 //! Test models on disk, and engines that stream them.
 #![allow(dead_code)] // each test program uses only a part of this module
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+use ts_format::{
+    ByteRange, Chunk, ChunkPart, Codec, Dtype, Encoded, Encoder, FileId, TensorEntry, TensorMeta,
+};
 use ts_io::{BackendProvider, Registry, Source};
 use ts_orchestrator::{Engine, EngineConfig, Error, Phase, TensorBytes, Unit, UnitId, UnitTensor};
 
@@ -18,6 +21,8 @@ pub(crate) struct Model {
     pub(crate) path: PathBuf,
     pub(crate) content: Vec<u8>,
     pub(crate) units: Vec<Unit>,
+    /// The decoded bytes of encoded tensors, by their virtual offset.
+    decoded: HashMap<u64, Vec<u8>>,
 }
 
 impl Model {
@@ -64,7 +69,47 @@ impl Model {
             Unit::new(format!("u{i}"), tensors)
         });
         let units = units.collect();
-        Self { _dir: dir, path, content, units }
+        Self { _dir: dir, path, content, units, decoded: HashMap::new() }
+    }
+
+    /// Creates units of tensors that are encoded with the codec `split` in chunks of `chunk_len`
+    /// bytes, and of one tensor that is not encoded.
+    pub(crate) fn encoded(units: &[Vec<(Dtype, Vec<u8>)>], chunk_len: usize) -> Self {
+        let (mut content, mut decoded, mut at) = (Vec::new(), HashMap::new(), 0);
+        let mut encoder = Encoder::new(Codec::Split, None).unwrap();
+        let mut encode = |name: String, (dtype, raw): &(Dtype, Vec<u8>)| {
+            let chunks = raw.chunks(chunk_len).map(|raw| {
+                let offset = content.len() as u64;
+                let Encoded { codec, width, len, checksum, .. } =
+                    encoder.encode(*dtype, raw, &mut content);
+                let chunk = Chunk { offset, len: len as u32, codec, width, checksum };
+                let raw_len = raw.len() as u32;
+                ChunkPart { file: FileId(0), chunk, raw_len, skip: 0, len: raw_len }
+            });
+            let chunks = chunks.collect();
+            let offset = ByteRange::VIRTUAL_START + at;
+            at += (raw.len() as u64 + 1).next_multiple_of(64);
+            decoded.insert(offset, raw.clone());
+            let parts = vec![ByteRange { file: FileId(0), offset, len: raw.len() as u64 }];
+            let shape = vec![raw.len() as u64 * 8 / u64::from(dtype.bits())];
+            let entry = TensorEntry { meta: TensorMeta { dtype: *dtype, shape }, parts };
+            UnitTensor { name, entry, phase: Phase::At(0), digest: None, chunks }
+        };
+        let mut made: Vec<Unit> = Vec::new();
+        for (i, tensors) in units.iter().enumerate() {
+            let tensors = tensors.iter().enumerate();
+            let tensors = tensors.map(|(j, tensor)| encode(format!("t{i}.{j}"), tensor)).collect();
+            made.push(Unit::new(format!("u{i}"), tensors));
+        }
+        for (i, unit) in made.iter_mut().enumerate() {
+            let begin = content.len().next_multiple_of(64);
+            content.resize(begin + 3000, i as u8 + 1);
+            unit.tensors.push(tensor(&format!("raw{i}"), &[(begin as u64, 3000)], Phase::Mapped));
+        }
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = dir.path().join("weights");
+        fs::write(&path, &content).unwrap();
+        Self { _dir: dir, path, content, units: made, decoded }
     }
 
     pub(crate) fn sources(&self) -> Vec<Arc<Source>> {
@@ -78,6 +123,9 @@ impl Model {
     /// Returns the content of a tensor.
     pub(crate) fn expected(&self, unit: usize, tensor: usize) -> Vec<u8> {
         let parts = &self.units[unit].tensors[tensor].entry.parts;
+        if let Some(raw) = parts.first().and_then(|part| self.decoded.get(&part.offset)) {
+            return raw.clone();
+        }
         parts
             .iter()
             .flat_map(|p| self.content[p.offset as usize..][..p.len as usize].to_vec())

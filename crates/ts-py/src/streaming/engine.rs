@@ -8,7 +8,8 @@ use pyo3::prelude::*;
 use tensorstream::Speeds;
 use tensorstream::io::{BackendOptions, Tuner};
 use tensorstream::orchestrator::{
-    Access, EngineConfig, Phase, Prefetch, Routing, Table, Unit, UnitId, UnitTensor, Verify,
+    Access, Decoding, EngineConfig, Phase, Prefetch, Routing, Table, Unit, UnitId, UnitTensor,
+    Verify,
 };
 
 use super::Engine;
@@ -133,8 +134,13 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
     io.in_flight = in_flight.unwrap_or(io.in_flight);
     let config = config.with_max_passes(*max_passes).with_backend(backend.clone()).with_io(io);
     let config = config.with_prefetch(prefetch).with_verify(verify).with_watch_writes(true);
-    let config =
-        config.with_device_memory(settings.device.is_some()).with_host_bytes(settings.host_bytes);
+    let device = settings.device.as_ref().map(|device| device.get().device());
+    let decoding = match device.is_some_and(Decoding::is_possible_on) {
+        true => Decoding::WhereFaster,
+        false => Decoding::OnHost,
+    };
+    let config = config.with_device_memory(device.is_some()).with_decoding(decoding);
+    let config = config.with_host_bytes(settings.host_bytes);
     let store = settings.shared_cache.as_deref().map(page_store).transpose()?;
     Ok(config.with_keep_compressed(settings.keep_compressed).with_shared_pages(store))
 }

@@ -28,6 +28,8 @@ pub(super) fn stats_dict<'py>(
     dict.set_item("read_bytes_by_path", paths)?;
     dict.set_item("stalls", stats.stalls())?;
     dict.set_item("stall_s", seconds(stats.stall_ns()))?;
+    dict.set_item("device_decoded_bytes", stats.device_decoded_bytes)?;
+    dict.set_item("device_decode_bytes_per_s", stats.device_decode_bytes_per_s)?;
     dict.set_item("wasted_loads", stats.wasted_loads)?;
     dict.set_item("replans", stats.replans)?;
     let passes = PyList::empty(py);

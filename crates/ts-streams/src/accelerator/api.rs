@@ -6,6 +6,7 @@ use std::fmt;
 
 use crate::device::DeviceInfo;
 use crate::id::DeviceKind;
+use crate::kernel::Kernel;
 use crate::range::MemoryRange;
 use crate::{Error, MemoryKind};
 
@@ -142,6 +143,34 @@ pub trait Api: fmt::Debug + Send + Sync + 'static {
     /// # Safety
     /// The requirements of [`Stream::fill`](crate::Stream::fill) must hold.
     unsafe fn fill(&self, stream: &RawStream, to: MemoryRange, byte: u8) -> Result<(), Error>;
+
+    /// Loads the module of a kernel, unless it is loaded already.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] if the driver loads no PTX.
+    fn load(&self, kernel: &Kernel) -> Result<(), Error> {
+        let _ = kernel;
+        Err(Error::Unsupported { device: self.info()?.name, what: "kernels" })
+    }
+
+    /// Submits a kernel. Loads its module if necessary.
+    ///
+    /// # Errors
+    /// Returns the errors of [`load`](Self::load).
+    ///
+    /// # Safety
+    /// The requirements of [`Stream::launch`](crate::Stream::launch) must hold, and the number of
+    /// arguments must be that of the kernel's parameters.
+    unsafe fn launch(
+        &self,
+        stream: &RawStream,
+        kernel: &Kernel,
+        blocks: u32,
+        arguments: &[u64],
+    ) -> Result<(), Error> {
+        let _ = (stream, blocks, arguments);
+        self.load(kernel)
+    }
 
     /// Submits a migration of managed memory, to the device or to the host.
     fn prefetch(

@@ -6,14 +6,15 @@
 
 use std::ffi::{CStr, c_void};
 use std::ptr::null_mut;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUresult};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUfunction, CUmodule, CUresult};
 
 use super::api::{Api, RawEvent, RawStream, host_call, take_back};
-use super::{AcceleratorDevice, AcceleratorEvent, AcceleratorMemory, AcceleratorStream};
+use super::{AcceleratorDevice, AcceleratorEvent, AcceleratorMemory, AcceleratorStream, lock};
 use crate::device::DeviceInfo;
 use crate::id::DeviceKind;
+use crate::kernel::Kernel;
 use crate::priority::PriorityRange;
 use crate::range::MemoryRange;
 use crate::{Error, GpuStatus, MemoryKind};
@@ -50,7 +51,7 @@ pub(crate) fn status() -> GpuStatus {
 }
 
 /// The driver functions that this module calls, together with [`MORE_SYMBOLS`].
-const SYMBOLS: [&str; 38] = [
+const SYMBOLS: [&str; 42] = [
     "cuInit",
     "cuCtxGetStreamPriorityRange",
     "cuCtxPopCurrent_v2",
@@ -71,6 +72,7 @@ const SYMBOLS: [&str; 38] = [
     "cuEventSynchronize",
     "cuGetErrorName",
     "cuLaunchHostFunc",
+    "cuLaunchKernel",
     "cuMemAllocAsync",
     "cuMemAllocManaged",
     "cuMemAlloc_v2",
@@ -86,6 +88,9 @@ const SYMBOLS: [&str; 38] = [
     "cuMemcpy",
     "cuMemcpyAsync",
     "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
     "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
     "cuStreamWaitEvent",
@@ -180,6 +185,8 @@ pub struct CudaApi {
     device: CUdevice,
     ordinal: u32,
     raw: CUcontext,
+    /// The loaded modules, by the address of their PTX.
+    modules: Mutex<Vec<(usize, CUmodule)>>,
 }
 
 // SAFETY: a context may be current on several threads; the driver synchronizes its calls.
@@ -208,7 +215,7 @@ impl CudaApi {
             check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, number))?;
             check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&raw mut raw, device))?;
         }
-        Ok(Self { device, ordinal: ordinal as u32, raw })
+        Ok(Self { device, ordinal: ordinal as u32, raw, modules: Mutex::default() })
     }
 
     /// Makes the context current on this thread until the result is dropped. PyTorch's current
@@ -236,6 +243,30 @@ impl CudaApi {
             sys::cuDeviceTotalMem_v2(&raw mut bytes, self.device)
         })?;
         Ok(bytes as u64)
+    }
+
+    /// Returns the function of a kernel. Loads its module if necessary. The context must be current.
+    fn function(&self, kernel: &Kernel) -> Result<CUfunction, Error> {
+        let address = kernel.module.as_ptr().addr();
+        let mut modules = lock(&self.modules);
+        let module = match modules.iter().find(|(of, _)| *of == address) {
+            Some((_, module)) => *module,
+            None => {
+                let mut module = null_mut();
+                // SAFETY: `module` is valid for writes, and PTX is text that ends with a zero.
+                check("cuModuleLoadData", unsafe {
+                    sys::cuModuleLoadData(&raw mut module, kernel.module.as_ptr().cast())
+                })?;
+                modules.push((address, module));
+                module
+            }
+        };
+        let mut function = null_mut();
+        // SAFETY: `function` is valid for writes, and the module is loaded until `self` is dropped.
+        check("cuModuleGetFunction", unsafe {
+            sys::cuModuleGetFunction(&raw mut function, module, kernel.name.as_ptr())
+        })?;
+        Ok(function)
     }
 
     /// Returns whether managed memory can migrate while host and device use it.
@@ -465,6 +496,42 @@ impl Api for CudaApi {
         check("cuMemsetD8Async", code)
     }
 
+    fn load(&self, kernel: &Kernel) -> Result<(), Error> {
+        let _current = self.make_current()?;
+        self.function(kernel).map(drop)
+    }
+
+    unsafe fn launch(
+        &self,
+        stream: &RawStream,
+        kernel: &Kernel,
+        blocks: u32,
+        arguments: &[u64],
+    ) -> Result<(), Error> {
+        let _current = self.make_current()?;
+        let function = self.function(kernel)?;
+        let mut values: Vec<*mut c_void> =
+            arguments.iter().map(|value| std::ptr::from_ref(value).cast_mut().cast()).collect();
+        // SAFETY: the caller guarantees that there is a value of 64 bits for each parameter, which
+        // the driver copies during the call, and that the kernel may access what it accesses.
+        let code = unsafe {
+            sys::cuLaunchKernel(
+                function,
+                blocks,
+                1,
+                1,
+                kernel.block_threads,
+                1,
+                1,
+                0,
+                stream.0.cast(),
+                values.as_mut_ptr(),
+                null_mut(),
+            )
+        };
+        check("cuLaunchKernel", code)
+    }
+
     fn prefetch(
         &self,
         stream: &RawStream,
@@ -550,6 +617,14 @@ impl Api for CudaApi {
 
 impl Drop for CudaApi {
     fn drop(&mut self) {
+        let modules = std::mem::take(&mut *lock(&self.modules));
+        if let Ok(_current) = self.make_current() {
+            for (_, module) in modules {
+                // SAFETY: the module belongs to this context. Streams keep this value alive, so
+                // none of its functions is launched any more.
+                let _ = unsafe { sys::cuModuleUnload(module) };
+            }
+        }
         // SAFETY: `new` retained the context once. Streams, events and memory keep this value
         // alive, so none of them exists any more.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };

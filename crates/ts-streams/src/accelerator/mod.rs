@@ -33,6 +33,7 @@ pub use self::stream::AcceleratorStream;
 use self::stream::{Ownership, StreamHandle};
 use crate::Error;
 use crate::device::{Device, DeviceInfo, Registration, Stream};
+use crate::kernel::Kernel;
 use crate::memory::HostBlock;
 use crate::metrics::{MemoryCounters, MemoryMetrics};
 use crate::priority::StreamPriority;
@@ -349,6 +350,10 @@ impl<A: Api> Device for AcceleratorDevice<A> {
         })?;
         memory.allocation = Allocation::Released;
         Ok(())
+    }
+
+    fn load(&self, kernel: &Kernel) -> Result<(), Error> {
+        self.shared.api.load(kernel)
     }
 
     fn synchronize(&self) -> Result<(), Error> {

@@ -14,6 +14,7 @@ use crate::Error;
 use crate::cpu::monotonic_ns;
 use crate::device::{HostFn, MemoryLocation, Status, Stream};
 use crate::id::StreamId;
+use crate::kernel::Kernel;
 use crate::memory::check_copy;
 use crate::metrics::StreamMetrics;
 use crate::queue::{Work, check_may_block, next_stream_id};
@@ -260,6 +261,15 @@ impl<A: Api> Stream for AcceleratorStream<A> {
             };
             shared.api.launch_host_fn(raw, Box::new(run))
         })?;
+        self.handle.counts.launches.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    unsafe fn launch(&self, kernel: &Kernel, blocks: u32, arguments: &[u64]) -> Result<(), Error> {
+        assert_eq!(arguments.len(), kernel.parameters, "each parameter has an argument");
+        let StreamHandle { raw, shared, .. } = &*self.handle;
+        // SAFETY: the caller meets the requirements of `Stream::launch`.
+        self.handle.submit(|_| unsafe { shared.api.launch(raw, kernel, blocks, arguments) })?;
         self.handle.counts.launches.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }

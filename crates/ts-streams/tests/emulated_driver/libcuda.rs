@@ -9,6 +9,8 @@
 //! - A call inside a host function fails with `CUDA_ERROR_NOT_PERMITTED`.
 //! - Memory is freed at once, even if work that uses it is still queued.
 //!
+//! Kernels are the functions of `kernels.c`, which is compiled as `libkernels.so`.
+//!
 //! Each stream is a thread. [`emulatedControl`] injects faults, and [`emulatedCounters`] counts
 //! what exists.
 
@@ -16,7 +18,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -30,7 +32,9 @@ const INVALID_VALUE: Code = 1;
 const OUT_OF_MEMORY: Code = 2;
 const INVALID_DEVICE: Code = 101;
 const INVALID_CONTEXT: Code = 201;
+const INVALID_PTX: Code = 218;
 const INVALID_HANDLE: Code = 400;
+const NOT_FOUND: Code = 500;
 const NOT_READY: Code = 600;
 const ILLEGAL_ADDRESS: Code = 700;
 const ALREADY_REGISTERED: Code = 712;
@@ -137,6 +141,8 @@ struct State {
     limit: Option<usize>,
     streams: HashMap<usize, Arc<Stream>>,
     events: HashMap<usize, Arc<Mutex<Option<Arc<Point>>>>>,
+    /// The PTX of the loaded modules.
+    modules: HashMap<usize, String>,
     next_handle: usize,
     retained: [u64; DEVICES],
     /// The error that all calls return.
@@ -299,12 +305,62 @@ impl State {
     }
 }
 
+unsafe extern "C" {
+    fn mmap(at: *mut c_void, len: usize, protection: i32, flags: i32, file: i32, offset: i64)
+    -> *mut c_void;
+    fn dlopen(path: *const c_char, flags: i32) -> *mut c_void;
+    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
+}
+
+/// A kernel of `libkernels.so`, as `struct kernel` in `kernels.c`.
+#[repr(C)]
+struct Kernel {
+    name: *const c_char,
+    parameters: i32,
+    waits: i32,
+    run: *const c_void,
+}
+
+type FindKernel = unsafe extern "C" fn(*const c_char) -> *const Kernel;
+type RunKernel = unsafe extern "C" fn(*const Kernel, u32, u32, *const u64);
+
+/// Returns the functions of `libkernels.so`, if it exists.
+fn kernels() -> Option<(FindKernel, RunKernel)> {
+    const NOW: i32 = 2;
+    // SAFETY: the library has functions of these names and types, and is never closed.
+    unsafe {
+        let library = dlopen(c"libkernels.so".as_ptr(), NOW);
+        if library.is_null() {
+            return None;
+        }
+        let (find, run) =
+            (dlsym(library, c"find_kernel".as_ptr()), dlsym(library, c"run_kernel".as_ptr()));
+        Some((
+            std::mem::transmute::<*mut c_void, FindKernel>(find),
+            std::mem::transmute::<*mut c_void, RunKernel>(run),
+        ))
+    }
+}
+
+/// Runs a kernel. Device addresses among its arguments become those of the bytes.
+fn run_kernel(kernel: usize, blocks: u32, threads: u32, arguments: &[u64]) {
+    let (_, run) = kernels().expect("the kernel is from this library");
+    let located = with(|state| {
+        arguments.iter().map(|&at| state.locate(at as usize, 1)).collect::<Result<Vec<_>, Code>>()
+    });
+    match located {
+        Ok(located) => {
+            let values: Vec<u64> = located.iter().map(|(at, _)| *at as u64).collect();
+            // SAFETY: the memory exists while the shadows do, and the program passes arguments with
+            // which the kernel accesses only memory that it may access.
+            unsafe { run(kernel as *const Kernel, blocks, threads, values.as_ptr()) };
+        }
+        Err(code) => break_device(code),
+    }
+}
+
 /// Reserves addresses that host code cannot access.
 fn reserve(bytes: usize) -> Option<usize> {
-    unsafe extern "C" {
-        fn mmap(at: *mut c_void, len: usize, protection: i32, flags: i32, file: i32, offset: i64)
-        -> *mut c_void;
-    }
     const PRIVATE_ANONYMOUS_NORESERVE: i32 = 0x2 | 0x20 | 0x4000;
     // SAFETY: a new mapping without access.
     let start =
@@ -544,6 +600,67 @@ driver! {
         })
     }
 
+    fn cuModuleLoadData(module: *mut usize, ptx: *const c_char) {
+        device_call(|state, _| {
+            // SAFETY: the caller passes text that ends with a zero.
+            let text = unsafe { CStr::from_ptr(ptx) }.to_str().map_err(|_| INVALID_PTX)?;
+            if !text.contains(".version") {
+                return Err(INVALID_PTX);
+            }
+            *module = state.handle();
+            state.modules.insert(*module, text.to_owned());
+            Ok(())
+        })
+    }
+
+    fn cuModuleGetFunction(function: *mut usize, module: usize, name: *const c_char) {
+        device_call(|state, _| {
+            let text = state.modules.get(&module).ok_or(INVALID_HANDLE)?;
+            // SAFETY: the caller passes text that ends with a zero.
+            let entry = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| NOT_FOUND)?;
+            let (find, _) = kernels().ok_or(NOT_FOUND)?;
+            // SAFETY: as above.
+            let kernel = unsafe { find(name) };
+            if kernel.is_null() || !text.contains(&format!(".visible .entry {entry}(")) {
+                return Err(NOT_FOUND);
+            }
+            *function = kernel as usize;
+            Ok(())
+        })
+    }
+
+    fn cuModuleUnload(module: usize) {
+        device_call(|state, _| state.modules.remove(&module).map(|_| ()).ok_or(INVALID_HANDLE))
+    }
+
+    fn cuLaunchKernel(
+        function: usize,
+        blocks: u32,
+        _blocks_y: u32,
+        _blocks_z: u32,
+        threads: u32,
+        _threads_y: u32,
+        _threads_z: u32,
+        _shared_bytes: u32,
+        stream: usize,
+        arguments: *const *const u64,
+        _extra: *mut c_void,
+    ) {
+        device_call(|state, _| {
+            if blocks == 0 || threads == 0 || threads > 1024 {
+                return Err(INVALID_VALUE);
+            }
+            // SAFETY: the function is a kernel, and the caller passes its arguments.
+            let values: Vec<u64> = unsafe {
+                let count = (*(function as *const Kernel)).parameters as usize;
+                (0..count).map(|i| **arguments.add(i)).collect()
+            };
+            let run = move || run_kernel(function, blocks, threads, &values);
+            state.stream(stream)?.submit(Box::new(run));
+            Ok(())
+        })
+    }
+
     fn cuStreamCreateWithPriority(stream: *mut usize, _flags: u32, _priority: i32) {
         device_call(|state, _| {
             let (queue, tasks) = channel::<Task>();
@@ -651,6 +768,8 @@ driver! {
             INVALID_VALUE => c"CUDA_ERROR_INVALID_VALUE",
             OUT_OF_MEMORY => c"CUDA_ERROR_OUT_OF_MEMORY",
             INVALID_CONTEXT => c"CUDA_ERROR_INVALID_CONTEXT",
+            INVALID_PTX => c"CUDA_ERROR_INVALID_PTX",
+            NOT_FOUND => c"CUDA_ERROR_NOT_FOUND",
             INVALID_HANDLE => c"CUDA_ERROR_INVALID_HANDLE",
             ILLEGAL_ADDRESS => c"CUDA_ERROR_ILLEGAL_ADDRESS",
             LAUNCH_FAILED => c"CUDA_ERROR_LAUNCH_FAILED",
@@ -672,8 +791,8 @@ driver! {
         SUCCESS
     }
 
-    /// Returns the numbers of retained contexts, streams, events, blocks, device bytes, and current
-    /// contexts of this thread.
+    /// Returns the numbers of retained contexts, streams, events, blocks, device bytes, current
+    /// contexts of this thread, and modules.
     fn emulatedCounters(counters: *mut u64) {
         let values = with(|state| {
             [
@@ -683,6 +802,7 @@ driver! {
                 (state.blocks.len() + state.registered.len()) as u64,
                 state.used.iter().sum::<usize>() as u64,
                 CONTEXTS.with_borrow(Vec::len) as u64,
+                state.modules.len() as u64,
             ]
         });
         std::ptr::copy_nonoverlapping(values.as_ptr(), counters, values.len());

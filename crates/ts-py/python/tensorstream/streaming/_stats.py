@@ -216,6 +216,9 @@ class Stats(TypedDict):
     #: The number of times that modules waited for weights, and the time.
     stalls: int
     stall_s: float
+    #: Bytes that the device decoded, counted after that, and the best rate.
+    device_decoded_bytes: int
+    device_decode_bytes_per_s: float
     #: Units that were read and evicted before they were used.
     wasted_loads: int
     #: The number of times that the plan was changed.
