@@ -36,7 +36,8 @@ pub fn gds_mode() -> Result<GdsMode, String> {
 }
 
 /// The provider of `gds`. The backend is used only if it is named, because cuFile has no advantage
-/// for buffers in host memory, and this crate supports no other buffers.
+/// for buffers in host memory. Reads to other memory are
+/// [`GpuRead`](crate::GpuRead)s.
 pub(crate) struct GdsProvider;
 
 impl BackendProvider for GdsProvider {

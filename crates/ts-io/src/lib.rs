@@ -79,6 +79,7 @@ mod file_backends;
 mod file_mapping;
 #[cfg(target_os = "linux")]
 mod gds;
+mod gpu_read;
 mod hook;
 mod in_memory;
 mod join;
@@ -111,6 +112,7 @@ pub use error::{Error, ErrorKind, SharedIoError};
 pub use file_mapping::FileMapping;
 #[cfg(target_os = "linux")]
 pub use gds::{GdsMode, gds_mode};
+pub use gpu_read::GpuRead;
 #[cfg(target_os = "linux")]
 pub use measure::measure_mapped_views;
 pub use measure::{Measurement, Workload, measure, measure_memcpy};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-use ts_io::Source;
+use ts_io::{ReadPath, Source};
 use ts_pool::{Buffer, HostPool};
 use ts_streams::Device;
 
@@ -30,6 +30,8 @@ pub(crate) struct EngineContext<D: Device> {
     pub(crate) prefetch: Prefetch,
     pub(crate) verify: Verify,
     pub(crate) decoding: Decoding,
+    /// The path of reads straight to the device, if units are read so.
+    pub(crate) gpu_reads: Option<ReadPath>,
     /// The timeout of a read.
     pub(crate) timeout: Duration,
     pub(crate) events: Sender<Event<D>>,

@@ -130,8 +130,25 @@ pub(crate) struct UploadResult<D: Device> {
     pub(crate) kept: Option<SharedBuffer>,
     /// The unit as it is on storage, if it is to be kept so.
     pub(crate) image: Option<KeptImage>,
+    /// How many bytes were read straight to the device, if the unit was. Then the copy is done.
+    pub(crate) read_bytes: Option<u64>,
     /// The event that is reached when the copy is done, or why it was not submitted.
-    pub(crate) result: Result<D::Event, ts_pool::Error>,
+    pub(crate) result: Result<D::Event, UploadError>,
+}
+
+/// Why a unit does not reach its device.
+#[derive(Debug)]
+pub(crate) enum UploadError {
+    /// The device failed.
+    Device(ts_pool::Error),
+    /// The read failed that begins at this offset in the slot.
+    Read(usize, ts_io::Error),
+}
+
+impl From<ts_pool::Error> for UploadError {
+    fn from(error: ts_pool::Error) -> Self {
+        Self::Device(error)
+    }
 }
 
 /// The end of the copy of a unit to its device.

@@ -3,6 +3,7 @@
 
 use ts_pool::{Buffer, SharedBuffer};
 
+use crate::gpu_reads::StoredRead;
 use crate::split_decoder::DecodableImage;
 
 /// Where the bytes of a unit are on the host while it is loaded.
@@ -16,4 +17,6 @@ pub(crate) enum HostBytes {
     Kept(SharedBuffer),
     /// They are there from an earlier load, encoded, and are decoded on the device.
     Encoded(SharedBuffer, DecodableImage),
+    /// Nowhere: they are read straight to the device.
+    Stored(Vec<StoredRead>),
 }

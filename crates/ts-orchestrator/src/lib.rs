@@ -62,6 +62,8 @@ mod engine;
 mod error;
 mod event;
 mod expectation;
+#[allow(unsafe_code)]
+mod gpu_reads;
 mod host_bytes;
 mod image;
 mod inner;

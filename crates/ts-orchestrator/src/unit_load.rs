@@ -283,6 +283,13 @@ impl<D: Device> UnitLoad<D> {
         self.error.get_or_insert(error);
     }
 
+    /// Records that the read of the bytes at this offset in the slot failed.
+    pub(crate) fn fail_at(&mut self, slot_offset: usize, source: ts_io::Error) {
+        let tensor = self.tensor_in_slot(slot_offset as u64).into();
+        let error = Error::Load { unit: self.name(), tensor, source };
+        self.error.get_or_insert(error);
+    }
+
     /// Records that the chunk of a part is damaged.
     pub(crate) fn fail_damaged(&mut self, part: usize, path: PathBuf, damage: DamagedChunk) {
         let tensor = self.tensor_at(part, 0).into();
@@ -293,9 +300,13 @@ impl<D: Device> UnitLoad<D> {
 
     /// Returns the name of the tensor at byte `at` of a part, or of the next tensor in the slot.
     fn tensor_at(&self, part: usize, at: u64) -> &str {
-        let PreparedUnit { unit, layout, .. } = &*self.prepared;
         let Part { slot_offset, len, .. } = self.parts[part];
-        let at = slot_offset as u64 + at.min(len.saturating_sub(1) as u64);
+        self.tensor_in_slot(slot_offset as u64 + at.min(len.saturating_sub(1) as u64))
+    }
+
+    /// Returns the name of the tensor at byte `at` of the slot, or of the next one.
+    fn tensor_in_slot(&self, at: u64) -> &str {
+        let PreparedUnit { unit, layout, .. } = &*self.prepared;
         let hit = layout.tensors.iter().enumerate().filter(|(_, p)| (p.offset + p.len) as u64 > at);
         hit.min_by_key(|(_, p)| p.offset).map_or("", |(i, _)| unit.tensors[i].name.as_str())
     }

@@ -9,7 +9,8 @@ use std::thread::JoinHandle;
 use ts_pool::{Buffer, DeviceBuffer, HostPool, PendingWrite, SharedBuffer};
 use ts_streams::{Device, Stream, check_may_block};
 
-use crate::event::{CopyResult, Event, UploadResult};
+use crate::event::{CopyResult, Event, UploadError, UploadResult};
+use crate::gpu_reads::RunningReads;
 use crate::host_bytes::HostBytes;
 use crate::image::{ImageLayout, KeptImage};
 use crate::split_decoder::SplitDecoder;
@@ -35,12 +36,16 @@ pub(crate) struct Uploader<D: Device> {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// A copy that may still be running.
-struct Running<D: Device> {
-    unit: UnitId,
-    copy: PendingWrite<D>,
-    /// Whether the device also decodes the unit.
-    decodes: bool,
+/// Work that may still be running.
+enum Running<D: Device> {
+    Copy {
+        unit: UnitId,
+        copy: PendingWrite<D>,
+        /// Whether the device also decodes the unit.
+        decodes: bool,
+    },
+    /// Reads straight to the device. They may fail, so the unit is announced when they have ended.
+    Reads { load: u32, slot: DeviceBuffer<D>, reads: RunningReads<D> },
 }
 
 impl<D: Device> Uploader<D> {
@@ -92,6 +97,12 @@ impl<D: Device> Uploader<D> {
     }
 }
 
+/// Submitted work.
+enum Begun<D: Device> {
+    Copy(PendingWrite<D>),
+    Reads(RunningReads<D>),
+}
+
 /// Submits the copies.
 struct Submitter<D: Device> {
     device: D,
@@ -109,25 +120,30 @@ impl<D: Device> Submitter<D> {
         for Upload { load, unit, host, image, mut slot } in inbox {
             let (decodes, mut kept) = (matches!(host, HostBytes::Encoded(..)), None);
             let begun = catch_unwind(AssertUnwindSafe(|| self.begin(host, &mut slot, &mut kept)));
-            let begun = begun.unwrap_or_else(|_| Err(panicked(&self.stream)));
+            let begun = begun.unwrap_or_else(|_| Err(panicked(&self.stream).into()));
             if begun.is_err() {
                 // Clears the error of the stream, so that later uploads can run. The error is
                 // reported for this unit.
                 drop(self.stream.take_error());
             }
+            let image = image.map(|(bytes, layout)| self.prepare(bytes, layout));
             let (copy, result) = match begun {
-                Ok(copy) => {
+                Ok(Begun::Copy(copy)) => {
                     let done = copy.done().clone();
-                    (Some(copy), Ok(done))
+                    (Some(Running::Copy { unit, copy, decodes }), Ok(done))
+                }
+                Ok(Begun::Reads(reads)) => {
+                    let reads = Running::Reads { load, slot, reads };
+                    running.send(reads).expect("the thread receives until the sender is dropped");
+                    continue;
                 }
                 Err(error) => (None, Err(error)),
             };
-            let image = image.map(|(bytes, layout)| self.prepare(bytes, layout));
             // The unit is announced before the end of its copy is.
-            let uploaded = UploadResult { load, slot, kept, image, result };
+            let read_bytes = None;
+            let uploaded = UploadResult { load, slot, kept, image, read_bytes, result };
             let _ = self.events.send(Event::Uploaded(uploaded));
             if let Some(copy) = copy {
-                let copy = Running { unit, copy, decodes };
                 running.send(copy).expect("the thread receives until the sender is dropped");
             }
         }
@@ -139,7 +155,7 @@ impl<D: Device> Submitter<D> {
         host: HostBytes,
         slot: &mut DeviceBuffer<D>,
         kept: &mut Option<SharedBuffer>,
-    ) -> Result<PendingWrite<D>, ts_pool::Error> {
+    ) -> Result<Begun<D>, UploadError> {
         let bytes = match host {
             // If memory cannot be locked, the driver copies through its own, which is slower.
             HostBytes::Empty(memory) => {
@@ -155,10 +171,13 @@ impl<D: Device> Submitter<D> {
             HostBytes::Kept(bytes) => bytes,
             HostBytes::Encoded(bytes, decodable) => {
                 let decoder = self.decoder.as_mut().expect("it has prepared the unit");
-                return decoder.begin(&bytes, &decodable, slot);
+                return Ok(Begun::Copy(decoder.begin(&bytes, &decodable, slot)?));
+            }
+            HostBytes::Stored(reads) => {
+                return Ok(Begun::Reads(RunningReads::begin(&reads, slot)?));
             }
         };
-        slot.begin_write(0, bytes).map_err(|(error, _)| error)
+        Ok(Begun::Copy(slot.begin_write(0, bytes).map_err(|(error, _)| error)?))
     }
 
     /// Prepares a unit as it is on storage for later loads.
@@ -171,22 +190,40 @@ impl<D: Device> Submitter<D> {
     }
 }
 
-/// Waits for each copy, frees its staging memory, and reports how long it took.
+/// Waits for each copy, frees its staging memory, and reports how long it took. Waits for reads, and
+/// announces their unit.
 fn finish_all<D: Device>(
     stream: &D::Stream,
-    copies: &Receiver<Running<D>>,
+    running: &Receiver<Running<D>>,
     events: &Sender<Event<D>>,
 ) {
-    for Running { unit, copy, decodes } in copies {
-        let ended = catch_unwind(AssertUnwindSafe(|| copy.wait()));
-        let (took, staging) = ended.unwrap_or_else(|_| (Err(panicked(stream)), None));
-        if took.is_err() {
-            drop(stream.take_error());
-        }
-        let bytes = staging.as_ref().map_or(0, |staging| staging.len() as u64);
-        drop(staging);
-        let result = took.map(|took| (bytes, took));
-        let _ = events.send(Event::Copied(CopyResult { unit, decoded: decodes, result }));
+    for running in running {
+        let event = match running {
+            Running::Copy { unit, copy, decodes } => {
+                let ended = catch_unwind(AssertUnwindSafe(|| copy.wait()));
+                let (took, staging) = ended.unwrap_or_else(|_| (Err(panicked(stream)), None));
+                if took.is_err() {
+                    drop(stream.take_error());
+                }
+                let bytes = staging.as_ref().map_or(0, |staging| staging.len() as u64);
+                drop(staging);
+                let result = took.map(|took| (bytes, took));
+                Event::Copied(CopyResult { unit, decoded: decodes, result })
+            }
+            Running::Reads { load, slot, reads } => {
+                let done = reads.done().clone();
+                let ended = catch_unwind(AssertUnwindSafe(|| reads.wait()));
+                let ended = ended.unwrap_or_else(|_| Err(panicked(stream).into()));
+                if ended.is_err() {
+                    drop(stream.take_error());
+                }
+                let (kept, image) = (None, None);
+                let read_bytes = Some(*ended.as_ref().unwrap_or(&0));
+                let result = ended.map(|_| done);
+                Event::Uploaded(UploadResult { load, slot, kept, image, read_bytes, result })
+            }
+        };
+        let _ = events.send(event);
     }
 }
 

@@ -272,14 +272,7 @@ fn new_plans_find_memory_in_one_piece_on_each_device() {
 #[cfg(feature = "cuda")]
 #[test]
 fn a_gpu_streams_units() {
-    use std::io::Write;
-    let device = match ts_streams::CudaDevice::new(0) {
-        Ok(device) => device,
-        Err(why) => {
-            let line = format!("skipped: no CUDA device: {why}\n");
-            return std::io::stdout().write_all(line.as_bytes()).unwrap();
-        }
-    };
+    let Some(device) = gpu() else { return };
     let model = Model::assembled(&SIZES);
     for host_bytes in [0, 150 * KIB, usize::MAX] {
         let config = config(BUDGET).with_host_bytes(host_bytes);
@@ -287,6 +280,107 @@ fn a_gpu_streams_units() {
         let engine = Engine::with_device(&device, units, sources, config).unwrap();
         assert_eq!(passes(&model, &engine, &device, 20), 0);
     }
+}
+
+/// Opens a GPU for a test, or says that there is none.
+#[cfg(feature = "cuda")]
+fn gpu() -> Option<ts_streams::CudaDevice> {
+    use std::io::Write;
+    match ts_streams::CudaDevice::new(0) {
+        Ok(device) => Some(device),
+        Err(why) => {
+            let line = format!("skipped: no CUDA device: {why}\n");
+            std::io::stdout().write_all(line.as_bytes()).unwrap();
+            None
+        }
+    }
+}
+
+/// On the emulated driver, makes a read to the GPU fail after `count` others. Returns whether this
+/// is that driver.
+#[cfg(feature = "cuda")]
+fn fail_a_gpu_read(count: i64) -> bool {
+    // SAFETY: this process has loaded the library before.
+    let Ok(library) = (unsafe { libloading::Library::new("libcufile.so.0") }) else { return false };
+    // SAFETY: the emulated library has this function, and no other one has.
+    unsafe {
+        let set = library.get::<unsafe extern "C" fn(i64) -> i32>(b"emulatedReadsLeft");
+        set.map(|set| set(count)).is_ok()
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn a_gpu_reads_units_itself() {
+    use ts_io::{GpuRead, ReadPath};
+    let Some(device) = gpu() else { return };
+    let path = match GpuRead::path() {
+        Ok(path) => path,
+        Err(why) => return println!("skipped: no GPUDirect Storage: {why}"),
+    };
+    let model = Model::new(&[300, 500, 200, 400, 100, 300].map(|kib| kib * KIB + 40));
+    for host_bytes in [0, 700 * KIB] {
+        let new = || {
+            let config =
+                config(1200 * KIB).with_host_bytes(host_bytes).with_backend("gds".to_owned());
+            let (units, sources) = (model.units.clone(), model.sources());
+            Engine::with_device(&device, units, sources, config).unwrap()
+        };
+        let engine = new();
+        let read = |engine: &Engine<_>, path| {
+            let paths = engine.stats().read_bytes;
+            paths.iter().filter(|(of, _)| *of == path).map(|(_, bytes)| bytes).sum::<u64>()
+        };
+        for _ in 0..5 {
+            let pass = engine.begin_pass();
+            for (unit, _) in model.units.iter().enumerate() {
+                let lease = engine.acquire(Some(pass), UnitId(unit as u32)).unwrap();
+                let mut bytes = vec![0; lease.tensor(0).range().len()];
+                copy_to_host(&device, &lease, &mut bytes);
+                model.check(unit, &bytes);
+            }
+            engine.end_pass(pass);
+            engine.replan();
+        }
+        assert!(read(&engine, path) > 1 << 20, "{:?}", engine.stats().read_bytes);
+        let others = [ReadPath::Buffered, ReadPath::Direct].map(|path| read(&engine, path));
+        assert_eq!(others, [0, 0], "the host reads only what it keeps");
+        assert_eq!(engine.stats().passed_over, []);
+        drop(engine);
+        if host_bytes > 0 || !fail_a_gpu_read(2) {
+            continue;
+        }
+        // A read that fails is an error of the unit, and the next use reads it again.
+        let engine = new();
+        let mut failures = 0;
+        for unit in (0..model.units.len()).cycle().take(30) {
+            match engine.acquire(None, UnitId(unit as u32)) {
+                Ok(lease) => {
+                    let mut bytes = vec![0; lease.tensor(0).range().len()];
+                    copy_to_host(&device, &lease, &mut bytes);
+                    model.check(unit, &bytes);
+                }
+                Err(error) => {
+                    failures += 1;
+                    let said = error.to_string();
+                    assert_eq!(error.kind(), ErrorKind::Storage, "{said}");
+                    assert!(said.contains("cuFile error 5010") && said.contains("`t"), "{said}");
+                }
+            }
+        }
+        assert_eq!(failures, 1);
+    }
+}
+
+/// Copies the first tensor of a unit from the device.
+#[cfg(feature = "cuda")]
+fn copy_to_host<D: Device>(device: &D, lease: &Lease<D>, bytes: &mut [u8]) {
+    let stream = device.create_stream(StreamPriority::Normal).unwrap();
+    lease.record_stream(&stream).unwrap();
+    // SAFETY: the lease keeps the unit, `bytes` is borrowed, and the stream is done before this
+    // function returns.
+    unsafe { stream.copy(ts_streams::MemoryRange::of(bytes), lease.tensor(0).range()) }.unwrap();
+    stream.synchronize().unwrap();
 }
 
 /// Returns tensors of every width, whose planes are coded in every way: not, as one byte, with one
@@ -328,14 +422,7 @@ fn tensors(seed: u32, elements: usize) -> Vec<(ts_format::Dtype, Vec<u8>)> {
 #[cfg(feature = "cuda")]
 #[test]
 fn a_gpu_decodes_units() {
-    use std::io::Write;
-    let device = match ts_streams::CudaDevice::new(0) {
-        Ok(device) => device,
-        Err(why) => {
-            let line = format!("skipped: no CUDA device: {why}\n");
-            return std::io::stdout().write_all(line.as_bytes()).unwrap();
-        }
-    };
+    let Some(device) = gpu() else { return };
     const MIB: usize = KIB * KIB;
     let model = |elements, chunk_len| {
         let units: Vec<_> = (1..=8).map(|seed| tensors(seed, elements)).collect();

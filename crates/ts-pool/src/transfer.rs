@@ -55,21 +55,22 @@ impl<D: Device> DeviceBuffer<D> {
         // SAFETY: the copy reads the source, which the result owns until then, and writes to this
         // buffer only.
         unsafe {
-            self.begin_write_with(from, Vec::new(), |stream, range| {
+            self.begin_write_with(vec![from], |stream, range| {
                 stream.copy(range.slice(part), source)
             })
         }
+        .map_err(|(error, mut sources)| (error, sources.swap_remove(0)))
     }
 
     /// Starts work that writes to this buffer: `submit` gets the stream that the buffer was
     /// allocated for, and the address range of the buffer. Does not wait for the work. Other streams
     /// must wait for [`PendingWrite::done`] before they use the bytes.
     ///
-    /// The result keeps `from` and `more` until the work is done.
+    /// The result keeps `sources` until the work is done.
     ///
     /// # Errors
     /// [`Error::Stale`] as for [`write`](Self::write), and the errors of `submit`. Then the caller
-    /// gets `from` back.
+    /// gets `sources` back.
     ///
     /// # Safety
     /// The work must run on the stream, or before the end of work that `submit` submits to the
@@ -78,10 +79,9 @@ impl<D: Device> DeviceBuffer<D> {
     /// must have ended.
     pub unsafe fn begin_write_with(
         &mut self,
-        from: SharedBuffer,
-        more: Vec<SharedBuffer>,
+        sources: Vec<SharedBuffer>,
         submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), ts_streams::Error>,
-    ) -> Result<PendingWrite<D>, (Error, SharedBuffer)> {
+    ) -> Result<PendingWrite<D>, (Error, Vec<SharedBuffer>)> {
         let begun = || {
             let device = self.device();
             let (started, done) = (device.create_event()?, device.create_event()?);
@@ -98,9 +98,9 @@ impl<D: Device> DeviceBuffer<D> {
         };
         match begun() {
             Ok((started, done, guard)) => {
-                Ok(PendingWrite { started, done, source: Some(from), more, _guard: guard })
+                Ok(PendingWrite { started, done, sources: Some(sources), _guard: guard })
             }
-            Err(error) => Err((error, from)),
+            Err(error) => Err((error, sources)),
         }
     }
 
@@ -160,15 +160,13 @@ impl<D: Device> DeviceBuffer<D> {
 }
 
 /// A copy of host memory into a [`DeviceBuffer`] that may still be running, from
-/// [`DeviceBuffer::begin_write`]. Dropping it waits for the copy.
+/// [`DeviceBuffer::begin_write`], or other work that writes to it. Dropping it waits for the work.
 #[derive(Debug)]
 pub struct PendingWrite<D: Device> {
     started: D::Event,
     done: D::Event,
     /// `None` after the wait.
-    source: Option<SharedBuffer>,
-    /// Other memory that the work uses.
-    more: Vec<SharedBuffer>,
+    sources: Option<Vec<SharedBuffer>>,
     _guard: CopyGuard<D>,
 }
 
@@ -179,7 +177,7 @@ impl<D: Device> PendingWrite<D> {
     }
 
     /// Blocks until the copy is done. Returns how long it took on the device, and the host memory
-    /// that was copied.
+    /// that was copied: the first of several.
     ///
     /// # Errors
     /// Returns [`Error::Device`] if the copy failed or the call was made in a host function. In a
@@ -190,18 +188,19 @@ impl<D: Device> PendingWrite<D> {
         }
         let ended = self.done.synchronize();
         let took = ended.and_then(|()| self.done.elapsed_since(&self.started));
-        (took.map_err(Error::from), self.source.take())
+        let sources = self.sources.take();
+        (took.map_err(Error::from), sources.and_then(|sources| sources.into_iter().next()))
     }
 }
 
 impl<D: Device> Drop for PendingWrite<D> {
     fn drop(&mut self) {
-        let Some(source) = self.source.take() else { return };
+        let Some(sources) = self.sources.take() else { return };
         match check_may_block() {
             // Even if this fails, the copy has ended.
             Ok(()) => drop(self.done.synchronize()),
             // The copy may be queued after this host function, so nothing can wait for it here.
-            Err(_) => std::mem::forget((source, std::mem::take(&mut self.more))),
+            Err(_) => std::mem::forget(sources),
         }
     }
 }

@@ -333,6 +333,11 @@ impl Stream for AnyStream {
         dispatch!(AnyStream, self, stream => unsafe { stream.launch(kernel, blocks, arguments) })
     }
 
+    unsafe fn submit_foreign(&self, submit: &mut dyn FnMut(*mut c_void)) -> Result<(), Error> {
+        // SAFETY: the caller meets the requirements of `Stream::submit_foreign`.
+        dispatch!(AnyStream, self, stream => unsafe { stream.submit_foreign(submit) })
+    }
+
     fn prefetch(&self, range: MemoryRange, to: MemoryLocation) -> Result<(), Error> {
         dispatch!(AnyStream, self, stream => stream.prefetch(range, to))
     }

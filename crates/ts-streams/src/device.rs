@@ -2,6 +2,7 @@
 //! The traits of devices, streams, events and memory.
 
 use std::alloc::Layout;
+use std::ffi::c_void;
 use std::fmt;
 use std::time::Duration;
 
@@ -361,6 +362,22 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     unsafe fn launch(&self, kernel: &Kernel, blocks: u32, arguments: &[u64]) -> Result<(), Error> {
         let _ = (kernel, blocks, arguments);
         Err(Error::Unsupported { device: "the device of the stream".into(), what: "kernels" })
+    }
+
+    /// Calls `submit`, which submits work of another library, with the driver's handle of this
+    /// stream, such as a `CUstream`. The device is the current one of the thread meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if streams of the device have no such handles, and the error of this
+    /// stream if it has failed. Then `submit` was not called. The default implementation always
+    /// returns an error.
+    ///
+    /// # Safety
+    /// The work must meet the requirements of [`copy`](Self::copy).
+    unsafe fn submit_foreign(&self, submit: &mut dyn FnMut(*mut c_void)) -> Result<(), Error> {
+        let _ = submit;
+        let (device, what) = ("the device of the stream".into(), "work of other libraries");
+        Err(Error::Unsupported { device, what })
     }
 
     /// Submits a migration of managed memory to `to`, where it will be used next.

@@ -45,7 +45,8 @@ fn driver(cfgs: &[&str]) -> PathBuf {
     let name = if cfgs.is_empty() { "driver".into() } else { cfgs.join("-") };
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated").join(name);
     std::fs::create_dir_all(&directory).unwrap();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulated_driver/libcuda.rs");
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulated_driver");
+    let source = sources.join("libcuda.rs");
     let library = directory.join("libcuda.so.1");
     let changed = |path: &Path| std::fs::metadata(path).and_then(|m| m.modified()).ok();
     if changed(&library) <= changed(&source) {
@@ -55,15 +56,15 @@ fn driver(cfgs: &[&str]) -> PathBuf {
         assert!(rustc.status().unwrap().success());
         let _ = std::os::unix::fs::symlink("libcuda.so.1", directory.join("libcuda.so"));
     }
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/emulated_driver/kernels.c");
-    let (library, kernels) = (directory.join("libkernels.so"), Path::new(KERNELS));
-    if changed(&library) <= changed(&source).max(changed(kernels)) {
-        // `cc` exists, because Rust needs it for linking.
-        let mut cc = Command::new("cc");
-        cc.args(["-shared", "-fPIC", "-O1", "-g", "-pthread", "-Wall", "-Werror"]);
-        cc.args(["-Wno-unknown-pragmas", "-o"]);
-        cc.arg(&library).arg(format!("-DKERNELS=\"{KERNELS}\"")).arg(&source);
-        assert!(cc.status().unwrap().success());
+    for (source, name) in [("kernels.c", "libkernels.so"), ("libcufile.c", "libcufile.so.0")] {
+        let (source, library) = (sources.join(source), directory.join(name));
+        if changed(&library) <= changed(&source).max(changed(Path::new(KERNELS))) {
+            // `cc` exists, because Rust needs it for linking.
+            let mut cc = Command::new("cc");
+            cc.args(["-shared", "-fPIC", "-O1", "-g", "-pthread", "-Wall", "-Werror"]);
+            cc.arg("-Wno-unknown-pragmas").arg(format!("-DKERNELS=\"{KERNELS}\""));
+            assert!(cc.arg("-o").arg(&library).arg(&source).status().unwrap().success());
+        }
     }
     directory
 }

@@ -6,7 +6,6 @@ use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::path::Path;
 use std::sync::OnceLock;
 
 /// The declarations of cufile.h that this module uses.
@@ -50,6 +49,15 @@ mod raw {
         unsafe extern "C" fn(*mut *mut c_void, *mut Descriptor) -> Status;
     pub(super) type HandleDeregister = unsafe extern "C" fn(*mut c_void);
     pub(super) type Read = unsafe extern "C" fn(*mut c_void, *mut c_void, usize, i64, i64) -> isize;
+    pub(super) type ReadAsync = unsafe extern "C" fn(
+        *mut c_void,
+        *mut c_void,
+        *mut usize,
+        *mut i64,
+        *mut i64,
+        *mut isize,
+        *mut c_void,
+    ) -> Status;
 }
 
 /// The loaded library, with its driver open. Both stay open until the process ends.
@@ -57,6 +65,8 @@ pub(crate) struct CuFile {
     register: raw::HandleRegister,
     deregister: raw::HandleDeregister,
     read: raw::Read,
+    /// `None` before version 1.7 of the library (CUDA 12.2).
+    read_async: Option<raw::ReadAsync>,
     properties: raw::Properties,
 }
 
@@ -69,7 +79,7 @@ impl CuFile {
 
     fn open() -> Result<Self, String> {
         // Without NVIDIA's driver, cuFileDriverOpen never returns.
-        check_driver(Path::new("/"))?;
+        check_driver()?;
         let mode = libc::RTLD_NOW | libc::RTLD_LOCAL;
         // SAFETY: the name is a C string, and the initializers of NVIDIA's library have no
         // preconditions. The library is never closed.
@@ -106,6 +116,10 @@ impl CuFile {
                 std::mem::transmute::<*mut c_void, raw::Read>(symbol(c"cuFileRead")?),
             )
         };
+        let read_async = symbol(c"cuFileReadAsync").ok();
+        // SAFETY: as above.
+        let read_async = read_async
+            .map(|symbol| unsafe { std::mem::transmute::<*mut c_void, raw::ReadAsync>(symbol) });
         // SAFETY: `cuFileDriverOpen` has no preconditions.
         check("cuFileDriverOpen", unsafe { open() })?;
         // SAFETY: `Properties` consists of integers, so all zeros are a valid value.
@@ -113,7 +127,7 @@ impl CuFile {
         // SAFETY: the driver is open, and `found` is writable and larger than the structure that
         // the call writes.
         check("cuFileDriverGetProperties", unsafe { properties(&raw mut found) })?;
-        Ok(Self { register, deregister, read, properties: found })
+        Ok(Self { register, deregister, read, read_async, properties: found })
     }
 
     /// Returns whether data goes directly between storage and GPU, through nvidia-fs or PCI
@@ -125,15 +139,31 @@ impl CuFile {
     }
 }
 
-/// Checks that NVIDIA's driver is loaded, by looking for one of its files below `root`.
-fn check_driver(root: &Path) -> Result<(), String> {
-    const FILES: [&str; 2] = ["proc/driver/nvidia/version", "dev/nvidiactl"];
-    if FILES.iter().any(|file| root.join(file).exists()) {
-        return Ok(());
+/// Checks that NVIDIA's driver works, by initializing its library.
+fn check_driver() -> Result<(), String> {
+    let missing = |why: &str| {
+        Err(format!("cuFile (GPUDirect Storage) needs NVIDIA's driver, which is not loaded: {why}"))
+    };
+    let mode = libc::RTLD_NOW | libc::RTLD_LOCAL;
+    // SAFETY: the name is a C string, and the initializers of the driver's library have no
+    // preconditions. The library is never closed.
+    let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), mode) };
+    if library.is_null() {
+        return missing("cannot load libcuda.so.1");
     }
-    let reason = "cuFile (GPUDirect Storage) needs NVIDIA's driver, which is not loaded: neither \
-                  /proc/driver/nvidia/version nor /dev/nvidiactl exists";
-    Err(reason.into())
+    // SAFETY: the library is open, and the name is a C string.
+    let init = unsafe { libc::dlsym(library, c"cuInit".as_ptr()) };
+    if init.is_null() {
+        return missing("libcuda.so.1 does not export cuInit");
+    }
+    // SAFETY: cuda.h declares `cuInit` with this type.
+    let init =
+        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(u32) -> c_int>(init) };
+    // SAFETY: the function has no preconditions.
+    match unsafe { init(0) } {
+        0 => Ok(()),
+        code => missing(&format!("cuInit failed with CUDA error {code} (see CUresult in cuda.h)")),
+    }
 }
 
 /// A file that is registered with cuFile. A descriptor can be registered only once, so all threads
@@ -195,6 +225,74 @@ impl CuFileHandle {
     }
 }
 
+/// A read of a file into memory of a GPU, which may still be running.
+#[derive(Debug)]
+pub(crate) struct CuFileRead(Box<Parameters>);
+
+/// What the library reads when it begins a read, and writes at its end.
+#[derive(Debug)]
+struct Parameters {
+    len: usize,
+    file_offset: i64,
+    memory_offset: i64,
+    read: isize,
+}
+
+impl CuFileHandle {
+    /// Submits a read of `len` bytes at `offset` to a CUDA stream.
+    ///
+    /// # Errors
+    /// Returns the reason if the library does not accept the read.
+    ///
+    /// # Safety
+    /// `stream` must be a stream of the current context, and `memory` valid for writes of `len`
+    /// bytes by its work. This value and the result must exist until the stream has done the read.
+    pub(crate) unsafe fn begin_read(
+        &self,
+        memory: *mut u8,
+        len: usize,
+        offset: u64,
+        stream: *mut c_void,
+    ) -> Result<CuFileRead, String> {
+        let read = self.library.read_async.ok_or(NO_ASYNC)?;
+        let file_offset = i64::try_from(offset).map_err(|_| "the offset is too large")?;
+        let mut parameters = Box::new(Parameters { len, file_offset, memory_offset: 0, read: 0 });
+        let Parameters { len, file_offset, memory_offset, read: done } = &mut *parameters;
+        // SAFETY: the handle is registered, and the pointers are valid until the read has ended,
+        // because the caller keeps the box.
+        let status = unsafe {
+            read(self.handle, memory.cast(), len, file_offset, memory_offset, done, stream)
+        };
+        check("cuFileReadAsync", status)?;
+        Ok(CuFileRead(parameters))
+    }
+}
+
+/// Why the library cannot read to GPUs in the order of streams.
+pub(crate) const NO_ASYNC: &str = "libcufile.so.0 does not export cuFileReadAsync; install GPUDirect Storage of CUDA 12.2 or later";
+
+impl CuFile {
+    /// Returns whether the library has [`CuFileHandle::begin_read`].
+    pub(crate) fn reads_in_streams(&self) -> bool {
+        self.read_async.is_some()
+    }
+}
+
+impl CuFileRead {
+    /// Returns how many bytes were read. The stream must have done the read.
+    pub(crate) fn end(self) -> io::Result<usize> {
+        // SAFETY: the library has written the field, which this code has not moved.
+        let read = unsafe { std::ptr::read_volatile(&raw const self.0.read) };
+        usize::try_from(read).map_err(|_| match read {
+            -1 => io::Error::other("cuFileReadAsync failed in the file system"),
+            code => io::Error::other(format!(
+                "cuFileReadAsync failed: cuFile error {} (see CUfileOpError in cufile.h)",
+                -code
+            )),
+        })
+    }
+}
+
 impl Drop for CuFileHandle {
     fn drop(&mut self) {
         // SAFETY: `new` has registered the handle. No read uses it, because reads borrow `self`.
@@ -212,20 +310,5 @@ fn check(call: &str, status: raw::Status) -> Result<(), String> {
             "{call} failed: cuFile error {cufile} (see CUfileOpError in cufile.h), CUDA error \
              {cuda} (see CUresult in cuda.h)"
         )),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_driver_is_found_by_its_files() {
-        let root = tempfile::tempdir().unwrap();
-        let missing = check_driver(root.path()).unwrap_err();
-        assert!(missing.contains("NVIDIA's driver, which is not loaded"), "{missing}");
-        std::fs::create_dir(root.path().join("dev")).unwrap();
-        std::fs::write(root.path().join("dev/nvidiactl"), "").unwrap();
-        assert_eq!(check_driver(root.path()), Ok(()));
     }
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! System calls that the standard library does not wrap. Apart from [`MappedView`] and
-//! [`FileMapping`], all unsafe code of this crate is here.
+//! System calls that the standard library does not wrap. Apart from [`MappedView`],
+//! [`FileMapping`] and [`GpuRead`], all unsafe code of this crate is here.
 //!
 //! [`MappedView`]: crate::MappedView
 //! [`FileMapping`]: crate::FileMapping
+//! [`GpuRead`]: crate::GpuRead
 
 #[cfg(target_os = "linux")]
 mod cufile;
@@ -17,7 +18,7 @@ mod portable;
 mod ring;
 
 #[cfg(target_os = "linux")]
-pub(crate) use cufile::{CuFile, CuFileHandle};
+pub(crate) use cufile::{CuFile, CuFileHandle, CuFileRead, NO_ASYNC};
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
 #[cfg(target_os = "linux")]

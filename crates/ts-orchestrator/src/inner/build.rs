@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
 use parking_lot::{Condvar, Mutex};
-use ts_io::Source;
+use ts_io::{GpuRead, Source};
 use ts_pool::{Budget, HostPool};
-use ts_streams::Device;
+use ts_streams::{Device, DeviceKind};
 
 use crate::Error;
 use crate::config::{Decoding, EngineConfig, Verify};
@@ -37,6 +37,13 @@ impl<D: Device> EngineInner<D> {
             decodes: config.decoding != Decoding::OnHost
                 && config.host_bytes > 0
                 && can_decode(device),
+        });
+        let mut choice = choice;
+        let wants_gpu_reads = choice.provider.name() == "gds"
+            && device.is_some_and(|device| device.info().kind == DeviceKind::Cuda);
+        let gpu_reads = wants_gpu_reads.then(GpuRead::path).transpose().unwrap_or_else(|why| {
+            choice.passed_over.push(("gds to the device", why));
+            None
         });
         let sizing = Sizing::new(units, &sources, &config, place)?;
         let Sizing {
@@ -110,6 +117,7 @@ impl<D: Device> EngineInner<D> {
             prefetch,
             verify,
             decoding: config.decoding,
+            gpu_reads,
             timeout,
             events,
         };

@@ -146,12 +146,12 @@ impl<D: Device> SplitDecoder<D> {
             submitted
         };
         assert!(decodable.end <= slot.len(), "the unit fits its slot");
-        let more = vec![decodable.steps.clone()];
+        let sources = vec![image.clone(), decodable.steps.clone()];
         // SAFETY: the copies run on the stream of the slot, and it waits for the kernels. They read
         // the memory of the pieces, and write to it and to the parts of the slot that `Steps` names,
         // which are those of the unit. The copies read the images, which the result keeps. After a
         // failure, nothing runs on the stream of the kernels.
-        unsafe { slot.begin_write_with(image.clone(), more, submit) }.map_err(|(error, _)| error)
+        unsafe { slot.begin_write_with(sources, submit) }.map_err(|(error, _)| error)
     }
 
     /// Submits the copies and the kernels for a piece.

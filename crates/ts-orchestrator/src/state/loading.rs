@@ -11,11 +11,12 @@ use crate::Error;
 use crate::config::{Decoding, Verify};
 use crate::context::EngineContext;
 use crate::event::{
-    ChecksumMismatch, CopyResult, DamagedChunk, Event, PanickedJob, UploadResult, Work,
+    ChecksumMismatch, CopyResult, DamagedChunk, Event, PanickedJob, UploadError, UploadResult, Work,
 };
+use crate::gpu_reads::StoredRead;
 use crate::host_bytes::HostBytes;
 use crate::image::{ImageLayout, KeptImage};
-use crate::layout::ReadKind;
+use crate::layout::{ReadKind, SlotRead};
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::sharing::Pages;
@@ -70,6 +71,12 @@ impl<D: Device> EngineState<D> {
             // Nothing is read. The bytes were verified when they were.
             Some(ready) => {
                 self.loads.insert(load_id, load);
+                if matches!(ready, HostBytes::Stored(_)) {
+                    if self.in_flight == 0 {
+                        self.busy_since_ns = now_ns;
+                    }
+                    self.in_flight += 1;
+                }
                 self.upload(context, load_id, ready);
             }
             None => self.begin_load(context, load_id, load, now_ns),
@@ -241,6 +248,14 @@ impl<D: Device> EngineState<D> {
         }
     }
 
+    /// Counts a read that has ended.
+    fn end_read(&mut self, now_ns: u64) {
+        self.in_flight -= 1;
+        if self.in_flight == 0 {
+            self.counters.busy_ns += now_ns.saturating_sub(self.busy_since_ns);
+        }
+    }
+
     /// Handles the end of a read.
     pub(crate) fn on_read(
         &mut self,
@@ -248,10 +263,7 @@ impl<D: Device> EngineState<D> {
         completion: Completion,
         now_ns: u64,
     ) {
-        self.in_flight -= 1;
-        if self.in_flight == 0 {
-            self.counters.busy_ns += now_ns.saturating_sub(self.busy_since_ns);
-        }
+        self.end_read(now_ns);
         let Completion { token, mut buffers, result } = completion;
         let buffer = buffers.pop();
         let (load_id, part) = split_token(token);
@@ -479,18 +491,30 @@ impl<D: Device> EngineState<D> {
         upload: UploadResult<D>,
         now_ns: u64,
     ) {
-        let UploadResult { load: load_id, slot, kept, image, result } = upload;
+        let UploadResult { load: load_id, slot, kept, image, read_bytes, result } = upload;
+        if read_bytes.is_some() {
+            self.end_read(now_ns);
+        }
+        if read_bytes.is_some() || result.is_err() {
+            self.copies_running -= 1;
+        }
         let load = self.loads.get_mut(&load_id).expect("a load exists until its upload has ended");
         let kept = kept.zip(load.prepared.image.clone());
         load.kept = image.or_else(|| kept.map(|(bytes, layout)| KeptImage::new(bytes, layout)));
         let copied = match result {
             Ok(copied) => Some(copied),
-            Err(error) => {
-                self.copies_running -= 1;
+            Err(UploadError::Device(error)) => {
                 load.error = Some(Error::device(&load.name(), error));
                 None
             }
+            Err(UploadError::Read(at, error)) => {
+                load.fail_at(at, error);
+                None
+            }
         };
+        if let (Some(bytes), Some(path)) = (read_bytes, context.gpu_reads) {
+            load.count(path, bytes as usize);
+        }
         self.finish(context, load_id, Some(Slot::Device(slot, copied)), now_ns);
     }
 
@@ -610,6 +634,9 @@ impl<D: Device> UnitState<D> {
         {
             return Some(HostBytes::Encoded(bytes.clone(), decodable.clone()));
         }
+        if let Some(reads) = self.gpu_reads(context, prepared) {
+            return Some(HostBytes::Stored(reads));
+        }
         let layout = prepared.image.as_ref().filter(|image| image.is_slot)?;
         if let Some(image) = &self.image {
             return Some(HostBytes::Kept(image.bytes.clone()));
@@ -619,6 +646,31 @@ impl<D: Device> UnitState<D> {
             .or_else(|| context.allocate_image(Some(layout.len).filter(|_| self.compressed)))?;
         drop(memory.split_off(layout.len)); // what rounding has added
         Some(HostBytes::EmptyToKeep(memory))
+    }
+
+    /// Returns the reads of the unit straight to its device. Returns `None` if the host needs its
+    /// bytes: to decode, verify or keep them.
+    fn gpu_reads(
+        &self,
+        context: &EngineContext<D>,
+        prepared: &PreparedUnit,
+    ) -> Option<Vec<StoredRead>> {
+        context.gpu_reads?;
+        let verifies = !prepared.checks.is_empty() && self.needs_verification(context.verify);
+        if self.compressed || self.image.is_some() || verifies {
+            return None;
+        }
+        let stored = |read: &SlotRead| {
+            let source = &context.sources[read.file.0 as usize];
+            let is_direct = read.kind == ReadKind::InPlace && source.is_file();
+            is_direct.then(|| StoredRead {
+                source: Arc::clone(source),
+                offset: read.file_offset,
+                len: read.required,
+                slot_offset: read.slot_offset,
+            })
+        };
+        prepared.layout.reads.iter().map(stored).collect()
     }
 
     /// Gives the memory for the compressed unit the bytes that another process has read, or

@@ -172,6 +172,15 @@ pub trait Api: fmt::Debug + Send + Sync + 'static {
         self.load(kernel)
     }
 
+    /// Calls a function while the device is the current one of the thread.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] if the driver has no current device.
+    fn with_current(&self, run: &mut dyn FnMut()) -> Result<(), Error> {
+        let _ = run;
+        Err(Error::Unsupported { device: self.info()?.name, what: "work of other libraries" })
+    }
+
     /// Submits a migration of managed memory, to the device or to the host.
     fn prefetch(
         &self,

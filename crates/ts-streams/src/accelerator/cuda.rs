@@ -496,6 +496,12 @@ impl Api for CudaApi {
         check("cuMemsetD8Async", code)
     }
 
+    fn with_current(&self, run: &mut dyn FnMut()) -> Result<(), Error> {
+        let _current = self.make_current()?;
+        run();
+        Ok(())
+    }
+
     fn load(&self, kernel: &Kernel) -> Result<(), Error> {
         let _current = self.make_current()?;
         self.function(kernel).map(drop)

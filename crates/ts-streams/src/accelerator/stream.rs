@@ -274,6 +274,11 @@ impl<A: Api> Stream for AcceleratorStream<A> {
         Ok(())
     }
 
+    unsafe fn submit_foreign(&self, submit: &mut dyn FnMut(*mut c_void)) -> Result<(), Error> {
+        let StreamHandle { raw, shared, .. } = &*self.handle;
+        self.handle.submit(|_| shared.api.with_current(&mut || submit(raw.0)))
+    }
+
     fn prefetch(&self, range: MemoryRange, to: MemoryLocation) -> Result<(), Error> {
         let StreamHandle { raw, shared, .. } = &*self.handle;
         if !shared.info.can_prefetch {

@@ -382,6 +382,13 @@ fn break_device(code: Code) {
     with(|state| _ = state.broken.get_or_insert(code));
 }
 
+/// Returns where the bytes at a device address are, for other emulated libraries. They exist as long
+/// as the memory is not freed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn emulatedLocate(address: usize, bytes: usize) -> *mut u8 {
+    with(|state| state.locate(address, bytes)).map_or(std::ptr::null_mut(), |(at, _)| at)
+}
+
 macro_rules! driver {
     ($(
         $(#[$attribute:meta])*
