@@ -7,8 +7,8 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use tensorstream::format::{
-    ByteRange, CHUNK_LEN, Catalog, Codec, Dtype, Encoder, FileId, Scratch, TensorEntry, TensorMeta,
-    decode_chunk,
+    ByteRange, CHUNK_LEN, Catalog, Codec, Dtype, Encoder, FileId, Scratch, SplitLayout,
+    TensorEntry, TensorMeta, decode_chunk,
 };
 use tensorstream::io::Source;
 use tensorstream::orchestrator::{
@@ -138,7 +138,8 @@ fn codecs(c: &mut Criterion) {
 
 /// Measures how much of decoding a device could save by merging planes: decodes 64 chunks to
 /// elements; to planes, as they would be copied to the device; and only those planes that are
-/// coded, as if the device read the others where they are stored.
+/// coded, as if the device read the others where they are stored. Also measures what the host does
+/// once if the device decodes everything: it takes the chunks apart.
 fn planes(c: &mut Criterion) {
     /// The elements in a block of a chunk (FORMAT.md).
     const BLOCK: usize = 256 << 10;
@@ -159,6 +160,13 @@ fn planes(c: &mut Criterion) {
                     stored.chunks(chunk.len()).zip(out.chunks_mut(CHUNK_LEN as usize))
                 {
                     decode_chunk(encoded.codec, encoded.width, stored, out, &mut scratch).unwrap();
+                }
+            });
+        });
+        group.bench_function(format!("taken apart, {name}"), |b| {
+            b.iter(|| {
+                for stored in stored.chunks(chunk.len()) {
+                    black_box(SplitLayout::new(stored, width, raw.len()).unwrap());
                 }
             });
         });

@@ -272,7 +272,7 @@ fn new_plans_find_memory_in_one_piece_on_each_device() {
 #[cfg(feature = "cuda")]
 #[test]
 fn a_gpu_streams_units() {
-    let Some(device) = gpu() else { return };
+    let Some((device, _alone)) = gpu() else { return };
     let model = Model::assembled(&SIZES);
     for host_bytes in [0, 150 * KIB, usize::MAX] {
         let config = config(BUDGET).with_host_bytes(host_bytes);
@@ -282,18 +282,37 @@ fn a_gpu_streams_units() {
     }
 }
 
-/// Opens a GPU for a test, or says that there is none.
+/// Opens a GPU for a test, which is the only one that uses it now, or says that there is none.
 #[cfg(feature = "cuda")]
-fn gpu() -> Option<ts_streams::CudaDevice> {
+fn gpu() -> Option<(ts_streams::CudaDevice, std::sync::MutexGuard<'static, ()>)> {
     use std::io::Write;
+    use std::sync::PoisonError;
+    static ALONE: Mutex<()> = Mutex::new(());
+    let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     match ts_streams::CudaDevice::new(0) {
-        Ok(device) => Some(device),
+        Ok(device) => Some((device, alone)),
         Err(why) => {
             let line = format!("skipped: no CUDA device: {why}\n");
             std::io::stdout().write_all(line.as_bytes()).unwrap();
             None
         }
     }
+}
+
+/// Returns how many streams, events and blocks exist on the emulated driver, and their bytes.
+#[cfg(feature = "cuda")]
+fn handles() -> [u64; 4] {
+    let mut values = [0u64; 7];
+    // SAFETY: this process has loaded the library before.
+    let Ok(library) = (unsafe { libloading::Library::new("libcuda.so.1") }) else { return [0; 4] };
+    // SAFETY: the emulated driver has this function, which writes seven numbers, and no other one
+    // has.
+    unsafe {
+        let count = library.get::<unsafe extern "C" fn(*mut u64) -> i32>(b"emulatedCounters");
+        count.map(|count| count(values.as_mut_ptr())).ok();
+    }
+    let [_, streams, events, blocks, bytes, ..] = values;
+    [streams, events, blocks, bytes]
 }
 
 /// On the emulated driver, makes a read to the GPU fail after `count` others. Returns whether this
@@ -313,7 +332,7 @@ fn fail_a_gpu_read(count: i64) -> bool {
 #[test]
 fn a_gpu_reads_units_itself() {
     use ts_io::{GpuRead, ReadPath};
-    let Some(device) = gpu() else { return };
+    let Some((device, _alone)) = gpu() else { return };
     let path = match GpuRead::path() {
         Ok(path) => path,
         Err(why) => return println!("skipped: no GPUDirect Storage: {why}"),
@@ -422,13 +441,14 @@ fn tensors(seed: u32, elements: usize) -> Vec<(ts_format::Dtype, Vec<u8>)> {
 #[cfg(feature = "cuda")]
 #[test]
 fn a_gpu_decodes_units() {
-    let Some(device) = gpu() else { return };
+    let Some((device, _alone)) = gpu() else { return };
     const MIB: usize = KIB * KIB;
     let model = |elements, chunk_len| {
         let units: Vec<_> = (1..=8).map(|seed| tensors(seed, elements)).collect();
         Model::encoded(&units, chunk_len)
     };
     let decoded = |model: &Model, config: EngineConfig, count: usize| {
+        let before = handles();
         let (units, sources) = (model.units.clone(), model.sources());
         let budget = config.budget_bytes;
         let engine = Engine::with_device(&device, units, sources, config).unwrap();
@@ -438,6 +458,9 @@ fn a_gpu_decodes_units() {
         assert!(stats.plan.streamed_bytes_per_pass == 0 && stats.plan.host_bytes > 0, "{stats:?}");
         let rates = (stats.device_decode_bytes_per_s / 1e9, stats.rates.decode_bytes_per_s / 1e9);
         println!("GB/s: the device {:.2}, a thread of the host {:.2}", rates.0, rates.1);
+        drop(engine);
+        device.synchronize().unwrap();
+        assert_eq!(handles(), before, "streams, events, blocks and bytes");
         stats.device_decoded_bytes
     };
     let config = |budget, decoding| {

@@ -7,13 +7,15 @@ use std::path::PathBuf;
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use tensorstream::io::{GpuRead, ReadPath};
 use tensorstream::pool::{
     self, DeviceBuffer, OrderedOptions, PinnedMemoryPool, PoolConfig, StreamOrderedAllocator,
     StreamOrderedPool,
 };
 use tensorstream::remote::OrderedMemory;
 use tensorstream::streams::{
-    AnyDevice, AnyStream, CudaDevice, Device, RuntimeDevice, RuntimeLibrary, StreamPriority,
+    AnyDevice, AnyStream, CudaDevice, Device, DeviceKind, RuntimeDevice, RuntimeLibrary,
+    StreamPriority,
 };
 
 use crate::errors::configuration_error;
@@ -86,6 +88,19 @@ impl Accelerator {
     fn available_bytes(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         let available = py.detach(|| self.device.available_bytes());
         available.map_err(|e| configuration_error(py, &e.to_string()))
+    }
+
+    /// Returns why the device cannot read files straight into its memory, or None if it can. Loads
+    /// GPUDirect Storage.
+    fn why_no_direct_reads(&self, py: Python<'_>) -> Option<String> {
+        if self.device.info().kind != DeviceKind::Cuda {
+            return Some("only NVIDIA GPUs read files into their own memory".into());
+        }
+        match py.detach(GpuRead::path) {
+            Ok(ReadPath::GpuDirect) => None,
+            Ok(_) => Some("GPUDirect Storage is in compatibility mode here".into()),
+            Err(why) => Some(why),
+        }
     }
 
     /// The memory of the device in bytes, or None if it is not known.

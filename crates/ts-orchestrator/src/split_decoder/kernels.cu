@@ -176,6 +176,13 @@ __global__ void split_runs(u64 piece_at, u64 codes, u64 tables, u64 runs, u64 sl
 // The number of elements that a thread merges before it waits for the others.
 #define EACH 4
 
+// What the threads of a block do before they wait for each other, and what each of them keeps
+// meanwhile. On the host, a phase is a loop over the threads.
+#ifndef PHASE
+#define PHASE
+#define KEPT u64 kept[EACH]
+#endif
+
 // Returns the bytes of element `i`, rotated back.
 static __device__ __forceinline__ u64 element(const u8 *piece, const struct Block *block,
                                               const u8 *coded, u32 width, u32 coded_count, u32 i)
@@ -199,30 +206,30 @@ static __device__ __forceinline__ u64 element(const u8 *piece, const struct Bloc
 static __device__ __forceinline__ void merge(const u8 *piece, const struct Block *block, u8 *target,
                                              u32 width)
 {
-    u32 p, coded_count = 0, begin, k;
-    u64 values[EACH];
+    u32 p, coded_count = 0, begin;
+    KEPT;
     for (p = 0; p < width; p++)
         coded_count += block->planes[p] == CODED;
     const u8 *coded = target + (u64)(width - coded_count) * block->count;
     for (begin = 0; begin < block->count; begin += EACH * blockDim.x) {
-        for (k = 0; k < EACH; k++) {
+        PHASE for (u32 k = 0; k < EACH; k++) {
             u32 i = begin + k * blockDim.x + threadIdx.x;
             if (i < block->count)
-                values[k] = element(piece, block, coded, width, coded_count, i);
+                kept[k] = element(piece, block, coded, width, coded_count, i);
         }
         __syncthreads();
-        for (k = 0; k < EACH; k++) {
+        PHASE for (u32 k = 0; k < EACH; k++) {
             u32 i = begin + k * blockDim.x + threadIdx.x;
             if (i >= block->count)
                 continue;
             if (width == 1)
-                target[i] = (u8)values[k];
+                target[i] = (u8)kept[k];
             else if (width == 2)
-                ((u16 *)target)[i] = (u16)values[k];
+                ((u16 *)target)[i] = (u16)kept[k];
             else if (width == 4)
-                ((u32 *)target)[i] = (u32)values[k];
+                ((u32 *)target)[i] = (u32)kept[k];
             else
-                ((u64 *)target)[i] = values[k];
+                ((u64 *)target)[i] = kept[k];
         }
         __syncthreads();
     }

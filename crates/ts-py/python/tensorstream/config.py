@@ -56,7 +56,8 @@ class BackendType(enum.Enum):
     MMAP = "mmap"
     #: The best available one, and the accelerator as the default device.
     CUDA = "cuda"
-    #: The same, because reads into device memory without the host's are not built yet.
+    #: The same. Weights that are not compressed are read straight into its memory, if GPUDirect
+    #: Storage can do that, and else through memory of the host.
     GPUDIRECT = "gpudirect"
 
 
@@ -149,9 +150,6 @@ VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "nev
 HEADROOM = 96 << 20
 #: The backends that choose the accelerator as the default device.
 ACCELERATED = (BackendType.CUDA.value, BackendType.GPUDIRECT.value)
-_THROUGH_HOST = (
-    "reads straight into device memory are not built yet; they go through memory of the host"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -516,6 +514,9 @@ class Config:
         backend = str(self.backend)
         chosen_by_us = (BackendType.AUTO.value, *ACCELERATED)
         name = None if backend in chosen_by_us else backend
+        on = self.accelerator()
+        if backend == BackendType.GPUDIRECT.value and on and not on.why_no_direct_reads():
+            name = "gds"
         return {
             "max_passes": self.max_passes,
             "backend": name,
@@ -524,7 +525,7 @@ class Config:
             "verify": VERIFY[self.verify_checksums],
             "keep_compressed": self.compression == "auto",
             "shared_cache": self.shared_directory(),
-            "device": self.accelerator(),
+            "device": on,
             "host_bytes": self.host_bytes(),
         }
 
@@ -631,7 +632,10 @@ class Config:
                     "on the CPU"
                 )
         if backend == BackendType.GPUDIRECT.value and not reasons:
-            reasons.append(_THROUGH_HOST)
+            on = self.accelerator()
+            why = on.why_no_direct_reads() if on else "the model runs on the CPU"
+            if why:
+                reasons.append(f"{why}, so weights are read through memory of the host")
         for reason in reasons:
             not_built(f"BackendType.{backend.upper()}", reason)
         return [(backend, reason) for reason in reasons]

@@ -135,7 +135,8 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
     let config = config.with_max_passes(*max_passes).with_backend(backend.clone()).with_io(io);
     let config = config.with_prefetch(prefetch).with_verify(verify).with_watch_writes(true);
     let device = settings.device.as_ref().map(|device| device.get().device());
-    let decoding = match device.is_some_and(Decoding::is_possible_on) {
+    let keeps = device.filter(|_| settings.host_bytes > 0);
+    let decoding = match keeps.is_some_and(Decoding::is_possible_on) {
         true => Decoding::WhereFaster,
         false => Decoding::OnHost,
     };

@@ -2,9 +2,6 @@
 // Runs kernels on the host: those of KERNELS, which is CUDA C that is also C, and one for the tests
 // of this crate.
 
-#define _GNU_SOURCE
-#include <pthread.h>
-#include <sched.h>
 #include <string.h>
 
 #define __global__
@@ -17,31 +14,13 @@ struct dimension {
 
 static __thread struct dimension blockIdx, threadIdx, blockDim;
 
-// The threads of a block that wait for each other. There are fewer than were asked for, because
-// each is one of the system.
-#define THREADS 2
-
-// Where the threads of a block wait. They do so often, and for a short time.
-struct barrier {
-    unsigned waiting, round;
-};
-
-static __thread struct barrier *barrier;
-
-static void wait_for_all(void)
-{
-    unsigned round = __atomic_load_n(&barrier->round, __ATOMIC_ACQUIRE);
-    if (__atomic_add_fetch(&barrier->waiting, 1, __ATOMIC_ACQ_REL) == THREADS) {
-        barrier->waiting = 0;
-        __atomic_add_fetch(&barrier->round, 1, __ATOMIC_RELEASE);
-        return;
-    }
-    for (unsigned tries = 0; __atomic_load_n(&barrier->round, __ATOMIC_ACQUIRE) == round; tries++)
-        if (tries > 1000)
-            sched_yield();
-}
-
-#define __syncthreads() wait_for_all()
+// The threads of a block run one after the other. Where they wait for each other, KERNELS is
+// divided into phases, in each of which all of them run; each keeps something from phase to phase.
+#define MOST_THREADS 1024
+#define PHASE for (threadIdx.x = 0; threadIdx.x < blockDim.x; threadIdx.x++)
+#define KEPT static __thread u64 all_kept[MOST_THREADS][EACH]
+#define kept all_kept[threadIdx.x]
+#define __syncthreads()
 
 #include KERNELS
 
@@ -61,8 +40,8 @@ static void run_split_merge(const u64 *a) { split_merge(a[0], a[1], a[2]); }
 struct kernel {
     const char *name;
     int parameters;
-    // Whether the threads of a block wait for each other.
-    int waits;
+    // Whether the kernel is divided into phases.
+    int has_phases;
     void (*run)(const u64 *arguments);
 };
 
@@ -81,43 +60,14 @@ const struct kernel *find_kernel(const char *name)
     return 0;
 }
 
-struct thread {
-    const struct kernel *kernel;
-    unsigned blocks, number;
-    const u64 *arguments;
-    struct barrier *barrier;
-};
-
-static void *run_thread(void *of)
-{
-    struct thread *own = of;
-    barrier = own->barrier;
-    blockDim.x = THREADS;
-    threadIdx.x = own->number;
-    for (blockIdx.x = 0; blockIdx.x < own->blocks; blockIdx.x++) {
-        own->kernel->run(own->arguments);
-        wait_for_all();
-    }
-    return 0;
-}
-
 void run_kernel(const struct kernel *kernel, unsigned blocks, unsigned threads,
                 const u64 *arguments)
 {
-    if (kernel->waits) {
-        pthread_t handles[THREADS];
-        struct thread each[THREADS];
-        struct barrier all = {0, 0};
-        for (unsigned i = 0; i < THREADS; i++) {
-            each[i] = (struct thread){kernel, blocks, i, arguments, &all};
-            pthread_create(&handles[i], 0, run_thread, &each[i]);
-        }
-        for (unsigned i = 0; i < THREADS; i++)
-            pthread_join(handles[i], 0);
-        return;
-    }
     blockDim.x = threads;
-    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
-        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+        if (kernel->has_phases)
             kernel->run(arguments);
+        else
+            PHASE kernel->run(arguments);
+    }
 }

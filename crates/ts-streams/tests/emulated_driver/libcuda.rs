@@ -317,7 +317,7 @@ unsafe extern "C" {
 struct Kernel {
     name: *const c_char,
     parameters: i32,
-    waits: i32,
+    has_phases: i32,
     run: *const c_void,
 }
 
