@@ -8,6 +8,8 @@ use std::ops::Range;
 /// The longest codeword of literals, in bits (4.2.1).
 pub const MAX_CODE_BITS: u32 = 11;
 
+/// Frames with a new code for fewer bytes than these on average are refused, after the first 64.
+const LEAST_BYTES_OF_CODE: usize = 1024;
 const MAGIC: [u8; 4] = 0xFD2F_B528u32.to_le_bytes();
 
 /// A Huffman code of bytes.
@@ -73,6 +75,8 @@ pub(crate) fn runs(
         let content = rest..rest.checked_add(stored).filter(|&to| to <= end)?;
         rest = content.end;
         match kind {
+            // The last block may be empty. Others of no bytes would only cost memory.
+            0 | 1 if len == 0 && !is_last => return None,
             0 => runs.push(Run { count: len, content: RunContent::Stored(content) }),
             1 => {
                 let content = RunContent::Repeated(bytes[content.start]);
@@ -113,6 +117,10 @@ fn literals(
 ) -> Option<()> {
     let content = &bytes[block.clone()];
     let first = *content.first()?;
+    // A description of a code takes much more memory here than in the frame.
+    if codes.len() > bytes.len() / LEAST_BYTES_OF_CODE + 64 {
+        return None;
+    }
     let (kind, format) = (first & 3, first >> 2 & 3);
     let header = little_endian(content.get(..content.len().min(5))?);
     if kind < 2 {

@@ -48,10 +48,15 @@ pub struct EngineConfig {
     pub staging_units: usize,
     /// The memory on the host in which units are kept, in bytes. They are copied to the device from
     /// there instead of being read again. Units that are compressed on storage stay compressed, and
-    /// are decoded into the staging memory or on the device. The memory of others is pinned after
-    /// the first read.
+    /// are decoded into the staging memory or on the device. The memory of others, and of those that
+    /// the device can decode, is pinned after the first read.
     /// Used only for devices with their own memory; 0, the default, keeps none.
     pub host_bytes: usize,
+    /// Whether to use the backend `gds` if it reads straight to the device, without copies on the
+    /// host. Otherwise the default backend is used, and
+    /// [`passed_over`](crate::EngineStats::passed_over) has the reason. Only for a device with its
+    /// own memory, and if no `backend` is named.
+    pub read_to_device: bool,
     /// Where units are decoded that are kept compressed on the host.
     pub decoding: Decoding,
     /// Whether plans without an engine are for a device with its own memory. They are for one that
@@ -132,6 +137,7 @@ impl EngineConfig {
             budget_bytes,
             staging_units: 2,
             host_bytes: 0,
+            read_to_device: false,
             decoding: Decoding::default(),
             device_memory: false,
             max_passes: 1,
@@ -184,6 +190,12 @@ impl EngineConfig {
     #[must_use]
     pub fn with_host_bytes(self, host_bytes: usize) -> Self {
         Self { host_bytes, ..self }
+    }
+
+    /// Sets [`read_to_device`](Self::read_to_device).
+    #[must_use]
+    pub fn with_read_to_device(self, read_to_device: bool) -> Self {
+        Self { read_to_device, ..self }
     }
 
     /// Sets [`decoding`](Self::decoding).

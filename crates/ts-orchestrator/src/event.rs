@@ -130,8 +130,11 @@ pub(crate) struct UploadResult<D: Device> {
     pub(crate) kept: Option<SharedBuffer>,
     /// The unit as it is on storage, if it is to be kept so.
     pub(crate) image: Option<KeptImage>,
-    /// How many bytes were read straight to the device, if the unit was. Then the copy is done.
-    pub(crate) read_bytes: Option<u64>,
+    /// Whether the device was to decode the unit.
+    pub(crate) decodes: bool,
+    /// How many bytes were read straight to the device, and how long this took, if the unit was.
+    /// Then no [`CopyResult`] follows.
+    pub(crate) read: Option<(u64, Duration)>,
     /// The event that is reached when the copy is done, or why it was not submitted.
     pub(crate) result: Result<D::Event, UploadError>,
 }

@@ -2,12 +2,16 @@
 //! Reads units from files straight into their slots on a GPU.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ts_io::{GpuRead, Source};
 use ts_pool::{DeviceBuffer, PendingWrite};
 use ts_streams::{Device, MemoryRange, Stream};
 
 use crate::event::UploadError;
+
+/// The longest read, in bytes. Linux reads no more than 2 GiB at once.
+pub(crate) const LONGEST_READ: usize = 1 << 30;
 
 /// A read of a range of a file into a range of a slot.
 #[derive(Debug)]
@@ -74,13 +78,13 @@ impl<D: Device> RunningReads<D> {
         self.write.done()
     }
 
-    /// Waits for the reads. Returns how many bytes were read.
-    pub(crate) fn wait(self) -> Result<u64, UploadError> {
+    /// Waits for the reads. Returns how many bytes were read, and how long this took.
+    pub(crate) fn wait(self) -> Result<(u64, Duration), UploadError> {
         let Self { write, reads, bytes } = self;
-        write.wait().0.map_err(UploadError::Device)?;
+        let took = write.wait().0.map_err(UploadError::Device)?;
         for (slot_offset, read) in reads {
             read.end().map_err(|error| UploadError::Read(slot_offset, error))?;
         }
-        Ok(bytes)
+        Ok((bytes, took))
     }
 }

@@ -229,6 +229,15 @@ impl Overhead {
         {
             return Ok(encoding);
         }
+        // Nothing has to be decoded on a device on which everything stays.
+        if let Ok(usual) = &usual
+            && usual.1.device_decoder_bytes > 0
+            && streams(usual)
+            && let Ok(without) = attempt(Buffers { device_decoder_bytes: 0, ..usual.1 })
+            && !streams(&without)
+        {
+            return Ok(without);
+        }
         usual
             .or_else(|_| attempt(Buffers { row_cache_bytes: rows, ..self.least_buffers() }))
             .or_else(|_| attempt(self.least_buffers()))
@@ -290,9 +299,9 @@ impl Sizing {
         }
         let images = units.iter().filter_map(|unit| unit.image.as_ref());
         let images: usize = images.map(|image| image.bytes()).sum();
-        let steps_total = match overhead.device_chunk_bytes {
-            Some(_) => split_decoder::host_bytes(config.host_bytes),
-            None => 0,
+        let steps_total = match overhead.buffers(config.budget_bytes, 0).device_decoder_bytes {
+            0 => 0,
+            _ => split_decoder::host_bytes(config.host_bytes),
         };
         let tier_total = if staged { (config.host_bytes - steps_total).min(images) } else { 0 };
         let tier_total = tier_total - tier_total % BLOCK_ALIGN;
@@ -397,10 +406,10 @@ impl Preparation {
     }
 }
 
-/// Returns the length of the longest stored chunk of units that are kept as they are on storage, in
-/// bytes.
+/// Returns the length of the longest stored chunk of units that a device may decode, in bytes.
 fn longest_chunk(units: &[PreparedUnit]) -> Option<usize> {
     let images = units.iter().filter_map(|unit| unit.image.as_ref());
+    let images = images.filter(|image| !image.is_slot && split_decoder::may_decode(image));
     let parts = images.flat_map(|image| &image.parts).map(|part| part.read);
     let chunks = parts.filter(|read| matches!(read.kind, ReadKind::Decoded { .. }));
     chunks.map(|read| read.required).max()

@@ -252,6 +252,7 @@ pub(crate) struct DeviceDecoded {
     units: u64,
     /// The length of the units after decoding, in bytes.
     pub(crate) bytes: u64,
+    pub(crate) has_failed: bool,
     /// The best rate of copying and decoding a unit, in decoded bytes per second.
     pub(crate) bytes_per_s: f64,
 }

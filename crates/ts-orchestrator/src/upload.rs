@@ -140,8 +140,7 @@ impl<D: Device> Submitter<D> {
                 Err(error) => (None, Err(error)),
             };
             // The unit is announced before the end of its copy is.
-            let read_bytes = None;
-            let uploaded = UploadResult { load, slot, kept, image, read_bytes, result };
+            let uploaded = UploadResult { load, slot, kept, image, decodes, read: None, result };
             let _ = self.events.send(Event::Uploaded(uploaded));
             if let Some(copy) = copy {
                 running.send(copy).expect("the thread receives until the sender is dropped");
@@ -183,10 +182,12 @@ impl<D: Device> Submitter<D> {
     /// Prepares a unit as it is on storage for later loads.
     fn prepare(&self, mut bytes: Buffer, layout: Arc<ImageLayout>) -> KeptImage {
         let Some(decoder) = &self.decoder else { return KeptImage::new(bytes.freeze(), layout) };
-        let _ = bytes.register(&self.device);
-        let bytes = bytes.freeze();
         let prepared = catch_unwind(AssertUnwindSafe(|| decoder.prepare(&bytes, &layout)));
-        KeptImage { bytes, layout, decodable: prepared.ok().flatten() }
+        let decodable = prepared.ok().flatten();
+        if decodable.is_some() {
+            let _ = bytes.register(&self.device);
+        }
+        KeptImage { bytes: bytes.freeze(), layout, decodable }
     }
 }
 
@@ -217,10 +218,10 @@ fn finish_all<D: Device>(
                 if ended.is_err() {
                     drop(stream.take_error());
                 }
-                let (kept, image) = (None, None);
-                let read_bytes = Some(*ended.as_ref().unwrap_or(&0));
+                let (kept, image, decodes) = (None, None, false);
+                let read = ended.as_ref().ok().copied();
                 let result = ended.map(|_| done);
-                Event::Uploaded(UploadResult { load, slot, kept, image, read_bytes, result })
+                Event::Uploaded(UploadResult { load, slot, kept, image, decodes, read, result })
             }
         };
         let _ = events.send(event);

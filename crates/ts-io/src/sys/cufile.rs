@@ -6,6 +6,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 /// The declarations of cufile.h that this module uses.
@@ -227,7 +228,17 @@ impl CuFileHandle {
 
 /// A read of a file into memory of a GPU, which may still be running.
 #[derive(Debug)]
-pub(crate) struct CuFileRead(Box<Parameters>);
+pub(crate) struct CuFileRead(NonNull<Parameters>);
+
+// SAFETY: the value owns the parameters.
+unsafe impl Send for CuFileRead {}
+
+impl Drop for CuFileRead {
+    fn drop(&mut self) {
+        // SAFETY: `begin_read` has made the box, and the library no longer uses it.
+        drop(unsafe { Box::from_raw(self.0.as_ptr()) });
+    }
+}
 
 /// What the library reads when it begins a read, and writes at its end.
 #[derive(Debug)]
@@ -256,15 +267,24 @@ impl CuFileHandle {
     ) -> Result<CuFileRead, String> {
         let read = self.library.read_async.ok_or(NO_ASYNC)?;
         let file_offset = i64::try_from(offset).map_err(|_| "the offset is too large")?;
-        let mut parameters = Box::new(Parameters { len, file_offset, memory_offset: 0, read: 0 });
-        let Parameters { len, file_offset, memory_offset, read: done } = &mut *parameters;
+        let parameters = Box::new(Parameters { len, file_offset, memory_offset: 0, read: 0 });
+        let parameters = CuFileRead(NonNull::from(Box::leak(parameters)));
+        let of = parameters.0.as_ptr();
         // SAFETY: the handle is registered, and the pointers are valid until the read has ended,
-        // because the caller keeps the box.
+        // because the caller keeps the result.
         let status = unsafe {
-            read(self.handle, memory.cast(), len, file_offset, memory_offset, done, stream)
+            read(
+                self.handle,
+                memory.cast(),
+                &raw mut (*of).len,
+                &raw mut (*of).file_offset,
+                &raw mut (*of).memory_offset,
+                &raw mut (*of).read,
+                stream,
+            )
         };
         check("cuFileReadAsync", status)?;
-        Ok(CuFileRead(parameters))
+        Ok(parameters)
     }
 }
 
@@ -281,8 +301,8 @@ impl CuFile {
 impl CuFileRead {
     /// Returns how many bytes were read. The stream must have done the read.
     pub(crate) fn end(self) -> io::Result<usize> {
-        // SAFETY: the library has written the field, which this code has not moved.
-        let read = unsafe { std::ptr::read_volatile(&raw const self.0.read) };
+        // SAFETY: the library has written the field, and no longer uses it.
+        let read = unsafe { (&raw const (*self.0.as_ptr()).read).read_volatile() };
         usize::try_from(read).map_err(|_| match read {
             -1 => io::Error::other("cuFileReadAsync failed in the file system"),
             code => io::Error::other(format!(
@@ -295,7 +315,8 @@ impl CuFileRead {
 
 impl Drop for CuFileHandle {
     fn drop(&mut self) {
-        // SAFETY: `new` has registered the handle. No read uses it, because reads borrow `self`.
+        // SAFETY: `new` has registered the handle. No read uses it, because reads borrow `self` or
+        // own the source.
         unsafe { (self.library.deregister)(self.handle) };
     }
 }

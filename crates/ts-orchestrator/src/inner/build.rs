@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
 use parking_lot::{Condvar, Mutex};
-use ts_io::{GpuRead, Source};
+use ts_io::{Choice, GpuRead, ReadPath, Source};
 use ts_pool::{Budget, HostPool};
 use ts_streams::{Device, DeviceKind};
 
@@ -32,18 +32,11 @@ impl<D: Device> EngineInner<D> {
         sources: Vec<Arc<Source>>,
         config: EngineConfig,
     ) -> Result<(Self, Receiver<Event<D>>), Error> {
-        let choice = config.registry.choose(config.backend.as_deref(), &sources)?;
+        let (choice, gpu_reads) = choose_backend(device, &sources, &config)?;
         let place = device.map_or(Place::Host, |device| Place::Device {
             decodes: config.decoding != Decoding::OnHost
                 && config.host_bytes > 0
                 && can_decode(device),
-        });
-        let mut choice = choice;
-        let wants_gpu_reads = choice.provider.name() == "gds"
-            && device.is_some_and(|device| device.info().kind == DeviceKind::Cuda);
-        let gpu_reads = wants_gpu_reads.then(GpuRead::path).transpose().unwrap_or_else(|why| {
-            choice.passed_over.push(("gds to the device", why));
-            None
         });
         let sizing = Sizing::new(units, &sources, &config, place)?;
         let Sizing {
@@ -151,5 +144,46 @@ impl<D: Device> EngineInner<D> {
             process: std::process::id(),
         };
         Ok((inner, inbox))
+    }
+}
+
+/// Chooses a backend. Also returns the path of reads straight to the device, if units are read so.
+fn choose_backend<D: Device>(
+    device: Option<&D>,
+    sources: &[Arc<Source>],
+    config: &EngineConfig,
+) -> Result<(Choice, Option<ReadPath>), Error> {
+    const GDS: &str = "gds";
+    let kind = device.map(|device| device.info().kind);
+    let to_device = || match kind {
+        Some(DeviceKind::Cuda) => GpuRead::path(),
+        _ => Err("only NVIDIA GPUs read files into their own memory".into()),
+    };
+    let choose = |name| config.registry.choose(name, sources);
+    if config.read_to_device && config.backend.is_none() && device.is_some() {
+        let direct = match to_device() {
+            Ok(ReadPath::GpuDirect) => choose(Some(GDS)).map_err(|error| error.to_string()),
+            Ok(_) => Err("GPUDirect Storage is in compatibility mode".into()),
+            Err(why) => Err(why),
+        };
+        return match direct {
+            Ok(choice) => Ok((choice, Some(ReadPath::GpuDirect))),
+            Err(why) => {
+                let mut choice = choose(None)?;
+                choice.passed_over.insert(0, (GDS, why));
+                Ok((choice, None))
+            }
+        };
+    }
+    let mut choice = choose(config.backend.as_deref())?;
+    if choice.provider.name() != GDS || device.is_none() {
+        return Ok((choice, None));
+    }
+    match to_device() {
+        Ok(path) => Ok((choice, Some(path))),
+        Err(why) => {
+            choice.passed_over.push(("gds to the device", why));
+            Ok((choice, None))
+        }
     }
 }

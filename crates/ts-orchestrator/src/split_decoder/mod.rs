@@ -14,12 +14,12 @@ use ts_streams::{Device, Kernel, MemoryKind, MemoryRange, RawMemory, Stream, Str
 use self::steps::{Piece, Steps};
 use crate::image::ImageLayout;
 
-const MODULE: &CStr = c_text(concat!(include_str!("kernels.ptx"), "\0"));
-const TABLES: Kernel =
+static MODULE: &CStr = c_text(concat!(include_str!("kernels.ptx"), "\0"));
+static TABLES: Kernel =
     Kernel { name: c"split_tables", module: MODULE, block_threads: 32, parameters: 3 };
-const RUNS: Kernel =
+static RUNS: Kernel =
     Kernel { name: c"split_runs", module: MODULE, block_threads: 32, parameters: 6 };
-const MERGE: Kernel =
+static MERGE: Kernel =
     Kernel { name: c"split_merge", module: MODULE, block_threads: 256, parameters: 3 };
 
 /// The number of pieces that a unit goes through: one is decoded while the next one is copied.
@@ -39,6 +39,11 @@ const fn c_text(text: &'static str) -> &'static CStr {
 /// Returns whether a device can decode units. May block while its driver compiles the kernels.
 pub(crate) fn can_decode<D: Device>(device: &D) -> bool {
     [&TABLES, &RUNS, &MERGE].iter().all(|kernel| device.load(kernel).is_ok())
+}
+
+/// Returns whether a device that can decode units may be able to decode this one.
+pub(crate) fn may_decode(image: &ImageLayout) -> bool {
+    image.parts.iter().all(|part| steps::may_decode(&part.read))
 }
 
 /// Returns the part of a budget for decoding units on the device, in bytes. `chunk_bytes` is the

@@ -129,6 +129,15 @@ impl Piece {
     }
 }
 
+/// Returns whether the kernels may be able to decode the bytes of a read: whole chunks of the codec
+/// `split`, or raw ones, at addresses where their elements are aligned.
+pub(super) fn may_decode(read: &SlotRead) -> bool {
+    let ReadKind::Decoded { chunk, raw_len, skip } = read.kind else { return true };
+    let is_aligned = || read.slot_offset.is_multiple_of(usize::from(chunk.width));
+    let is_known = chunk.codec == Codec::Raw || chunk.codec == Codec::Split && is_aligned();
+    is_known && skip == 0 && raw_len == read.len
+}
+
 /// A part of an image.
 enum Coded {
     /// Bytes to copy.
@@ -139,17 +148,16 @@ enum Coded {
 
 impl Coded {
     fn new(stored: &[u8], read: &SlotRead) -> Option<Self> {
-        let ReadKind::Decoded { chunk, raw_len, skip } = read.kind else {
+        let ReadKind::Decoded { chunk, raw_len, .. } = read.kind else {
             return Some(Self::Copied(read.required));
         };
         match chunk.codec {
-            _ if skip != 0 || raw_len != read.len => None,
+            _ if !may_decode(read) => None,
             Codec::Raw => Some(Self::Copied(raw_len)),
-            Codec::Split if read.slot_offset.is_multiple_of(usize::from(chunk.width)) => {
+            _ => {
                 let width = usize::from(chunk.width);
                 Some(Self::Split(SplitLayout::new(stored, width, raw_len)?, width))
             }
-            _ => None,
         }
     }
 

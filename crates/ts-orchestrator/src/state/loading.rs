@@ -13,7 +13,7 @@ use crate::context::EngineContext;
 use crate::event::{
     ChecksumMismatch, CopyResult, DamagedChunk, Event, PanickedJob, UploadError, UploadResult, Work,
 };
-use crate::gpu_reads::StoredRead;
+use crate::gpu_reads::{LONGEST_READ, StoredRead};
 use crate::host_bytes::HostBytes;
 use crate::image::{ImageLayout, KeptImage};
 use crate::layout::{ReadKind, SlotRead};
@@ -71,12 +71,6 @@ impl<D: Device> EngineState<D> {
             // Nothing is read. The bytes were verified when they were.
             Some(ready) => {
                 self.loads.insert(load_id, load);
-                if matches!(ready, HostBytes::Stored(_)) {
-                    if self.in_flight == 0 {
-                        self.busy_since_ns = now_ns;
-                    }
-                    self.in_flight += 1;
-                }
                 self.upload(context, load_id, ready);
             }
             None => self.begin_load(context, load_id, load, now_ns),
@@ -106,12 +100,13 @@ impl<D: Device> EngineState<D> {
 
     /// Returns whether the device decodes units that both it and the host can decode. If it is to do
     /// so where it is faster, it does until its rate is known, and then if that is at least the rate
-    /// of the slower step on the host, which decodes and copies at the same time.
+    /// of the slower step on the host, which decodes and copies at the same time; but not after it
+    /// has failed.
     pub(super) fn decodes_on_device(&self, context: &EngineContext<D>) -> bool {
-        if context.decoding != Decoding::WhereFaster {
+        let counters = &self.counters;
+        if context.decoding != Decoding::WhereFaster || counters.device_decoded.has_failed {
             return context.decoding == Decoding::OnDevice;
         }
-        let counters = &self.counters;
         let threads = self.workers.as_ref().map_or(1, |workers| workers.threads);
         let decoding_s = counters.decode_ns as f64 / 1e9 / threads as f64;
         counters.device_decoded.is_faster_than([
@@ -248,14 +243,6 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Counts a read that has ended.
-    fn end_read(&mut self, now_ns: u64) {
-        self.in_flight -= 1;
-        if self.in_flight == 0 {
-            self.counters.busy_ns += now_ns.saturating_sub(self.busy_since_ns);
-        }
-    }
-
     /// Handles the end of a read.
     pub(crate) fn on_read(
         &mut self,
@@ -263,7 +250,10 @@ impl<D: Device> EngineState<D> {
         completion: Completion,
         now_ns: u64,
     ) {
-        self.end_read(now_ns);
+        self.in_flight -= 1;
+        if self.in_flight == 0 {
+            self.counters.busy_ns += now_ns.saturating_sub(self.busy_since_ns);
+        }
         let Completion { token, mut buffers, result } = completion;
         let buffer = buffers.pop();
         let (load_id, part) = split_token(token);
@@ -491,19 +481,18 @@ impl<D: Device> EngineState<D> {
         upload: UploadResult<D>,
         now_ns: u64,
     ) {
-        let UploadResult { load: load_id, slot, kept, image, read_bytes, result } = upload;
-        if read_bytes.is_some() {
-            self.end_read(now_ns);
-        }
-        if read_bytes.is_some() || result.is_err() {
+        let UploadResult { load: load_id, slot, kept, image, decodes, read, result } = upload;
+        if read.is_some() || result.is_err() {
             self.copies_running -= 1;
         }
+        self.counters.busy_ns += read.map_or(0, |(_, took)| took.as_nanos() as u64);
         let load = self.loads.get_mut(&load_id).expect("a load exists until its upload has ended");
         let kept = kept.zip(load.prepared.image.clone());
         load.kept = image.or_else(|| kept.map(|(bytes, layout)| KeptImage::new(bytes, layout)));
         let copied = match result {
             Ok(copied) => Some(copied),
             Err(UploadError::Device(error)) => {
+                self.counters.device_decoded.has_failed |= decodes;
                 load.error = Some(Error::device(&load.name(), error));
                 None
             }
@@ -512,7 +501,7 @@ impl<D: Device> EngineState<D> {
                 None
             }
         };
-        if let (Some(bytes), Some(path)) = (read_bytes, context.gpu_reads) {
+        if let (Some((bytes, _)), Some(path)) = (read, context.gpu_reads) {
             load.count(path, bytes as usize);
         }
         self.finish(context, load_id, Some(Slot::Device(slot, copied)), now_ns);
@@ -536,7 +525,10 @@ impl<D: Device> EngineState<D> {
                     self.counters.copy_bytes_per_s = self.counters.copy_bytes_per_s.max(rate);
                 }
             }
-            Err(_) => self.discard(context, unit),
+            Err(_) => {
+                self.counters.device_decoded.has_failed |= decoded;
+                self.discard(context, unit);
+            }
         }
     }
 
@@ -568,6 +560,8 @@ impl<D: Device> EngineState<D> {
         let kept = load.kept.take().filter(|_| unit.compressed);
         if load.error.is_some() || load.cancelled {
             unit.reserved_image = image.or_else(|| unit.reserved_image.take());
+            // It was decoded and verified, and only the upload failed.
+            unit.image = unit.image.take().or(kept);
         } else if kept.is_some() {
             unit.image = kept;
         } else if let (Some(mut image), Some(layout)) = (image, &load.prepared.image) {
@@ -660,17 +654,23 @@ impl<D: Device> UnitState<D> {
         if self.compressed || self.image.is_some() || verifies {
             return None;
         }
-        let stored = |read: &SlotRead| {
-            let source = &context.sources[read.file.0 as usize];
-            let is_direct = read.kind == ReadKind::InPlace && source.is_file();
-            is_direct.then(|| StoredRead {
-                source: Arc::clone(source),
-                offset: read.file_offset,
-                len: read.required,
-                slot_offset: read.slot_offset,
-            })
+        let is_direct = |read: &SlotRead| {
+            read.kind == ReadKind::InPlace && context.sources[read.file.0 as usize].is_file()
         };
-        prepared.layout.reads.iter().map(stored).collect()
+        let reads = &prepared.layout.reads;
+        if !reads.iter().all(is_direct) {
+            return None;
+        }
+        let stored = reads.iter().flat_map(|read| {
+            let source = &context.sources[read.file.0 as usize];
+            (0..read.required).step_by(LONGEST_READ).map(|at| StoredRead {
+                source: Arc::clone(source),
+                offset: read.file_offset + at as u64,
+                len: LONGEST_READ.min(read.required - at),
+                slot_offset: read.slot_offset + at,
+            })
+        });
+        Some(stored.collect())
     }
 
     /// Gives the memory for the compressed unit the bytes that another process has read, or

@@ -516,7 +516,7 @@ class Config:
         name = None if backend in chosen_by_us else backend
         on = self.accelerator()
         if backend == BackendType.GPUDIRECT.value and on and not on.why_no_direct_reads():
-            name = "gds"
+            name = backend
         return {
             "max_passes": self.max_passes,
             "backend": name,

@@ -85,6 +85,7 @@ pub(super) fn engine_factory(
 #[pyo3(from_item_all)]
 pub(crate) struct Settings {
     max_passes: usize,
+    /// The name of a backend; "gpudirect" for one that reads straight to the device, if possible.
     backend: Option<String>,
     /// The number of reads in flight. None for the number that suits the storage.
     in_flight: Option<usize>,
@@ -132,7 +133,10 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
     };
     let mut io = BackendOptions::default();
     io.in_flight = in_flight.unwrap_or(io.in_flight);
-    let config = config.with_max_passes(*max_passes).with_backend(backend.clone()).with_io(io);
+    let to_device = backend.as_deref() == Some("gpudirect");
+    let backend = backend.clone().filter(|_| !to_device);
+    let config = config.with_max_passes(*max_passes).with_backend(backend).with_io(io);
+    let config = config.with_read_to_device(to_device);
     let config = config.with_prefetch(prefetch).with_verify(verify).with_watch_writes(true);
     let device = settings.device.as_ref().map(|device| device.get().device());
     let keeps = device.filter(|_| settings.host_bytes > 0);

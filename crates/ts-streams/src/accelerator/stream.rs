@@ -276,7 +276,9 @@ impl<A: Api> Stream for AcceleratorStream<A> {
 
     unsafe fn submit_foreign(&self, submit: &mut dyn FnMut(*mut c_void)) -> Result<(), Error> {
         let StreamHandle { raw, shared, .. } = &*self.handle;
-        self.handle.submit(|_| shared.api.with_current(&mut || submit(raw.0)))
+        self.handle.submit(|_| Ok(()))?;
+        // Without the lock, because the call may block.
+        shared.api.with_current(&mut || submit(raw.0))
     }
 
     fn prefetch(&self, range: MemoryRange, to: MemoryLocation) -> Result<(), Error> {

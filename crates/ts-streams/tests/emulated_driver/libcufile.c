@@ -17,6 +17,16 @@ static const status success = {0, 0}, failed = {5001, 0};
 // The number of reads until one fails; negative for never.
 static long reads_left = -1;
 
+// The number of reads to refuse.
+static long refusals = 0;
+
+// Refuses the next `count` reads.
+int emulatedRefusals(long count)
+{
+    __atomic_store_n(&refusals, count, __ATOMIC_SEQ_CST);
+    return 0;
+}
+
 // Makes a read fail after this many others.
 int emulatedReadsLeft(long count)
 {
@@ -107,6 +117,10 @@ status cuFileReadAsync(void *handle, void *memory, size_t *len, off_t *offset, o
                        ssize_t *done, void *stream)
 {
     int (*launch)(void *, void (*)(void *), void *) = driver("cuLaunchHostFunc");
+    if (__atomic_load_n(&refusals, __ATOMIC_SEQ_CST) > 0) {
+        __atomic_fetch_sub(&refusals, 1, __ATOMIC_SEQ_CST);
+        return failed;
+    }
     struct read *read = malloc(sizeof *read);
     *read = (struct read){*(int *)handle, memory, len, offset, memory_offset, done};
     if (launch(stream, run, read) == 0)
