@@ -196,8 +196,8 @@ pub(crate) fn decode(
     }
 }
 
-/// A chunk of the codec `split`, taken apart, so that its parts can be decoded independently of each
-/// other.
+/// A chunk of the codec `split`, taken apart, so that its parts can be decoded independently of
+/// each other.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SplitLayout {
     /// The blocks, in order.
@@ -231,8 +231,9 @@ impl SplitLayout {
     /// Takes a chunk apart. `width` is the number of bytes in an element, and `raw_len` the length
     /// of the decoded chunk in bytes.
     ///
-    /// Returns `None` if the chunk is invalid, or valid but not as this crate writes chunks: a plane
-    /// has matches, several frames or a checksum. Then use [`decode_chunk`](crate::decode_chunk).
+    /// Returns `None` if the chunk is invalid, or valid but not as this crate writes chunks: a
+    /// plane has matches, several frames or a checksum. Then use
+    /// [`decode_chunk`](crate::decode_chunk).
     pub fn new(coded: &[u8], width: usize, raw_len: usize) -> Option<Self> {
         if !WIDTHS.contains(&width) || !raw_len.is_multiple_of(width) {
             return None;

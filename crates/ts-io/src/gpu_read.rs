@@ -15,9 +15,9 @@ use crate::{Error, Source};
 
 /// A read of a file straight into memory of an NVIDIA GPU, which may still be running.
 ///
-/// It runs as work of a CUDA stream, with GPUDirect Storage. In the library's compatibility mode, the
-/// library copies the bytes through its own memory. On systems other than Linux, there are no such
-/// reads.
+/// It runs as work of a CUDA stream, with GPUDirect Storage. In the library's compatibility mode,
+/// the library copies the bytes through its own memory. On systems other than Linux, there are no
+/// such reads.
 #[derive(Debug)]
 pub struct GpuRead {
     #[cfg(target_os = "linux")]
@@ -48,7 +48,8 @@ impl GpuRead {
         Err("GPUDirect Storage needs Linux".into())
     }
 
-    /// Submits a read of `len` bytes at `offset` of a file to `stream`, a `CUstream`. Does not block.
+    /// Submits a read of `len` bytes at `offset` of a file to `stream`, a `CUstream`. Does not
+    /// block.
     ///
     /// # Errors
     /// - [`Error::Unavailable`]: the source is not a file that the library can read.

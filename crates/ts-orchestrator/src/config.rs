@@ -48,9 +48,9 @@ pub struct EngineConfig {
     pub staging_units: usize,
     /// The memory on the host in which units are kept, in bytes. They are copied to the device from
     /// there instead of being read again. Units that are compressed on storage stay compressed, and
-    /// are decoded into the staging memory or on the device. The memory of others, and of those that
-    /// the device can decode, is pinned after the first read.
-    /// Used only for devices with their own memory; 0, the default, keeps none.
+    /// are decoded into the staging memory or on the device. The memory of others, and of those
+    /// that the device can decode, is pinned after the first read. Used only for devices with their
+    /// own memory; 0, the default, keeps none.
     pub host_bytes: usize,
     /// Whether to use the backend `gds` if it reads straight to the device, without copies on the
     /// host. Otherwise the default backend is used, and
@@ -385,8 +385,8 @@ impl Routing {
     }
 }
 
-/// Where units are decoded that a host keeps compressed for a device. The first time, they are always
-/// decoded and verified on the host.
+/// Where units are decoded that a host keeps compressed for a device. The first time, they are
+/// always decoded and verified on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Decoding {
     /// On the host.

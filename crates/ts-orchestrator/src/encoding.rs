@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use ts_format::{CHUNK_LEN, Chunk, Codec, Compression, Dtype, Encoder, FileId};
 use ts_pool::{BLOCK_ALIGN, Buffer};
 
-use crate::image::{ImageLayout, ImagePart, KeptImage};
+use crate::image::{ImageLayout, ImagePart};
+use crate::kept_image::KeptImage;
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::unit::UnitTensor;
 

@@ -10,7 +10,7 @@ use ts_io::Completion;
 use ts_pool::{Buffer, DeviceBuffer, SharedBuffer};
 use ts_streams::Device;
 
-use crate::image::KeptImage;
+use crate::kept_image::KeptImage;
 use crate::unit::UnitId;
 
 /// An event for the loader thread.

@@ -51,7 +51,8 @@ impl<D: Device> RunningReads<D> {
                     }
                 }
             };
-            // SAFETY: the reads write to the slot only, which is valid and used by this stream only.
+            // SAFETY: the reads write to the slot only, which is valid and used by this stream
+            // only.
             unsafe { stream.submit_foreign(&mut submit_all) }?;
             match failed {
                 // Only ends the write: the caller gets the error of the read.

@@ -67,6 +67,7 @@ mod gpu_reads;
 mod host_bytes;
 mod image;
 mod inner;
+mod kept_image;
 mod layout;
 mod lease;
 mod pass;

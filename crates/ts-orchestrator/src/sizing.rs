@@ -107,8 +107,8 @@ pub(crate) struct Overhead {
     decodes: bool,
     /// Whether units may be encoded, so that each worker needs a decoder and a coder.
     encodes: bool,
-    /// Whether units live on a device with its own memory. Its budget is for slots, and for decoding
-    /// on the device.
+    /// Whether units live on a device with its own memory. Its budget is for slots, and for
+    /// decoding on the device.
     staged: bool,
     /// The length of the longest stored chunk, in bytes, if the device decodes units.
     device_chunk_bytes: Option<usize>,

@@ -26,7 +26,7 @@ use crate::Error;
 use crate::config::{ComputeTimes, Routing, Verify};
 use crate::context::EngineContext;
 use crate::encoding::is_worthwhile;
-use crate::image::KeptImage;
+use crate::kept_image::KeptImage;
 use crate::layout::ReadKind;
 use crate::pass::Passes;
 use crate::plan::{Plan, Rates, Residency};
@@ -270,8 +270,8 @@ impl DeviceDecoded {
         }
     }
 
-    /// Returns whether the device is at least as fast as the slowest of these rates, or not known to
-    /// be slower.
+    /// Returns whether the device is at least as fast as the slowest of these rates, or not known
+    /// to be slower.
     pub(crate) fn is_faster_than(&self, rates: [Option<f64>; 2]) -> bool {
         let slowest = rates.into_iter().flatten().fold(f64::INFINITY, f64::min);
         self.units < Self::TRIES || slowest.is_infinite() || self.bytes_per_s >= slowest

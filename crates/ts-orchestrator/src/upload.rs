@@ -12,7 +12,8 @@ use ts_streams::{Device, Stream, check_may_block};
 use crate::event::{CopyResult, Event, UploadError, UploadResult};
 use crate::gpu_reads::RunningReads;
 use crate::host_bytes::HostBytes;
-use crate::image::{ImageLayout, KeptImage};
+use crate::image::ImageLayout;
+use crate::kept_image::KeptImage;
 use crate::split_decoder::SplitDecoder;
 use crate::unit::UnitId;
 
@@ -191,8 +192,8 @@ impl<D: Device> Submitter<D> {
     }
 }
 
-/// Waits for each copy, frees its staging memory, and reports how long it took. Waits for reads, and
-/// announces their unit.
+/// Waits for each copy, frees its staging memory, and reports how long it took. Waits for reads,
+/// and announces their unit.
 fn finish_all<D: Device>(
     stream: &D::Stream,
     running: &Receiver<Running<D>>,

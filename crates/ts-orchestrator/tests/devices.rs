@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use ts_io::fault::{Fault, Faults, FaultyProvider};
-use ts_orchestrator::{Decoding, Engine, EngineConfig, Error, ErrorKind, Lease, UnitId};
+use ts_orchestrator::{Engine, EngineConfig, Error, ErrorKind, Lease, UnitId};
 use ts_streams::{
     CpuDevice, Device, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions, Stream, StreamPriority,
 };
@@ -448,6 +448,7 @@ fn tensors(seed: u32, elements: usize) -> Vec<(ts_format::Dtype, Vec<u8>)> {
 #[cfg(feature = "cuda")]
 #[test]
 fn a_gpu_decodes_units() {
+    use ts_orchestrator::Decoding;
     let Some((device, _alone)) = gpu() else { return };
     const MIB: usize = KIB * KIB;
     let model = |elements, chunk_len| {

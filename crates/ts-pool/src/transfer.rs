@@ -63,8 +63,8 @@ impl<D: Device> DeviceBuffer<D> {
     }
 
     /// Starts work that writes to this buffer: `submit` gets the stream that the buffer was
-    /// allocated for, and the address range of the buffer. Does not wait for the work. Other streams
-    /// must wait for [`PendingWrite::done`] before they use the bytes.
+    /// allocated for, and the address range of the buffer. Does not wait for the work. Other
+    /// streams must wait for [`PendingWrite::done`] before they use the bytes.
     ///
     /// The result keeps `sources` until the work is done.
     ///
@@ -74,9 +74,9 @@ impl<D: Device> DeviceBuffer<D> {
     ///
     /// # Safety
     /// The work must run on the stream, or before the end of work that `submit` submits to the
-    /// stream. It must meet the requirements of [`Stream::copy`]: it may read what the result keeps,
-    /// and write to this buffer. If `submit` fails, the work that it has submitted to other streams
-    /// must have ended.
+    /// stream. It must meet the requirements of [`Stream::copy`]: it may read what the result
+    /// keeps, and write to this buffer. If `submit` fails, the work that it has submitted to other
+    /// streams must have ended.
     pub unsafe fn begin_write_with(
         &mut self,
         sources: Vec<SharedBuffer>,

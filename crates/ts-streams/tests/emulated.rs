@@ -49,7 +49,7 @@ fn driver(cfgs: &[&str]) -> PathBuf {
     let source = sources.join("libcuda.rs");
     let library = directory.join("libcuda.so.1");
     let changed = |path: &Path| std::fs::metadata(path).and_then(|m| m.modified()).ok();
-    if changed(&library) <= changed(&source) {
+    if changed(&library) <= changed(&source).max(changed(&sources.join("kernels.rs"))) {
         let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
         rustc.args(["--edition=2024", "--crate-type=cdylib", "-O", "-g", "-o"]);
         rustc.arg(&library).arg(&source).args(cfgs.iter().flat_map(|cfg| ["--cfg", cfg]));

@@ -289,7 +289,8 @@ impl CuFileHandle {
 }
 
 /// Why the library cannot read to GPUs in the order of streams.
-pub(crate) const NO_ASYNC: &str = "libcufile.so.0 does not export cuFileReadAsync; install GPUDirect Storage of CUDA 12.2 or later";
+pub(crate) const NO_ASYNC: &str = "libcufile.so.0 does not export cuFileReadAsync; install \
+                                   GPUDirect Storage of CUDA 12.2 or later";
 
 impl CuFile {
     /// Returns whether the library has [`CuFileHandle::begin_read`].

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Decodes units of the codec `split` on their device. The host copies the stored bytes there, which
-//! are fewer than the decoded ones.
+//! Decodes units of the codec `split` on their device. The host copies the stored bytes there,
+//! which are fewer than the decoded ones.
 
 mod steps;
 
@@ -97,8 +97,8 @@ struct PieceMemory<D: Device> {
 }
 
 impl<D: Device> SplitDecoder<D> {
-    /// Allocates `bytes` bytes on the device. [`prepare`](Self::prepare) takes memory from the budget
-    /// `host`.
+    /// Allocates `bytes` bytes on the device. [`prepare`](Self::prepare) takes memory from the
+    /// budget `host`.
     pub(crate) fn new(device: &D, bytes: usize, host: Budget) -> Result<Self, ts_streams::Error> {
         let piece_bytes = bytes / PIECES;
         let layout = Layout::from_size_align(piece_bytes, 256).expect("the size is a valid one");
@@ -153,9 +153,9 @@ impl<D: Device> SplitDecoder<D> {
         assert!(decodable.end <= slot.len(), "the unit fits its slot");
         let sources = vec![image.clone(), decodable.steps.clone()];
         // SAFETY: the copies run on the stream of the slot, and it waits for the kernels. They read
-        // the memory of the pieces, and write to it and to the parts of the slot that `Steps` names,
-        // which are those of the unit. The copies read the images, which the result keeps. After a
-        // failure, nothing runs on the stream of the kernels.
+        // the memory of the pieces, and write to it and to the parts of the slot that `Steps`
+        // names, which are those of the unit. The copies read the images, which the result keeps.
+        // After a failure, nothing runs on the stream of the kernels.
         unsafe { slot.begin_write_with(sources, submit) }.map_err(|(error, _)| error)
     }
 
@@ -173,8 +173,8 @@ impl<D: Device> SplitDecoder<D> {
         let at = |offset: usize| (memory.address() + offset) as u64;
         let copy = |bytes: &[u8], offset: usize| {
             let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-            // SAFETY: the caller keeps both images. Earlier kernels that use the memory of the piece
-            // have ended, because `copies` waits for them.
+            // SAFETY: the caller keeps both images. Earlier kernels that use the memory of the
+            // piece have ended, because `copies` waits for them.
             unsafe { copies.copy(memory.slice(offset..offset + bytes.len()), from) }
         };
         copies.wait(decoded)?;

@@ -15,7 +15,8 @@ use crate::event::{
 };
 use crate::gpu_reads::{LONGEST_READ, StoredRead};
 use crate::host_bytes::HostBytes;
-use crate::image::{ImageLayout, KeptImage};
+use crate::image::ImageLayout;
+use crate::kept_image::KeptImage;
 use crate::layout::{ReadKind, SlotRead};
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
@@ -98,10 +99,10 @@ impl<D: Device> EngineState<D> {
         load_id
     }
 
-    /// Returns whether the device decodes units that both it and the host can decode. If it is to do
-    /// so where it is faster, it does until its rate is known, and then if that is at least the rate
-    /// of the slower step on the host, which decodes and copies at the same time; but not after it
-    /// has failed.
+    /// Returns whether the device decodes units that both it and the host can decode. If it is to
+    /// do so where it is faster, it does until its rate is known, and then if that is at least the
+    /// rate of the slower step on the host, which decodes and copies at the same time; but not
+    /// after it has failed.
     pub(super) fn decodes_on_device(&self, context: &EngineContext<D>) -> bool {
         let counters = &self.counters;
         if context.decoding != Decoding::WhereFaster || counters.device_decoded.has_failed {

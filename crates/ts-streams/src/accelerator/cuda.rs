@@ -245,7 +245,8 @@ impl CudaApi {
         Ok(bytes as u64)
     }
 
-    /// Returns the function of a kernel. Loads its module if necessary. The context must be current.
+    /// Returns the function of a kernel. Loads its module if necessary. The context must be
+    /// current.
     fn function(&self, kernel: &Kernel) -> Result<CUfunction, Error> {
         let address = kernel.module.as_ptr().addr();
         let mut modules = lock(&self.modules);

@@ -16,6 +16,8 @@
 
 #![allow(non_snake_case, unsafe_op_in_unsafe_fn, clippy::missing_safety_doc)]
 
+mod kernels;
+
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CStr, c_char, c_void};
@@ -23,6 +25,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Instant;
+
+use kernels::{Kernel, kernels, run_kernel};
 
 type Code = i32;
 type Task = Box<dyn FnOnce() + Send>;
@@ -305,62 +309,12 @@ impl State {
     }
 }
 
-unsafe extern "C" {
-    fn mmap(at: *mut c_void, len: usize, protection: i32, flags: i32, file: i32, offset: i64)
-    -> *mut c_void;
-    fn dlopen(path: *const c_char, flags: i32) -> *mut c_void;
-    fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
-}
-
-/// A kernel of `libkernels.so`, as `struct kernel` in `kernels.c`.
-#[repr(C)]
-struct Kernel {
-    name: *const c_char,
-    parameters: i32,
-    has_phases: i32,
-    run: *const c_void,
-}
-
-type FindKernel = unsafe extern "C" fn(*const c_char) -> *const Kernel;
-type RunKernel = unsafe extern "C" fn(*const Kernel, u32, u32, *const u64);
-
-/// Returns the functions of `libkernels.so`, if it exists.
-fn kernels() -> Option<(FindKernel, RunKernel)> {
-    const NOW: i32 = 2;
-    // SAFETY: the library has functions of these names and types, and is never closed.
-    unsafe {
-        let library = dlopen(c"libkernels.so".as_ptr(), NOW);
-        if library.is_null() {
-            return None;
-        }
-        let (find, run) =
-            (dlsym(library, c"find_kernel".as_ptr()), dlsym(library, c"run_kernel".as_ptr()));
-        Some((
-            std::mem::transmute::<*mut c_void, FindKernel>(find),
-            std::mem::transmute::<*mut c_void, RunKernel>(run),
-        ))
-    }
-}
-
-/// Runs a kernel. Device addresses among its arguments become those of the bytes.
-fn run_kernel(kernel: usize, blocks: u32, threads: u32, arguments: &[u64]) {
-    let (_, run) = kernels().expect("the kernel is from this library");
-    let located = with(|state| {
-        arguments.iter().map(|&at| state.locate(at as usize, 1)).collect::<Result<Vec<_>, Code>>()
-    });
-    match located {
-        Ok(located) => {
-            let values: Vec<u64> = located.iter().map(|(at, _)| *at as u64).collect();
-            // SAFETY: the memory exists while the shadows do, and the program passes arguments with
-            // which the kernel accesses only memory that it may access.
-            unsafe { run(kernel as *const Kernel, blocks, threads, values.as_ptr()) };
-        }
-        Err(code) => break_device(code),
-    }
-}
-
 /// Reserves addresses that host code cannot access.
 fn reserve(bytes: usize) -> Option<usize> {
+    unsafe extern "C" {
+        fn mmap(at: *mut c_void, len: usize, protection: i32, flags: i32, file: i32, offset: i64)
+        -> *mut c_void;
+    }
     const PRIVATE_ANONYMOUS_NORESERVE: i32 = 0x2 | 0x20 | 0x4000;
     // SAFETY: a new mapping without access.
     let start =
@@ -382,8 +336,8 @@ fn break_device(code: Code) {
     with(|state| _ = state.broken.get_or_insert(code));
 }
 
-/// Returns where the bytes at a device address are, for other emulated libraries. They exist as long
-/// as the memory is not freed.
+/// Returns where the bytes at a device address are, for other emulated libraries. They exist as
+/// long as the memory is not freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn emulatedLocate(address: usize, bytes: usize) -> *mut u8 {
     with(|state| state.locate(address, bytes)).map_or(std::ptr::null_mut(), |(at, _)| at)
