@@ -489,6 +489,16 @@ def refusals() -> None:
     for settings in ({"memory_pressure_mode": "lenient"}, {"budget": ts.Budget("1MiB")}):
         refused("on an accelerator", model, backend="cuda", **settings)
     refused("there is one device", model, device=DEVICE, budget={DEVICE: "1MiB"})
+    before, where = list(model.parameters()), {"0": DEVICE, "1": OTHER}
+    with tempfile.TemporaryDirectory() as directory:
+        budget = {DEVICE: "1MiB", OTHER: 4096}
+        try:
+            ts.offload(model, ts.Config(device=where, budget=budget, storage_path=directory))
+        except ts.BudgetError as error:
+            assert f"for the weights on {OTHER}: " in str(error), error
+        else:
+            raise AssertionError("a budget of 4096 bytes was accepted")
+    assert all(own is other for own, other in zip(before, model.parameters(), strict=True))
 
 
 if __name__ == "__main__":

@@ -633,9 +633,9 @@ class Config:
                 )
         if backend == BackendType.GPUDIRECT.value and not reasons:
             on = self.accelerator()
-            why = on.why_no_direct_reads() if on else "the model runs on the CPU"
-            if why:
-                reasons.append(f"{why}, so weights are read through memory of the host")
+            through_host = on.why_no_direct_reads() if on else "the model runs on the CPU"
+            if through_host:
+                reasons.append(f"{through_host}, so weights are read through memory of the host")
         for reason in reasons:
             not_built(f"BackendType.{backend.upper()}", reason)
         return [(backend, reason) for reason in reasons]

@@ -14,7 +14,7 @@ from torch import nn
 from .. import _native
 from ..budget import Budget
 from ..config import Config
-from ..errors import ModelError
+from ..errors import BudgetError, ModelError
 from ._copying import Attach, replace_copying
 from ._distributed import ignore_streamed
 from ._forward import Forward, Parameters, PartPass, Pass, parts, recurrent
@@ -75,12 +75,17 @@ def attach(
     }
     budgets = [own.working_bytes() for own in placement.configs.values()]
     stored = StoredWeights(checkpoint, min(budgets))
-    engines = [
-        _start(
-            model, own, placement, checkpoint, stored, converted, orders or {}, freed_bytes, kept
-        )
-        for own in placement.configs.values()
-    ]
+    orders, engines = orders or {}, []
+    for device, own in placement.configs.items():
+        try:
+            engine = _start(
+                model, own, placement, checkpoint, stored, converted, orders, freed_bytes, kept
+            )
+        except BudgetError as error:
+            if len(placement.configs) == 1:
+                raise
+            raise BudgetError(f"for the weights on {device}: {error}") from error
+        engines.append(engine)
     buffers = [
         (module, name, value.to(placement.device(module)))
         for engine in engines
