@@ -486,6 +486,64 @@ fn a_gpu_decodes_units() {
     assert!(decoded(&large, config(50 * MIB, Decoding::OnDevice), 3) > 20 * MIB as u64);
 }
 
+/// The environment variable of processes in which a stream does not wait for events: the number of
+/// streams that are created before it.
+#[cfg(feature = "cuda")]
+const WITHOUT_WAITS: &str = "TENSORSTREAM_TEST_WITHOUT_WAITS";
+
+/// Not a test: `each_stream_that_decodes_waits` runs this function in other processes.
+#[cfg(feature = "cuda")]
+#[test]
+fn decodes_without_waits() {
+    use ts_orchestrator::Decoding;
+    let Ok(stream) = std::env::var(WITHOUT_WAITS) else { return };
+    let Some((device, _alone)) = gpu() else { return };
+    let units: Vec<_> = (1..=8).map(|seed| tensors(seed, 50_000)).collect();
+    let model = Model::encoded(&units, 64 * KIB);
+    let config = EngineConfig::with_budget(6 << 20).with_host_bytes(usize::MAX);
+    let config = config.with_decoding(Decoding::OnDevice);
+    let stream: u64 = stream.parse().unwrap();
+    // Whatever a stream waits for takes long: kernels, copies, or both.
+    control(4, if stream == 1 { 0 } else { 2000 });
+    control(5, if stream == 0 { 0 } else { 2000 });
+    control(3, stream);
+    let engine =
+        Engine::with_device(&device, model.units.clone(), model.sources(), config).unwrap();
+    let orders = vec![(0..8).collect(); 6];
+    assert_eq!(passes_in(&model, &engine, &device, &orders, true), 0);
+    assert!(engine.stats().device_decoded_bytes > 0);
+}
+
+/// Calls a function of the emulated driver. Returns whether it is that driver.
+#[cfg(feature = "cuda")]
+fn control(what: i32, value: u64) -> bool {
+    // SAFETY: this process has loaded the library before, or it does not exist.
+    let Ok(library) = (unsafe { libloading::Library::new("libcuda.so.1") }) else { return false };
+    // SAFETY: the emulated driver has this function, and no other one has.
+    unsafe {
+        let set = library.get::<unsafe extern "C" fn(i32, u64) -> i32>(b"emulatedControl");
+        set.map(|set| set(what, value)).is_ok()
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn each_stream_that_decodes_waits() {
+    if gpu().is_none() || !control(4, 0) {
+        return;
+    }
+    // An engine creates the stream that copies, and then the one that decodes.
+    for (stream, works) in [(0, false), (1, false), (1000, true)] {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "decodes_without_waits", "--nocapture"]);
+        let output = child.env(WITHOUT_WAITS, stream.to_string()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.success(), works, "stream {stream}: {said}");
+        let is_wrong = || said.contains("unit ") && said.contains("tensor ");
+        assert!(works || output.status.code().is_none() || is_wrong(), "{said}");
+    }
+}
+
 #[test]
 fn a_stream_without_record_stream_is_a_race() {
     let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));

@@ -24,7 +24,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kernels::{Kernel, kernels, run_kernel};
 
@@ -155,6 +155,12 @@ struct State {
     calls_left: Option<u64>,
     /// The number of allocations until one fails.
     allocations_left: Option<u64>,
+    /// The number of streams until one is created that does not wait for events, and that stream.
+    streams_left: Option<u64>,
+    deaf: Option<usize>,
+    /// How long each kernel and each copy takes longer than it has to.
+    kernel_delay: Duration,
+    copy_delay: Duration,
 }
 
 static STATE: Mutex<Option<State>> = Mutex::new(None);
@@ -518,7 +524,12 @@ driver! {
         let code = device_call(|state, _| {
             let is_pinned = state.is_known(to) && state.is_known(from);
             let stream = state.stream(stream)?;
-            stream.submit(Box::new(move || copy(to, from, bytes)));
+            let delay = state.copy_delay;
+            let run = move || {
+                std::thread::sleep(delay);
+                copy(to, from, bytes);
+            };
+            stream.submit(Box::new(run));
             if !is_pinned {
                 let point = Arc::new(Point::default());
                 stream.submit_point(Arc::clone(&point));
@@ -616,7 +627,11 @@ driver! {
                 let count = (*(function as *const Kernel)).parameters as usize;
                 (0..count).map(|i| **arguments.add(i)).collect()
             };
-            let run = move || run_kernel(function, blocks, threads, &values);
+            let delay = state.kernel_delay;
+            let run = move || {
+                std::thread::sleep(delay);
+                run_kernel(function, blocks, threads, &values);
+            };
             state.stream(stream)?.submit(Box::new(run));
             Ok(())
         })
@@ -630,6 +645,12 @@ driver! {
                 .spawn(move || tasks.into_iter().for_each(|task| task()))
                 .map_err(|_| OUT_OF_MEMORY)?;
             *stream = state.handle();
+            if let Some(left) = state.streams_left.take() {
+                match left.checked_sub(1) {
+                    Some(fewer) => state.streams_left = Some(fewer),
+                    None => state.deaf = Some(*stream),
+                }
+            }
             let unfinished = Arc::default();
             state.streams.insert(*stream, Arc::new(Stream { queue, unfinished }));
             Ok(())
@@ -662,8 +683,9 @@ driver! {
 
     fn cuStreamWaitEvent(stream: usize, event: usize, _flags: u32) {
         device_call(|state, _| {
+            let handle = stream;
             let (stream, point) = (state.stream(stream)?, state.point(event)?);
-            if let Some(point) = point {
+            if let Some(point) = point.filter(|_| state.deaf != Some(handle)) {
                 stream.submit(Box::new(move || point.wait()));
             }
             Ok(())
@@ -742,12 +764,17 @@ driver! {
     }
 
     /// Injects a fault. `what` is 0 for the memory of each device in bytes, 1 for the number of
-    /// calls until the device is lost, and 2 for the number of allocations until one fails.
+    /// calls until the device is lost, 2 for the number of allocations until one fails, 3 for the
+    /// number of streams until one is created that does not wait for events, and 4 and 5 for how
+    /// many microseconds each kernel and each copy takes longer.
     fn emulatedControl(what: i32, value: u64) {
         with(|state| match what {
             0 => state.limit = Some(value as usize),
             1 => state.calls_left = Some(value),
-            _ => state.allocations_left = Some(value),
+            2 => state.allocations_left = Some(value),
+            3 => state.streams_left = Some(value),
+            4 => state.kernel_delay = Duration::from_micros(value),
+            _ => state.copy_delay = Duration::from_micros(value),
         });
         SUCCESS
     }
