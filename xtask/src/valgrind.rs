@@ -13,6 +13,9 @@ use crate::run::{self, Result, cargo, output};
 /// The crates whose tests run under memcheck.
 const PACKAGES: [&str; 2] = ["ts-streams", "ts-pool"];
 
+/// What memcheck reports about other code and must not.
+const SUPPRESSIONS: &str = "xtask/src/valgrind.supp";
+
 /// Runs the tests of [`PACKAGES`] and the Python script under memcheck.
 ///
 /// # Errors
@@ -37,6 +40,7 @@ pub(crate) fn memcheck() -> Result<()> {
         // driver run in child processes.
         let mut valgrind = Command::new("valgrind");
         valgrind.args(["--quiet", "--error-exitcode=9", "--leak-check=no"]);
+        valgrind.arg(format!("--suppressions={}", run::root().join(SUPPRESSIONS).display()));
         valgrind
             .args(["--trace-children=yes", "--trace-children-skip=*rustc*,*/cc,*/ld"])
             .arg(test);
