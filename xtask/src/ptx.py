@@ -11,8 +11,8 @@ import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
-# The oldest GPUs for which the compiler generates code (Volta), and the PTX of CUDA 9.0, the first
-# with all that this code uses: drivers refuse PTX that is newer than they are.
+# GPUs from Volta on, and the PTX of CUDA 9.0, the first for them: drivers refuse PTX that is newer
+# than they are.
 TARGET = "compute_70"
 VERSION = "6.0"
 CHECKED = ["sm_70", "sm_75", "sm_80", "sm_90", "sm_120"]

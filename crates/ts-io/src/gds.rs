@@ -36,8 +36,8 @@ pub fn gds_mode() -> Result<GdsMode, String> {
 }
 
 /// The provider of `gds`. The backend is used only if it is named, because cuFile has no advantage
-/// for buffers in host memory. Reads to other memory are
-/// [`GpuRead`](crate::GpuRead)s.
+/// for buffers in host memory. A
+/// [`GpuRead`](crate::GpuRead) reads to memory of a GPU.
 pub(crate) struct GdsProvider;
 
 impl BackendProvider for GdsProvider {

@@ -92,7 +92,7 @@ impl GpuRead {
     /// # Errors
     /// - [`Error::Read`]: the library or the file system failed.
     /// - [`Error::ShortRead`]: the file has ended before.
-    /// - [`Error::Changed`]: the file is no longer the one that was opened.
+    /// - [`Error::Changed`]: the file was written to or replaced after it was opened.
     pub fn end(self) -> Result<(), Error> {
         #[cfg(target_os = "linux")]
         let actual = self.read.end();
@@ -106,10 +106,5 @@ impl GpuRead {
             return Err(Error::ShortRead { path, offset, expected: len, actual });
         }
         Ok(())
-    }
-
-    /// Returns the offset of the read in the file.
-    pub fn offset(&self) -> u64 {
-        self.offset
     }
 }

@@ -37,41 +37,33 @@ impl<D: Device> RunningReads<D> {
         stored: &[StoredRead],
         slot: &mut DeviceBuffer<D>,
     ) -> Result<Self, UploadError> {
-        let (mut reads, mut failed) = (Vec::with_capacity(stored.len()), None);
+        let mut reads = Vec::with_capacity(stored.len());
         let submit = |stream: &D::Stream, slot: MemoryRange| {
+            let mut submitted: Result<(), UploadError> = Ok(());
             let mut submit_all = |stream| {
-                for StoredRead { source, offset, len, slot_offset } in stored {
+                submitted = stored.iter().try_for_each(|read| {
+                    let StoredRead { source, offset, len, slot_offset } = read;
                     let target = slot.slice(*slot_offset..slot_offset + len).as_ptr();
                     // SAFETY: `submit_foreign` makes the context of the stream current. The target
                     // is a part of the slot. `reads` exists until the stream has done its work,
                     // also after an error, because `begin_write_with` waits for it then.
-                    match unsafe { GpuRead::begin(source, *offset, *len, target, stream) } {
-                        Ok(read) => reads.push((*slot_offset, read)),
-                        Err(error) => return failed = Some((*slot_offset, error)),
-                    }
-                }
+                    let begun = unsafe { GpuRead::begin(source, *offset, *len, target, stream) };
+                    let begun = begun.map_err(|error| UploadError::Read(*slot_offset, error))?;
+                    reads.push((*slot_offset, begun));
+                    Ok(())
+                });
             };
             // SAFETY: the reads write to the slot only, which is valid and used by this stream
             // only.
-            unsafe { stream.submit_foreign(&mut submit_all) }?;
-            match failed {
-                // Only ends the write: the caller gets the error of the read.
-                Some(_) => {
-                    Err(ts_streams::Error::Unsupported { device: String::new(), what: "the read" })
-                }
-                None => Ok(()),
-            }
+            let called = unsafe { stream.submit_foreign(&mut submit_all) };
+            called.map_err(ts_pool::Error::from)?;
+            submitted
         };
         // SAFETY: the work runs on the stream. It reads no memory of the host.
         let begun = unsafe { slot.begin_write_with(Vec::new(), submit) };
-        match (begun, failed) {
-            (Ok(write), _) => {
-                let bytes = stored.iter().map(|read| read.len as u64).sum();
-                Ok(Self { write, reads, bytes })
-            }
-            (Err(_), Some((slot_offset, error))) => Err(UploadError::Read(slot_offset, error)),
-            (Err((error, _)), None) => Err(UploadError::Device(error)),
-        }
+        let write = begun.map_err(|(error, _)| error)?;
+        let bytes = stored.iter().map(|read| read.len as u64).sum();
+        Ok(Self { write, reads, bytes })
     }
 
     /// Returns the event that is reached when the reads have ended, successfully or not.

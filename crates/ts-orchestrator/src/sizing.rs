@@ -301,7 +301,7 @@ impl Sizing {
         let images: usize = images.map(|image| image.bytes()).sum();
         let steps_total = match overhead.buffers(config.budget_bytes, 0).device_decoder_bytes {
             0 => 0,
-            _ => split_decoder::host_bytes(config.host_bytes),
+            _ => split_decoder::steps_bytes(config.host_bytes),
         };
         let tier_total = if staged { (config.host_bytes - steps_total).min(images) } else { 0 };
         let tier_total = tier_total - tier_total % BLOCK_ALIGN;

@@ -56,7 +56,7 @@ impl<D: Device> DeviceBuffer<D> {
         // buffer only.
         unsafe {
             self.begin_write_with(vec![from], |stream, range| {
-                stream.copy(range.slice(part), source)
+                stream.copy(range.slice(part), source).map_err(Error::from)
             })
         }
         .map_err(|(error, mut sources)| (error, sources.swap_remove(0)))
@@ -77,18 +77,20 @@ impl<D: Device> DeviceBuffer<D> {
     /// stream. It must meet the requirements of [`Stream::copy`]: it may read what the result
     /// keeps, and write to this buffer. If `submit` fails, the work that it has submitted to other
     /// streams must have ended.
-    pub unsafe fn begin_write_with(
+    pub unsafe fn begin_write_with<E: From<Error>>(
         &mut self,
         sources: Vec<SharedBuffer>,
-        submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), ts_streams::Error>,
-    ) -> Result<PendingWrite<D>, (Error, Vec<SharedBuffer>)> {
+        submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), E>,
+    ) -> Result<PendingWrite<D>, (E, Vec<SharedBuffer>)> {
         let begun = || {
-            let device = self.device();
-            let (started, done) = (device.create_event()?, device.create_event()?);
+            let event = || self.device().create_event().map_err(Error::from);
+            let (started, done) = (event()?, event()?);
+            let record = |stream: &D::Stream, event| stream.record(event).map_err(Error::from);
             let guard = self.begin_transfer(|stream, range| {
-                stream.record(&started)?;
+                record(stream, &started)?;
+                let submitted = submit(stream, range).and_then(|()| Ok(record(stream, &done)?));
                 // If this fails, work may still run, so the sources must not be freed.
-                if let Err(error) = submit(stream, range).and_then(|()| stream.record(&done)) {
+                if let Err(error) = submitted {
                     let _ = stream.synchronize();
                     return Err(error);
                 }
@@ -397,7 +399,7 @@ impl<D: Device> Upload<D, DeviceBuffer<D>> {
         let mut place = None;
         let guard = to.begin_transfer(|stream, range| {
             place = Some((range, stream.clone()));
-            Ok(())
+            Ok::<(), Error>(())
         })?;
         let (range, stream) = place.expect("`begin_transfer` calls the function");
         Self::start(to, range, Some(guard), pinned, piece_bytes, stream)

@@ -626,10 +626,10 @@ impl<D: Device> DeviceBuffer<D> {
     /// Calls `submit` with the stream and the address range of the buffer, like
     /// [`transfer`](Self::transfer), but does not wait. The result must exist until the submitted
     /// work is done.
-    pub(crate) fn begin_transfer(
+    pub(crate) fn begin_transfer<E: From<Error>>(
         &self,
-        submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), ts_streams::Error>,
-    ) -> Result<CopyGuard<D>, Error> {
+        submit: impl FnOnce(&D::Stream, MemoryRange) -> Result<(), E>,
+    ) -> Result<CopyGuard<D>, E> {
         let mut state = self.inner.lock();
         let (range, owner) = state.locate(&self.inner, self)?;
         let stream = state.streams[usize::from(owner.0)].clone();
