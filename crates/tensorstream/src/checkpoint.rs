@@ -86,6 +86,32 @@ impl Checkpoint {
         Self::open_with(path.as_ref(), CatalogReader::lenient)
     }
 
+    /// Opens the checkpoint in the file `name`, which is a `.safetensors` or `.ts` file, or a shard
+    /// index (`.json`). Gets every file from `open`, for example because another process has to open
+    /// it. `open` gets `name`, or the name of a shard: the directory of `name`, with the name in the
+    /// index.
+    ///
+    /// # Errors
+    /// Returns the errors of `open`, and those of [`open`](Self::open).
+    pub fn open_through(
+        name: &str,
+        open: &mut dyn FnMut(&str) -> Result<Arc<Source>, Error>,
+    ) -> Result<Self, Error> {
+        read_catalog(reader_of(name.to_string()), OpenSources::new(), open)
+    }
+
+    /// Opens a checkpoint like [`open_through`](Self::open_through), but accepts every safetensors
+    /// file that the safetensors library accepts (see [`CatalogReader::lenient`]).
+    ///
+    /// # Errors
+    /// Returns the errors of [`open_through`](Self::open_through).
+    pub fn open_through_lenient(
+        name: &str,
+        open: &mut dyn FnMut(&str) -> Result<Arc<Source>, Error>,
+    ) -> Result<Self, Error> {
+        read_catalog(reader_of(name.to_string()).lenient(), OpenSources::new(), open)
+    }
+
     /// Reads a safetensors or `.ts` file from memory. `name` identifies it in errors. An
     /// [`engine`](Self::engine) cannot stream such a checkpoint, so [`load_each`](Self::load_each)
     /// returns an error too.
@@ -117,7 +143,7 @@ impl Checkpoint {
         configure: impl Fn(CatalogReader) -> CatalogReader,
     ) -> Result<Self, Error> {
         let opened = BTreeMap::from([(name.to_string(), Source::in_memory(name, bytes))]);
-        read_catalog(configure(CatalogReader::single(name)), opened)
+        read_catalog(configure(CatalogReader::single(name)), opened, &mut open_source)
     }
 
     fn open_with(
@@ -127,14 +153,11 @@ impl Checkpoint {
         let mut opened = BTreeMap::new();
         let file = match path.to_str().filter(|text| Source::is_url(text)) {
             Some(url) => find_at_url(url, &mut opened)?,
-            None if path.is_dir() => find_in_directory(path)?,
+            None if path.is_dir() => checkpoint_file(path)?,
             None => path.to_path_buf(),
         };
-        let name = file.to_string_lossy().into_owned();
-        let sharded = file.extension().is_some_and(|e| e == "json");
-        let reader =
-            if sharded { CatalogReader::sharded(name) } else { CatalogReader::single(name) };
-        read_catalog(configure(reader), opened)
+        let reader = configure(reader_of(file.to_string_lossy().into_owned()));
+        read_catalog(reader, opened, &mut open_source)
     }
 
     /// Returns the catalog, which lists the tensors and their locations.
@@ -247,7 +270,14 @@ impl Checkpoint {
     }
 }
 
-fn find_in_directory(dir: &Path) -> Result<PathBuf, Error> {
+/// Finds the checkpoint in a directory, as [`Checkpoint::open`] does, and returns the path of its
+/// file. Blocks.
+///
+/// # Errors
+/// - [`Error::NoCheckpoint`] if the directory contains no checkpoint.
+/// - [`Error::ForeignFormat`] if it contains a GGUF file or a pickle instead.
+/// - [`Error::Io`] if the directory cannot be read.
+pub fn checkpoint_file(dir: &Path) -> Result<PathBuf, Error> {
     if let Some(file) = [SINGLE, INDEX, CONTAINER]
         .map(|name| dir.join(name))
         .into_iter()
@@ -268,12 +298,12 @@ fn find_in_directory(dir: &Path) -> Result<PathBuf, Error> {
 }
 
 /// Opens a file, an object or, with the feature `remote`, a file of a weight server.
-fn open_source(name: &str) -> Result<Arc<Source>, ts_io::Error> {
+fn open_source(name: &str) -> Result<Arc<Source>, Error> {
     #[cfg(feature = "remote")]
     if crate::net::source::is_remote(name) {
-        return crate::net::source::open(name);
+        return Ok(crate::net::source::open(name)?);
     }
-    Source::open(name)
+    Ok(Source::open(name)?)
 }
 
 /// Sources that are already open, by name.
@@ -292,20 +322,31 @@ fn find_at_url(url: &str, opened: &mut OpenSources) -> Result<PathBuf, Error> {
                 opened.insert(file.clone(), source);
                 return Ok(file.into());
             }
-            Err(error) if error.kind() == ts_io::ErrorKind::NotFound => {}
-            Err(error) => return Err(error.into()),
+            Err(Error::Io(error)) if error.kind() == ts_io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
         }
     }
     Err(Error::NoCheckpoint { path: url.into(), found: 0 })
 }
 
-/// Reads the headers that `reader` requests, and returns the open checkpoint.
-fn read_catalog(mut reader: CatalogReader, mut opened: OpenSources) -> Result<Checkpoint, Error> {
+/// Returns the reader of the catalog that is in a file.
+fn reader_of(file: String) -> CatalogReader {
+    let is_index = Path::new(&file).extension().is_some_and(|e| e == "json");
+    if is_index { CatalogReader::sharded(file) } else { CatalogReader::single(file) }
+}
+
+/// Reads the headers that `reader` requests, and returns the open checkpoint. Gets files that are
+/// not in `opened` from `open`.
+fn read_catalog(
+    mut reader: CatalogReader,
+    mut opened: OpenSources,
+    open: &mut dyn FnMut(&str) -> Result<Arc<Source>, Error>,
+) -> Result<Checkpoint, Error> {
     while let Some(ReadRequest { file, offset, len }) = reader.need() {
         let source = match opened.get(&file) {
             Some(source) => Arc::clone(source),
             None => {
-                let source = open_source(&file)?;
+                let source = open(&file)?;
                 opened.insert(file, Arc::clone(&source));
                 source
             }

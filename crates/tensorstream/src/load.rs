@@ -4,6 +4,7 @@
 mod bytes;
 mod mapped;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -126,6 +127,26 @@ impl Checkpoint {
         let mut loaded = self.load_tensors(self.catalog().tensors_by_offset(), options, watch)?;
         loaded.sort_unstable_by(|a, b| a.name.cmp(&b.name));
         Ok(loaded)
+    }
+
+    /// Reads the tensors with these names like [`load`](Self::load), and returns them sorted by
+    /// their offsets in the files. Blocks.
+    ///
+    /// # Errors
+    /// Returns [`Error::Format`] if a tensor does not exist, and the errors of [`load`](Self::load).
+    pub fn load_named(
+        &self,
+        names: &[impl AsRef<str>],
+        options: LoadOptions,
+        watch: &mut Watch<'_>,
+    ) -> Result<Vec<Loaded>, Error> {
+        let names: BTreeSet<&str> = names.iter().map(AsRef::as_ref).collect();
+        for name in &names {
+            self.catalog().require(name)?;
+        }
+        let mut tensors = self.catalog().tensors_by_offset();
+        tensors.retain(|tensor| names.contains(tensor.name()));
+        self.load_tensors(tensors, options, watch)
     }
 
     /// Reads these tensors, which are sorted by file and offset.

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use tensorstream::format::Compression;
-use tensorstream::io::FileMapping;
+use tensorstream::io::{FileMapping, Source};
 use tensorstream::{Checkpoint, Error, LoadOptions, Loaded, Progress, WriteOptions, convert};
 use weights::{weights_of, write_units};
 
@@ -151,4 +151,67 @@ fn memory_that_is_still_used_is_never_given_out_again() {
         }
         assert!(tensorstream::kept_bytes() <= 64 << 20);
     }
+}
+
+#[test]
+fn named_tensors_are_loaded_in_the_order_of_the_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let checkpoint = written(&directory.path().join("a.safetensors"));
+    let by_offset: Vec<_> =
+        checkpoint.catalog().tensors_by_offset().iter().map(|t| t.name().to_string()).collect();
+    let wanted = [&by_offset[3], &by_offset[1], &by_offset[3]];
+    let loaded = checkpoint.load_named(&wanted, LoadOptions::default(), &mut quiet).unwrap();
+    let names: Vec<_> = loaded.iter().map(|tensor| &tensor.name).collect();
+    assert_eq!(names, [&by_offset[1], &by_offset[3]]);
+    let all = checkpoint.load(LoadOptions::default(), &mut quiet).unwrap();
+    for tensor in loaded {
+        let same = all.iter().find(|other| other.name == tensor.name).unwrap();
+        assert!(tensor.bytes[..] == same.bytes[..], "{}", tensor.name);
+    }
+    let none = checkpoint.load_named(&["none"], LoadOptions::default(), &mut quiet).unwrap_err();
+    assert!(matches!(none, Error::Format(_)), "{none}");
+}
+
+/// The handles are those of a path that this process cannot open any more.
+#[cfg(target_os = "linux")]
+#[test]
+fn files_that_another_process_has_opened_are_loaded() {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = directory.path().join("a.safetensors");
+    let direct = written(&path).load(LoadOptions::default(), &mut quiet).unwrap();
+    let hidden = directory.path().join("hidden.safetensors");
+    let mut names = Vec::new();
+    let mut opened = None;
+    let mut open = |name: &str| {
+        names.push(name.to_string());
+        let handles = Source::open(&path)?.handles()?.unwrap();
+        assert!(handles.direct.is_some(), "the file system supports direct I/O");
+        std::fs::rename(&path, &hidden).unwrap();
+        let source = Source::from_handles(name, handles)?;
+        opened = Some(Arc::clone(&source));
+        Ok(source)
+    };
+    let checkpoint = Checkpoint::open_through("name.safetensors", &mut open).unwrap();
+    assert_eq!(names, ["name.safetensors"]);
+    let source = opened.unwrap();
+    assert_eq!((source.path(), source.is_file()), (Path::new("name.safetensors"), true));
+    assert!(source.direct_alignment().is_ok());
+    source.evict().unwrap();
+    let passed = checkpoint.load(LoadOptions::default(), &mut quiet).unwrap();
+    assert_eq!(passed.len(), direct.len());
+    for (one, other) in passed.iter().zip(&direct) {
+        assert!(one.name == other.name && one.bytes[..] == other.bytes[..], "{}", one.name);
+    }
+    // A change of the content is noticed through the handle.
+    let mut file = OpenOptions::new().append(true).open(&hidden).unwrap();
+    std::io::Write::write_all(&mut file, b"more").unwrap();
+    let changed = checkpoint.load(LoadOptions::default(), &mut quiet).unwrap_err();
+    assert!(changed.to_string().contains("name.safetensors"), "{changed}");
+    assert!(Source::from_handles("pipe", handles_of("/dev/null")).is_err());
+}
+
+#[cfg(target_os = "linux")]
+fn handles_of(path: &str) -> tensorstream::io::FileHandles {
+    let file = std::fs::File::open(path).unwrap();
+    tensorstream::io::FileHandles { file, direct: None }
 }

@@ -53,8 +53,6 @@ impl BackendProvider for AdaptiveProvider {
         #[cfg(target_os = "linux")]
         let uring = UringProvider.create(options, sink()).ok();
         let buffered = FileProvider(Access::Cached).create(options, sink())?;
-        #[cfg(feature = "object")]
-        let object = ObjectProvider.create(options, sink())?;
         Ok(Box::new(AdaptiveBackend {
             buffered,
             #[cfg(target_os = "linux")]
@@ -62,7 +60,7 @@ impl BackendProvider for AdaptiveProvider {
             direct: OnceLock::new(),
             remote: OnceLock::new(),
             #[cfg(feature = "object")]
-            object,
+            object: OnceLock::new(),
             joiner,
             options: options.clone(),
         }))
@@ -82,8 +80,9 @@ struct AdaptiveBackend {
     direct: OnceLock<Result<Box<dyn Backend>, Error>>,
     /// The backend for remote sources. Created for the first such request.
     remote: OnceLock<Result<Box<dyn Backend>, Error>>,
+    /// The backend for objects. Created for the first such request.
     #[cfg(feature = "object")]
-    object: Box<dyn Backend>,
+    object: OnceLock<Result<Box<dyn Backend>, Error>>,
     joiner: Arc<Joiner>,
     options: BackendOptions,
 }
@@ -99,7 +98,7 @@ impl AdaptiveBackend {
         all.extend(self.direct.get().and_then(|direct| direct.as_deref().ok()));
         all.extend(self.remote.get().and_then(|remote| remote.as_deref().ok()));
         #[cfg(feature = "object")]
-        all.push(self.object.as_ref());
+        all.extend(self.object.get().and_then(|object| object.as_deref().ok()));
         all
     }
 
@@ -130,7 +129,10 @@ impl AdaptiveBackend {
         }
         #[cfg(feature = "object")]
         if source.is_remote() {
-            return Ok(vec![(self.object.as_ref(), capacity)]);
+            let object = self
+                .object
+                .get_or_init(|| ObjectProvider.create(&self.options, sink_of(&self.joiner)));
+            return Ok(vec![(object.as_deref().map_err(Clone::clone)?, capacity)]);
         }
         let buffered = self.buffered.as_ref();
         let residency = Residency::sample(source, offset, request.required);

@@ -32,12 +32,24 @@ pub(crate) enum Access {
 #[derive(Debug)]
 pub(crate) struct FileOrigin {
     path: PathBuf,
+    /// Whether `path` is the file's path, rather than a name for error messages.
+    is_at_path: bool,
     fingerprint: Fingerprint,
     file: File,
     /// The handle for direct I/O, opened on first use, or the reason why it cannot be opened.
     direct: OnceLock<Result<DirectFile, String>>,
     /// A handle without readahead, opened on first use. `None` if the system does not support it.
     no_readahead: OnceLock<Option<File>>,
+}
+
+/// The open handles of a regular file, which can be passed to another process.
+#[derive(Debug)]
+pub struct FileHandles {
+    /// The handle for reads through the page cache.
+    pub file: File,
+    /// The handle for direct reads, and the alignment in bytes that they require. `None` if the
+    /// file does not support them.
+    pub direct: Option<(File, usize)>,
 }
 
 /// A file opened with O_DIRECT, and its alignment in bytes.
@@ -51,6 +63,25 @@ pub(crate) struct DirectFile {
     /// The file's handle in cuFile, registered on first use, or the reason why that failed.
     #[cfg(target_os = "linux")]
     cufile: OnceLock<Result<sys::CuFileHandle, String>>,
+}
+
+impl DirectFile {
+    /// Returns the handle, or a reason if it is not one of the file with this fingerprint.
+    fn new(file: File, alignment: usize, opened: &Fingerprint) -> Result<Self, String> {
+        let (_, now) =
+            sys::state_of(&file).map_err(|e| format!("cannot read its metadata: {e}"))?;
+        match opened.difference(&now) {
+            Some(what) => Err(format!("changed since it was opened: {what}")),
+            None => Ok(Self {
+                #[cfg(target_os = "linux")]
+                suits_rings: sys::suits_rings(&file),
+                #[cfg(target_os = "linux")]
+                cufile: OnceLock::new(),
+                file: Arc::new(file),
+                alignment,
+            }),
+        }
+    }
 }
 
 impl FileOrigin {
@@ -69,9 +100,33 @@ impl FileOrigin {
             return Err(failed(std::io::Error::other("not a regular file")));
         }
         let file = File::open(&path).map_err(failed)?;
-        let fingerprint = Fingerprint::of(&file.metadata().map_err(failed)?);
+        let (_, fingerprint) = sys::state_of(&file).map_err(failed)?;
         let (direct, no_readahead) = (OnceLock::new(), OnceLock::new());
-        Ok(Self { path, fingerprint, file, direct, no_readahead })
+        Ok(Self { path, is_at_path: true, fingerprint, file, direct, no_readahead })
+    }
+
+    pub(crate) fn from_handles(name: PathBuf, handles: FileHandles) -> Result<Self, Error> {
+        let failed =
+            |source: std::io::Error| Error::Open { path: name.clone(), source: source.into() };
+        let FileHandles { file, direct } = handles;
+        let (is_regular, fingerprint) = sys::state_of(&file).map_err(failed)?;
+        if !is_regular {
+            return Err(failed(std::io::Error::other("not a regular file")));
+        }
+        let direct = match direct {
+            Some((direct, alignment)) => DirectFile::new(direct, alignment, &fingerprint),
+            None => Err("another process has opened it without O_DIRECT".into()),
+        };
+        let (direct, no_readahead) = (OnceLock::from(direct), OnceLock::new());
+        Ok(Self { path: name, is_at_path: false, fingerprint, file, direct, no_readahead })
+    }
+
+    pub(crate) fn handles(&self) -> std::io::Result<FileHandles> {
+        let direct = match self.direct() {
+            Ok(direct) => Some((direct.file.try_clone()?, direct.alignment)),
+            Err(_) => None,
+        };
+        Ok(FileHandles { file: self.file.try_clone()?, direct })
     }
 
     /// Returns the file that `source` reads, if it reads a local file.
@@ -88,18 +143,7 @@ impl FileOrigin {
     pub(crate) fn direct(&self) -> Result<&DirectFile, &str> {
         let opened = self.direct.get_or_init(|| {
             let (file, alignment) = sys::open_direct(&self.path).map_err(|e| e.to_string())?;
-            let now = file.metadata().map_err(|e| format!("cannot read its metadata: {e}"))?;
-            match self.fingerprint.difference(&Fingerprint::of(&now)) {
-                Some(what) => Err(format!("changed since it was opened: {what}")),
-                None => Ok(DirectFile {
-                    #[cfg(target_os = "linux")]
-                    suits_rings: sys::suits_rings(&file),
-                    #[cfg(target_os = "linux")]
-                    cufile: OnceLock::new(),
-                    file: Arc::new(file),
-                    alignment,
-                }),
-            }
+            DirectFile::new(file, alignment, &self.fingerprint)
         });
         opened.as_ref().map_err(String::as_str)
     }
@@ -197,14 +241,14 @@ impl Origin for FileOrigin {
 
     fn verify(&self, offset: u64) -> Result<(), Error> {
         let changed = |what| Error::Changed { path: self.path.clone(), offset, what };
-        let by_handle = self
-            .file
-            .metadata()
+        let (_, by_handle) = sys::state_of(&self.file)
             .map_err(|e| changed(format!("its metadata can no longer be read: {e}")))?;
-        let by_path = std::fs::metadata(&self.path)
-            .map_err(|e| changed(format!("its path can no longer be accessed: {e}")))?;
-        for now in [by_path, by_handle] {
-            if let Some(what) = self.fingerprint.difference(&Fingerprint::of(&now)) {
+        let by_path = self.is_at_path.then(|| std::fs::metadata(&self.path)).transpose();
+        let by_path = by_path
+            .map_err(|e| changed(format!("its path can no longer be accessed: {e}")))?
+            .map(|metadata| Fingerprint::of(&metadata));
+        for now in by_path.into_iter().chain([by_handle]) {
+            if let Some(what) = self.fingerprint.difference(&now) {
                 return Err(changed(what));
             }
         }
@@ -229,7 +273,7 @@ impl Origin for FileOrigin {
 }
 
 impl Fingerprint {
-    fn of(metadata: &Metadata) -> Self {
+    pub(crate) fn of(metadata: &Metadata) -> Self {
         Self {
             identity: sys::identity(metadata),
             len: metadata.len(),

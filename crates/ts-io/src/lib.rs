@@ -109,6 +109,7 @@ pub use backend::{
 };
 pub use direct::DirectReader;
 pub use error::{Error, ErrorKind, SharedIoError};
+pub use file::FileHandles;
 pub use file_mapping::FileMapping;
 #[cfg(target_os = "linux")]
 pub use gds::{GdsMode, gds_mode};

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::Error;
-use crate::file::FileOrigin;
+use crate::file::{FileHandles, FileOrigin};
 use crate::in_memory::InMemoryOrigin;
 #[cfg(feature = "object")]
 use crate::object::ObjectOrigin;
@@ -30,6 +30,33 @@ impl Source {
             None => path,
         };
         FileOrigin::open(file).map(Self::new)
+    }
+
+    /// Creates a source from a file that another process has opened, for example because this
+    /// process may not open files. `name` identifies the source in error messages.
+    ///
+    /// Changes of the file are detected through its handles only.
+    ///
+    /// # Errors
+    /// Returns [`Error::Open`] if the file is not a regular file.
+    pub fn from_handles(
+        name: impl Into<PathBuf>,
+        handles: FileHandles,
+    ) -> Result<Arc<Self>, Error> {
+        FileOrigin::from_handles(name.into(), handles).map(Self::new)
+    }
+
+    /// Returns duplicates of the handles of a local file, for [`from_handles`](Self::from_handles)
+    /// in another process. Returns `None` for other sources.
+    ///
+    /// # Errors
+    /// Returns [`Error::Open`] if the process has too many open files.
+    pub fn handles(&self) -> Result<Option<FileHandles>, Error> {
+        let failed = |source: std::io::Error| Error::Open {
+            path: self.path().into(),
+            source: source.into(),
+        };
+        FileOrigin::of(self).map(FileOrigin::handles).transpose().map_err(failed)
     }
 
     /// Creates a source from bytes in memory. `name` identifies the source in error messages.

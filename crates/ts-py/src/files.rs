@@ -5,6 +5,7 @@ pub(crate) mod checkpoint;
 mod conversion;
 mod convert;
 mod fingerprint;
+mod passing;
 mod progress;
 mod writer;
 
@@ -16,6 +17,8 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<progress::Progress>()?;
     m.add_class::<writer::FileWriter>()?;
     m.add_class::<conversion::Conversion>()?;
+    m.add_function(wrap_pyfunction!(passing::open_file, m)?)?;
+    m.add_function(wrap_pyfunction!(passing::checkpoint_file, m)?)?;
     m.add_function(wrap_pyfunction!(checkpoint::trim, m)?)?;
     m.add_function(wrap_pyfunction!(checkpoint::kept_bytes, m)?)?;
     m.add_function(wrap_pyfunction!(convert::compact, m)?)?;

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +76,15 @@ def is_running(process: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def cut(address: str) -> None:
+    """Shuts down the sockets of this process that are connected to "HOST:PORT"."""
+    host, port = address.rsplit(":", 1)
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                if connection.getpeername() == (host, int(port)):
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensorstream as ts
 import torch
 from conftest import Llama
 from serving import Serving, is_running
@@ -51,7 +52,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         if kind == "local":
             options = {"threads": 1}
         elif kind == "tcp":
-            options = {"address": stack.enter_context(Serving()).address}
+            options = {"address": stack.enter_context(Serving({"--weights": "any"})).address}
         elif kind == "ssh":
             options = request.getfixturevalue("sshd").options()
         yield lambda **more: stack.enter_context(RemoteMachine(kind, **options, **more))
@@ -91,6 +92,17 @@ def test_a_machine_generates_the_same_tokens(start: Start, llama: Llama) -> None
     model.to(machine.device())
     got = model.generate(ids.to(machine.device()), max_new_tokens=8, do_sample=False)
     assert torch.equal(got.cpu(), expected)
+
+
+def test_a_machine_loads_weights_that_it_has(start: Start, llama: Llama) -> None:
+    directory = llama()
+    expected = ts.load_file(directory)
+    machine = start()
+    before = machine.stats()["uploaded_bytes"]
+    loaded = ts.load_file(directory, machine.device())
+    assert machine.stats()["uploaded_bytes"] == before
+    assert list(loaded) == list(expected)
+    assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
 
 
 def test_a_machine_stops_and_starts_again(start: Start) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Serving, is_running
+from serving import Serving, cut, is_running
 from tensorstream.errors import ConnectionLost
 from tensorstream.remote import RemoteMachine
 from tensorstream.remote.server import _exchange
@@ -214,26 +214,14 @@ def test_a_closed_session_leaves_no_process() -> None:
 
 def test_a_client_reconnects_to_its_own_session() -> None:
     with Serving() as served, RemoteMachine("tcp", served.address, retry=20.0) as machine:
-        host, port = served.address.rsplit(":", 1)
         x = torch.arange(5.0, device=machine.device())
         assert x.sum().item() == 10.0
         (process,) = served.sessions()
         for _ in range(3):
-            for fd in os.listdir("/proc/self/fd"):
-                _cut(int(fd), (host, int(port)))
+            cut(served.address)
             x += 1
             assert x.sum().item() == 10.0 + 5 * (_ + 1)
         assert machine.stats()["reconnects"] == 3 and served.sessions() == [process]
-
-
-def _cut(descriptor: int, address: tuple[str, int]) -> None:
-    """Shuts down a socket of this process if it is connected to this address."""
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.getpeername() == address:
-                connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
 
 
 @pytest.mark.parametrize(

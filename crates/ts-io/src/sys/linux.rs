@@ -6,7 +6,9 @@ use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
+
+use crate::Fingerprint;
 
 /// The alignment of direct I/O in bytes if the kernel (before 6.1) does not report it. An alignment
 /// of one page is sufficient for all block devices.
@@ -25,6 +27,50 @@ pub(crate) fn changed(metadata: &Metadata) -> Option<(i128, [u64; 4])> {
         at,
         [metadata.nlink(), metadata.mode().into(), metadata.uid().into(), metadata.gid().into()],
     ))
+}
+
+/// Returns whether an open file is a regular file, and its state.
+///
+/// The standard library calls `statx`, which a sandbox has to refuse, because it can also take a
+/// path. This function calls `fstat`, where the type of the C library is the kernel's.
+pub(crate) fn state_of(file: &File) -> io::Result<(bool, Fingerprint)> {
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    {
+        let stat = fstat(file)?;
+        let since = |seconds: i64, nanos: i64| {
+            let time = SystemTime::UNIX_EPOCH;
+            let time = match u64::try_from(seconds) {
+                Ok(seconds) => time.checked_add(Duration::from_secs(seconds))?,
+                Err(_) => time.checked_sub(Duration::from_secs(seconds.unsigned_abs()))?,
+            };
+            time.checked_add(Duration::from_nanos(u64::try_from(nanos).ok()?))
+        };
+        let at = i128::from(stat.st_ctime) * 1_000_000_000 + i128::from(stat.st_ctime_nsec);
+        let (links, mode) = (stat.st_nlink as u64, stat.st_mode.into());
+        let state = Fingerprint {
+            identity: (stat.st_dev, stat.st_ino),
+            len: stat.st_size as u64,
+            modified: since(stat.st_mtime, stat.st_mtime_nsec),
+            changed: Some((at, [links, mode, stat.st_uid.into(), stat.st_gid.into()])),
+            etag: None,
+        };
+        Ok((stat.st_mode & libc::S_IFMT == libc::S_IFREG, state))
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    {
+        let metadata = file.metadata()?;
+        Ok((metadata.is_file(), Fingerprint::of(&metadata)))
+    }
+}
+
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+fn fstat(file: &File) -> io::Result<libc::stat> {
+    // SAFETY: `stat` consists of integers, so all zeros are a valid value.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is open while `file` exists, and `stat` is writable and has the layout
+    // of the kernel's structure on these architectures.
+    let rc = unsafe { libc::syscall(libc::SYS_fstat, file.as_raw_fd(), &raw mut stat) };
+    if rc == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Reads into the slices, one after the other. Returns the number of bytes: at least one, unless
@@ -261,8 +307,9 @@ fn is_owned_or_writable(file: &File) -> bool {
     // SAFETY: `geteuid` has no preconditions. The descriptor is open while `file` exists, and the
     // path is an empty C string, as AT_EMPTY_PATH requires.
     unsafe {
-        let is_owner = file.metadata().is_ok_and(|metadata| metadata.uid() == libc::geteuid());
-        is_owner
+        let own = u64::from(libc::geteuid());
+        let owner = state_of(file).ok().and_then(|(_, state)| Some(state.changed?.1[2]));
+        owner == Some(own)
             || libc::faccessat(
                 file.as_raw_fd(),
                 c"".as_ptr(),

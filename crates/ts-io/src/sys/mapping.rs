@@ -55,7 +55,7 @@ pub(crate) fn read_mapped_at(
 ) -> io::Result<usize> {
     let capacity: usize = slices.iter().map(|slice| slice.len()).sum();
     let available =
-        usize::try_from(file.metadata()?.len().saturating_sub(offset)).unwrap_or(usize::MAX);
+        usize::try_from(super::state_of(file)?.1.len.saturating_sub(offset)).unwrap_or(usize::MAX);
     let len = capacity.min(available);
     // SAFETY: another process may write to the range. The code therefore reads the mapping only
     // once and then drops it, and the documentation leaves the bytes unspecified in this case.

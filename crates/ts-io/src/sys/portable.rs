@@ -7,6 +7,8 @@ use std::path::Path;
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::Fingerprint;
+
 #[cfg(unix)]
 pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
     use std::os::unix::fs::MetadataExt;
@@ -31,6 +33,11 @@ pub(crate) fn changed(_: &Metadata) -> Option<(i128, [u64; 4])> {
 #[cfg(not(unix))]
 pub(crate) fn identity(_: &Metadata) -> (u64, u64) {
     (0, 0)
+}
+
+pub(crate) fn state_of(file: &File) -> io::Result<(bool, Fingerprint)> {
+    let metadata = file.metadata()?;
+    Ok((metadata.is_file(), Fingerprint::of(&metadata)))
 }
 
 /// Reads into the first of the slices: at least one byte, unless the file ends at `offset`. Returns

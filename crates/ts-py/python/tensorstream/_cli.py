@@ -39,8 +39,8 @@ def _path_of(name: str) -> str:
 
     Returns paths and URLs as they are.
     """
-    from .streaming._hub import HubModel
-    from .streaming._places import find
+    from .files._hub import HubModel
+    from .files._places import find
 
     return name if HubModel.named(name, {}) is None else find(name).weights
 

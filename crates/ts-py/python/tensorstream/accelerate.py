@@ -21,6 +21,7 @@ from .budget import Budget
 from .config import Config, expanded
 from .devices import AUTOMATIC, HOST_DEVICES, Device, device_of, devices_of_map
 from .errors import CheckpointError, ConfigurationError, ModelError
+from .files._places import find
 from .streaming._arguments import (
     STRATEGIES,
     check_execution_device,
@@ -32,7 +33,6 @@ from .streaming._builder import Builder
 from .streaming._division import FUSED
 from .streaming._offload import offload, restore
 from .streaming._placement import Placement, entry_of, require_all
-from .streaming._places import find
 
 __all__ = [
     "UserCpuOffloadHook",

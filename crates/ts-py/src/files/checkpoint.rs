@@ -13,6 +13,7 @@ use tensorstream::io::{FileMapping, Source};
 use tensorstream::streams::MemoryRange;
 use tensorstream::{Error, LoadOptions, Loaded};
 
+use super::passing::passed_file;
 use super::progress::watched;
 use crate::dlpack::{CPU, CapsuleBytes, tensor_capsule};
 use crate::dtype::tensor_meta;
@@ -58,6 +59,35 @@ impl Checkpoint {
             true => tensorstream::Checkpoint::from_bytes_lenient("bytes", data),
         });
         Ok(Self { inner: inner.map_err(|e| to_python(py, &e))? })
+    }
+
+    /// Opens a checkpoint whose files another process opens. Blocks.
+    ///
+    /// Args:
+    ///     name: The name of the file, or of the shard index.
+    ///     open: Called with ``name``, or the name of a shard. Returns what ``open_file`` returns
+    ///         in the other process; this process owns the descriptors. May raise any exception.
+    ///     lenient: Whether to accept every file that the safetensors library accepts.
+    #[staticmethod]
+    #[pyo3(signature = (name, open, lenient=false))]
+    fn opened_by(py: Python<'_>, name: &str, open: Py<PyAny>, lenient: bool) -> PyResult<Self> {
+        let mut failure = None;
+        let mut open_source = |name: &str| {
+            let opened = Python::attach(|py| passed_file(py, name, open.bind(py)));
+            opened.map_err(|error| {
+                failure = Some(error);
+                Error::Interrupted
+            })
+        };
+        let opened = py.detach(|| match lenient {
+            false => tensorstream::Checkpoint::open_through(name, &mut open_source),
+            true => tensorstream::Checkpoint::open_through_lenient(name, &mut open_source),
+        });
+        match (opened, failure) {
+            (Ok(inner), _) => Ok(Self { inner }),
+            (Err(_), Some(failure)) => Err(failure),
+            (Err(error), None) => Err(to_python(py, &error)),
+        }
     }
 
     /// Returns a checkpoint with the tensors of this one and of ``other``.
@@ -158,26 +188,30 @@ impl Checkpoint {
         py.detach(|| self.inner.read_block(name, &block, bytes)).map_err(|e| to_python(py, &e))
     }
 
-    /// Reads all tensors. Blocks, and shows a progress bar.
+    /// Reads tensors, by default all. Blocks, and shows a progress bar.
     ///
     /// Args:
     ///     verify: Whether to compare the bytes with their checksums.
+    ///     names: The names of the tensors. If they are given, ``mapped`` must be false.
     ///     mapped: Whether to return views of the mapped files where possible. While they exist,
     ///         nothing may write to the files.
     ///
     /// Returns:
     ///     Name, safetensors dtype name, shape and DLPack capsule of each tensor.
+    #[pyo3(signature = (verify, mapped, names=None))]
     fn load<'py>(
         &self,
         py: Python<'py>,
         verify: bool,
         mapped: bool,
+        names: Option<Vec<String>>,
     ) -> PyResult<Vec<LoadedSpec<'py>>> {
         let options = LoadOptions::default().with_verify(verify);
         let files = if mapped { self.mappings().map_err(|e| to_python(py, &e))? } else { vec![] };
-        let loaded = watched(py, Some("loading"), |watch| match mapped {
-            true => self.inner.load_mapped(&files, options, watch),
-            false => self.inner.load(options, watch),
+        let loaded = watched(py, Some("loading"), |watch| match names {
+            Some(names) => self.inner.load_named(&names, options, watch),
+            None if mapped => self.inner.load_mapped(&files, options, watch),
+            None => self.inner.load(options, watch),
         })?;
         loaded.into_iter().map(|loaded| loaded_spec(py, loaded)).collect()
     }

@@ -44,7 +44,8 @@ def load_file(
             URL.
         device: The device of the tensors. For a device other than the CPU, tensors are copied to it
             while the next ones are read. This uses 256 MiB of host memory, or more if the largest
-            tensors need it.
+            tensors need it. For a remote device ("ts"), the machine reads the files, which are its
+            own: see ``tensorstream.remote.load_state_dict``.
         verify: Whether to verify checksums, if the file has any.
         mapped: With ``True`` or ``"auto"``, tensors are views of the file where that is possible.
             ``"auto"`` reads and verifies the data before it returns, which is the fastest way to
@@ -64,8 +65,8 @@ def load_file(
         CheckpointError: The checkpoint is damaged.
         CheckpointPermissionError: The process may not read the checkpoint.
         ChecksumError: Data differs from its checksum.
-        ConfigurationError: ``mapped`` is ``True``, but ``path`` is a URL; or ``mapped`` has another
-            value.
+        ConfigurationError: ``mapped`` is ``True``, but ``path`` is a URL or the device is remote;
+            or ``mapped`` has another value.
         StorageError: Reading failed.
         ModelError: A tensor has a dtype or a shape that torch does not support.
 
@@ -78,9 +79,15 @@ def load_file(
     in_page_cache = mapped == "auto"
     if not in_page_cache and mapped not in (True, False):
         raise ConfigurationError(f"mapped={mapped!r}: expected True, False or 'auto'")
+    device = torch.device(device)
+    if device.type == "ts":
+        from ..remote.client._checkpoint import load_state_dict
+
+        if mapped is True:
+            raise ConfigurationError("mapped=True: the memory of a machine cannot be mapped here")
+        return load_state_dict(path, device, verify=verify, lenient=lenient)
     checkpoint = _native.Checkpoint(path, lenient)
     kinds = {name: torch_type(checkpoint, name) for name in checkpoint.names()}
-    device = torch.device(device)
     if mapped and not in_page_cache:
         files = MappedFiles(checkpoint)
         return {name: _view_or_read(files, checkpoint, name).to(device) for name in kinds}

@@ -25,6 +25,7 @@ from ..errors import (
     RemoteTensorError,
     StaleReferenceError,
 )
+from .client._checkpoint import load_huggingface_state_dicts, load_state_dict
 from .client._machine import (
     RemoteMachine,
     Wait,
@@ -54,6 +55,8 @@ __all__ = [
     "create_mock_machine",
     "create_ssh_machine",
     "create_tcp_machine",
+    "load_huggingface_state_dicts",
+    "load_state_dict",
     "metadata_hash",
     "storage_id",
     "trace",

@@ -28,6 +28,8 @@ def apply() -> None:
     _patch_untyped_storage()
     _patch_linear_cross_entropy()
     _patch_module_moves()
+    _patch_load_state_dict()
+    _patch_safetensors()
 
 
 def _patch_backward() -> None:
@@ -124,6 +126,85 @@ def _patch_module_moves() -> None:
 
     # Replaces the method that PyTorch generates. mypy does not see generated methods.
     torch.nn.Module.ts = ts  # type: ignore[attr-defined]
+
+
+def _patch_load_state_dict() -> None:
+    """Links remote tensors of a state dict to a model on the meta device.
+
+    Changes ``nn.Module.load_state_dict``, which copies to the parameters, and so does nothing if
+    these are on the meta device. With the patch, remote tensors replace them, as with
+    ``assign=True``. Names of tied parameters that the state dict lacks get the tensor of the others
+    and stay tied.
+    """
+    load = torch.nn.Module.load_state_dict
+
+    @functools.wraps(load)
+    def load_state_dict(
+        self: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
+    ) -> Any:
+        own = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
+        links = {
+            name
+            for name, tensor in state_dict.items()
+            if isinstance(tensor, torch.Tensor) and is_ours(tensor) and name in own
+        }
+        if assign or not any(own[name].is_meta for name in links):
+            return load(self, state_dict, strict=strict, assign=assign)
+        # Other parameters keep their device, as without the patch.
+        linked = {
+            name: value
+            if (name in links and own[name].is_meta) or name not in own
+            else own[name].detach().copy_(value)
+            for name, value in state_dict.items()
+        }
+        tied = [names for names in _tied(self) if any(name in links for name in names)]
+        for names in tied:
+            stored = next(name for name in names if name in links)
+            linked.update({name: linked[stored] for name in names if name not in linked})
+        result = load(self, linked, strict=strict, assign=True)
+        for names in tied:
+            _tie(self, names)
+        return result
+
+    torch.nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def _tied(module: torch.nn.Module) -> list[list[str]]:
+    """Returns the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _tie(module: torch.nn.Module, names: list[str]) -> None:
+    """Makes the parameter with the first name that of all names."""
+    first = module.get_parameter(names[0])
+    for name in names[1:]:
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, first)
+
+
+def _patch_safetensors() -> None:
+    """Makes ``safetensors.torch.load_file(..., device="ts:0")`` load files of the machine.
+
+    Changes the function of safetensors, which accepts only the devices that it knows.
+    """
+    try:
+        import safetensors.torch
+    except ImportError:
+        return
+    load = safetensors.torch.load_file
+
+    @functools.wraps(load)
+    def load_file(filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+        if str(device).partition(":")[0] != "ts":
+            return load(filename, device, **kwargs)
+        from .client._checkpoint import load_state_dict
+
+        return load_state_dict(filename, torch.device(device), lenient=True)
+
+    safetensors.torch.load_file = load_file
 
 
 def _patch_linear_cross_entropy() -> None:

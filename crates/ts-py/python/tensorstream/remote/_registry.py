@@ -19,6 +19,8 @@ KINDS: dict[int, str] = {}
 #: By device index: the index of the first device of the same machine, and the machine's address.
 #: Devices of paused and stopped machines are absent.
 ADDRESSES: dict[int, tuple[int, str]] = {}
+#: The machines that see the files of this computer, by the index of their first device.
+SHARING_FILES: set[int] = set()
 #: The paused machines, by the index of their first device. The value is the last seed of
 #: ``manual_seed_all`` during the pause, or None. The machine gets this seed when it resumes.
 PAUSED: dict[int, int | None] = {}

@@ -11,9 +11,11 @@ import signal
 import sys
 
 from .. import _native
+from ..errors import TensorStreamError
 from ..wire._connection import LIMIT_BYTES, _settings
 from ._broker import Broker
 from ._peers import Peers
+from ._weights import Weights
 
 _log = logging.getLogger("tensorstream.remote")
 
@@ -83,6 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--peer-ca", metavar="FILE", help="certificates (PEM) to trust for --peer")
     add(
+        "--weights", action="append", default=[], metavar="PLACE",
+        help="a directory, hf:// with the beginning of the names of models, or any: checkpoints "
+        "that clients can load from here",
+    )  # fmt: skip
+    add(
         "--once", action="store_true",
         help="end with the first session, or after 60 seconds without one",
     )  # fmt: skip
@@ -132,8 +139,11 @@ def main(arguments: list[str] | None = None) -> int:
             "memory": memory,
             "sandbox": not options.no_sandbox,
         }  # fmt: skip
-        served = Broker(dispatcher, peers, sessions, options.max_sessions, once=options.once)
-    except (RuntimeError, OSError, ValueError) as error:
+        weights = Weights(tuple(options.weights))
+        served = Broker(
+            dispatcher, peers, weights, sessions, options.max_sessions, once=options.once
+        )
+    except (TensorStreamError, RuntimeError, OSError, ValueError) as error:
         print(f"tensorstream serve: {_with_options(str(error))}", file=sys.stderr)
         return 2
     # Each session needs file descriptors, and so does each tensor that it offers.

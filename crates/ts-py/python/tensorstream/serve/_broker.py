@@ -5,7 +5,7 @@ Only the broker has the token and the TLS keys. Each session runs in its own pro
 (``tensorstream.remote.server._zygote``). Unless the sandbox is disabled or not supported, the
 process cannot connect sockets, and on a CPU it cannot open files. The broker passes the client's
 connections to the process. The broker also passes tensors that other sessions and machines offer,
-if the process sends the right tickets.
+if the process sends the right tickets, and files of checkpoints that ``--weights`` allows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import time
 from typing import Any
 
 from .. import _native
+from ..errors import StorageError, TensorStreamError
 from ._messages import is_sealed, pair, receive, send
 from ._peers import Peers
+from ._weights import Weights
 
 _log = logging.getLogger("tensorstream.remote")
 
@@ -255,6 +257,7 @@ class Broker:
     Args:
         dispatcher: Accepts and authenticates connections.
         peers: The machines from which sessions can fetch tensors.
+        weights: The checkpoints that sessions can read.
         options: The options of the sessions: "device", "devices", "threads", "memory" and
             "sandbox".
         max_sessions: The most sessions at a time.
@@ -270,12 +273,14 @@ class Broker:
         self,
         dispatcher: _native.Dispatcher,
         peers: Peers,
+        weights: Weights,
         options: dict[str, Any],
         max_sessions: int,
         *,
         once: bool = False,
     ) -> None:
-        self._dispatcher, self._peers, self._max_sessions = dispatcher, peers, max_sessions
+        self._dispatcher, self._peers, self._weights = dispatcher, peers, weights
+        self._max_sessions = max_sessions
         self._once = once
         #: The session after which a server for one session ends.
         self._first: _Session | None = None
@@ -459,21 +464,13 @@ class Broker:
                     wait=False,
                 )
             case {"claim": str(ticket)}:
-                with self._lock:
-                    offer = self._offers.get(ticket)
-                    # The descriptor is copied, because the other session can withdraw its offer at
-                    # any time, which closes the original.
-                    copy = None if offer is None else os.dup(offer[1])
-                try:
-                    answer = (
-                        {"refused": "no session offers this tensor"} if offer is None else offer[0]
-                    )
-                    send(session.requests, answer, copy, wait=False)
-                finally:
-                    if copy is not None:
-                        os.close(copy)
+                self._claim(session, ticket)
             case {"fetch": str(ticket), "from": str(address)}:
                 self._fetch(session, address, ticket)
+            case {"open": str(source), "beside": str(beside)}:
+                self._open(session, source, beside)
+            case {"directories": str(source)}:
+                self._list(session, source)
             case {"withdraw": str(ticket)}:
                 with self._lock:
                     if ticket in session.offered:
@@ -527,6 +524,20 @@ class Broker:
             session.offered.add(ticket)
         return ""
 
+    def _claim(self, session: _Session, ticket: str) -> None:
+        """Sends a session the tensor that is offered under a ticket, or a refusal."""
+        with self._lock:
+            offer = self._offers.get(ticket)
+            # The descriptor is copied, because the other session can withdraw its offer at any
+            # time, which closes the original.
+            copy = None if offer is None else os.dup(offer[1])
+        try:
+            answer = {"refused": "no session offers this tensor"} if offer is None else offer[0]
+            send(session.requests, answer, copy, wait=False)
+        finally:
+            if copy is not None:
+                os.close(copy)
+
     def _fetch(self, session: _Session, address: str, ticket: str) -> None:
         """Sends a session a copy of another machine's tensor, or the reason for a failure."""
         try:
@@ -541,3 +552,30 @@ class Broker:
             send(session.requests, tensor, descriptor, wait=False)
         finally:
             os.close(descriptor)
+
+    def _list(self, session: _Session, source: str) -> None:
+        """Sends a session the directories of a source that have weights, or a refusal."""
+        try:
+            answer = {"directories": self._weights.directories(source)}
+        except (TensorStreamError, OSError) as error:
+            answer = _refusal(session, source, error)
+        send(session.requests, answer, wait=False)
+
+    def _open(self, session: _Session, source: str, beside: str) -> None:
+        """Sends a session a file of a checkpoint, or the reason why it cannot be opened."""
+        try:
+            opened = self._weights.open(source, beside)
+        except (TensorStreamError, OSError) as error:
+            return send(session.requests, _refusal(session, source, error), wait=False)
+        _log.info("session %d: reads %s", session.number, opened.name)
+        with opened.closing():
+            direct, alignment = opened.direct or (None, 0)
+            answer = {"name": opened.name, "alignment": alignment}
+            send(session.requests, answer, opened.file, direct, wait=False)
+
+
+def _refusal(session: _Session, source: str, error: Exception) -> dict[str, Any]:
+    """Returns the answer to a request for a source that cannot be read. Logs it."""
+    _log.info("session %d: cannot read %.200r: %.200s", session.number, source, error)
+    kind = type(error) if isinstance(error, TensorStreamError) else StorageError
+    return {"refused": str(error)[:4000], "error": kind.__name__}

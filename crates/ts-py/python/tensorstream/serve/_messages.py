@@ -53,22 +53,35 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], int | None] | None:
         The message and its first descriptor, which the caller owns. None if the other end has
         closed, or has sent invalid data.
     """
+    received = receive_all(channel)
+    if received is None:
+        return None
+    message, descriptors = received
+    for surplus in descriptors[1:]:
+        os.close(surplus)
+    return message, descriptors[0] if descriptors else None
+
+
+def receive_all(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Receives a message. Blocks.
+
+    Returns:
+        The message and its descriptors, at most 4, which the caller owns. None if the other end has
+        closed, or has sent invalid data.
+    """
     try:
         text, descriptors, flags, _ = socket.recv_fds(channel, MAX_MESSAGE, 4)
     except OSError:
         return None
-    for surplus in descriptors[1:]:
-        os.close(surplus)
-    descriptor = descriptors[0] if descriptors else None
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict) or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        if descriptor is not None:
+        for descriptor in descriptors:
             os.close(descriptor)
         return None
-    return message, descriptor
+    return message, descriptors
 
 
 def is_sealed(descriptor: int) -> bool:

@@ -14,7 +14,7 @@ from ..budget import Budget
 from ..config import Config, parse_budget
 from ..devices import AUTOMATIC, Device, default_device, device_of
 from ..errors import ConfigurationError
-from ._hub import OPTIONS
+from ..files._hub import OPTIONS
 from ._offload import checked, with_shorthands
 
 #: Arguments for the class of the model. The others change its configuration.
@@ -367,3 +367,24 @@ def check_execution_device(device: int | str | torch.device | None) -> None:
             f"cannot execute on {device}: weights stream to a device from files; give a directory "
             "for them, or use tensorstream.offload(model, checkpoint=..., device=...)"
         )
+
+
+def device_of_machine(*devices: Any) -> torch.device | None:
+    """Returns the first of these devices that is on a remote machine, or ``None``.
+
+    Raises:
+        ConfigurationError: A device map has such a device, and others.
+    """
+    for given in devices:
+        device = given
+        if isinstance(given, Mapping):
+            device = next((each for each in given.values() if device_of_machine(each)), None)
+            if device is not None and len(set(given.values())) > 1:
+                raise ConfigurationError(
+                    f"invalid device_map: {dict(given)!r}: a model is on one remote device"
+                )
+        if isinstance(device, str) and device.partition(":")[0] == "ts":
+            return torch.device(device)
+        if isinstance(device, torch.device) and device.type == "ts":
+            return device
+    return None

@@ -11,12 +11,12 @@ import torch
 from .. import _native
 from ..config import expanded
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
+from ..files._places import Place, find
 from ._arguments import Arguments, dtype_of
 from ._attach import attach
 from ._builder import Builder
 from ._offload import Path
 from ._placement import Placement
-from ._places import Place, find
 
 
 def load_diffusers(model_class: Any, path: Path, arguments: Arguments) -> Any:

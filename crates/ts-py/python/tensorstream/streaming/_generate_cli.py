@@ -11,8 +11,8 @@ from typing import Any
 
 from ..budget import parse_size
 from ..errors import ConfigurationError, TensorStreamError
+from ..files._hub import HubModel
 from ._generate import batches, cache_argument
-from ._hub import HubModel
 from ._offload import stats
 
 

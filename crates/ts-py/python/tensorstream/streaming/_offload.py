@@ -16,6 +16,7 @@ from ..budget import Budget
 from ..config import Config, expanded
 from ..devices import Device
 from ..errors import ConfigurationError, ModelError
+from ..files._places import find
 from ._adapters import adapter_parameters
 from ._attach import attach
 from ._distributed import restore_names
@@ -23,7 +24,6 @@ from ._division import Rows
 from ._forward import Parameters, own_stand_ins, recurrent
 from ._interrupts import deferred
 from ._placement import Placement
-from ._places import find
 from ._replaced_method import restore_methods
 from ._state import Share, is_offloaded, offloaded_in, streaming_of
 from ._stats import Stats, merged

@@ -13,10 +13,10 @@ from typing import Any
 from ..budget import Budget
 from ..config import Config, expanded
 from ..errors import BudgetError, CheckpointError, ConfigurationError
+from ..files._hub import OPTIONS, HubModel
 from ._arguments import Arguments
 from ._diffusers import load_diffusers
 from ._diversion import Load, streamed_models
-from ._hub import OPTIONS, HubModel
 from ._offload import Path
 
 _log = logging.getLogger("tensorstream")

@@ -11,8 +11,8 @@ from typing import Any
 
 from .. import _native
 from ..config import Config, expanded
+from ..files._places import find
 from ._curve import Curve, budgets_in_bytes
-from ._places import find
 from ._report import html_folded, html_table, html_text, mib
 from ._transformers import plan_checkpoint
 from ._weights import Divided

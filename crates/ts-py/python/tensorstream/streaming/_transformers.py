@@ -20,19 +20,17 @@ from ..budget import Budget
 from ..config import HEADROOM, Config, expanded
 from ..errors import (
     BudgetError,
-    CheckpointError,
     CheckpointNotFoundError,
     ConfigurationError,
-    MissingTensorError,
-    ModelError,
 )
-from ._arguments import Arguments
+from ..files._places import Place, find
+from ._arguments import Arguments, device_of_machine
 from ._attach import attach
 from ._builder import Builder
+from ._loading import check, class_and_config, transformers_module
 from ._offload import Path, plan_model
 from ._pipelines import load_with_its_library, sentence_transformer_name
 from ._placement import Placement
-from ._places import Place, find
 from ._symbolic_tensor import SymbolicTensor
 from ._weights import Divided
 
@@ -70,7 +68,8 @@ def from_pretrained(
               can be left out.
             - A URL of a checkpoint, with ``config``.
         budget: Shorthand for ``Config(budget=...)``.
-        device: Shorthand for ``Config(device=...)``.
+        device: Shorthand for ``Config(device=...)``. With a device of a remote machine ("ts:0"),
+            the machine reads the weights, whose path or name is its own, into its memory.
         host_budget: Shorthand for ``Config(host_budget=...)``.
         config: The settings, or a configuration of transformers that replaces the one in
             ``config.json``. Settings cannot be combined with ``budget``.
@@ -107,6 +106,13 @@ def from_pretrained(
         >>> model = ts.from_pretrained("path/to/checkpoint", budget="600MiB")  # doctest: +SKIP
         >>> output = model.generate(ids)  # doctest: +SKIP
     """
+    remote = device_of_machine(device, kwargs.get("device_map"), getattr(config, "device", None))
+    if remote is not None:
+        from . import _on_machine  # needs the device "ts"
+
+        return _on_machine.from_pretrained(
+            path, remote, budget=budget, config=config, model_class=model_class, kwargs=kwargs
+        )
     arguments = Arguments.of(budget, config, kwargs, device, host_budget)
     # Parameters that are made under inference mode could not be used outside of it.
     with torch.inference_mode(False):
@@ -146,12 +152,7 @@ def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> An
     checkpoint = _native.Checkpoint(place.weights)
     if "dtype" not in arguments.for_class and "torch_dtype" not in arguments.for_class:
         _check_memory()
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigurationError(
-            "from_pretrained needs transformers 5: pip install 'tensorstream[transformers]'"
-        ) from error
+    transformers = transformers_module()
     model, info = _build(transformers, place, checkpoint, model_class, arguments)
     # The class has initialised these, such as new heads, and tables of sines that no file has.
     new = frozenset(
@@ -238,15 +239,9 @@ def _build(
         The model, and the loading information of transformers.
     """
     builder = Builder(checkpoint)
-    model_config, for_class = _model_config(transformers, place, model_class, arguments)
-    if getattr(model_config, "quantization_config", None) is not None:
-        raise ModelError(_quantised(place, model_config.quantization_config))
-    if model_class is None:
-        loaded_class = _named_class(transformers, model_config, place, arguments)
-    elif hasattr(model_class, "from_config"):
-        loaded_class, model_config = _chosen_class(model_class, model_config, place, arguments)
-    else:
-        loaded_class = model_class
+    loaded_class, model_config, for_class = class_and_config(
+        transformers, place, model_class, arguments
+    )
     model, info = loaded_class.from_pretrained(
         None,
         config=model_config,
@@ -256,51 +251,9 @@ def _build(
         **for_class,
     )
     # The class that the files name has the weights that the files have.
-    _check(checkpoint, info, model, new_heads=model_class is not None)
+    files = ", ".join(str(path) for path, _, _ in checkpoint.files())
+    check(files, info, model, new_heads=model_class is not None)
     return model, info
-
-
-def _model_config(
-    transformers: Any, place: Place, model_class: type[Any] | None, arguments: Arguments
-) -> tuple[Any, dict[str, Any]]:
-    """Returns the configuration of the model, and the arguments for its class."""
-    given = arguments.model_config
-    if given is not None and not isinstance(given, str | os.PathLike):
-        return given, {**arguments.for_class, **arguments.for_config}
-    # An automatic class has a private `_model_mapping`, but no configuration of its own.
-    config_class = getattr(model_class, "config_class", None) or transformers.AutoConfig
-    options = dict(arguments.for_config)
-    if config_class is transformers.AutoConfig:
-        options |= {
-            "trust_remote_code": arguments.trust_remote_code,
-            "code_revision": arguments.code_revision,
-        }
-    place_arguments = place.arguments
-    if given is not None:  # it may be on the Hub, too, but at another place
-        names = ("cache_dir", "local_files_only", "token")
-        place_arguments = {name: arguments.hub[name] for name in names if name in arguments.hub}
-    name = place.name if given is None else given
-    try:
-        model_config, rest = config_class.from_pretrained(
-            name, return_unused_kwargs=True, **place_arguments, **options
-        )
-    # transformers raises errors of these classes for files that are missing or damaged.
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{name}: transformers cannot read the configuration of the model: {error}"
-        ) from error
-    return model_config, {**arguments.for_class, **rest}
-
-
-def _quantised(place: Place, quantization: Any) -> str:
-    """Returns the message for a checkpoint with quantised weights."""
-    if not isinstance(quantization, dict):
-        quantization = vars(quantization)
-    method = getattr(quantization.get("quant_method"), "value", quantization.get("quant_method"))
-    return (
-        f"cannot stream {place.name}: its weights are quantised ({method}), which is not supported "
-        "yet; use the checkpoint in bfloat16 or float16"
-    )
 
 
 def _check_memory() -> None:
@@ -313,91 +266,3 @@ def _check_memory() -> None:
             f"activations and code need {needed >> 20} MiB besides the weights; free memory, or "
             "raise the memory limit of this process"
         )
-
-
-def _named_class(transformers: Any, model_config: Any, place: Place, arguments: Arguments) -> Any:
-    """Returns the class that the configuration names, of transformers or of the checkpoint."""
-    named = model_config.architectures or []
-    own = {
-        reference.rpartition(".")[2]: reference
-        for reference in (getattr(model_config, "auto_map", None) or {}).values()
-        if isinstance(reference, str)
-    }
-    for name in named:
-        if name in own and arguments.trust_remote_code:
-            return _class_of_checkpoint(own[name], place, arguments)
-        model_class = getattr(transformers, name, None)
-        if model_class is not None:
-            return model_class
-    advice = "pass `model_class`"
-    if own:
-        advice += ", or `trust_remote_code=True` to run the code of the checkpoint"
-    raise ConfigurationError(
-        f"{place.name}: transformers has no class for the architectures of the configuration "
-        f"({model_config.architectures}); {advice}"
-    )
-
-
-def _chosen_class(
-    auto_class: Any, model_config: Any, place: Place, arguments: Arguments
-) -> tuple[Any, Any]:
-    """Returns the class that an automatic class chooses, and the configuration for it."""
-    own = (getattr(model_config, "auto_map", None) or {}).get(auto_class.__name__)
-    if own is not None and arguments.trust_remote_code:
-        return _class_of_checkpoint(own, place, arguments), model_config
-    with torch.device("meta"):
-        chosen = auto_class.from_config(model_config, trust_remote_code=arguments.trust_remote_code)
-    # The class may be that of the text model of a model for several modalities.
-    if not isinstance(model_config, type(chosen.config)):
-        model_config = model_config.get_text_config()
-    return type(chosen), model_config
-
-
-def _class_of_checkpoint(reference: str, place: Place, arguments: Arguments) -> Any:
-    """Returns a class that is defined by code of the checkpoint. Runs this code."""
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    return get_class_from_dynamic_module(
-        reference, place.name, code_revision=arguments.code_revision, **place.arguments
-    )
-
-
-def _check(
-    checkpoint: _native.Checkpoint, info: dict[str, Any], model: Any, new_heads: bool
-) -> None:
-    """Raises for weights that transformers would warn about and initialize randomly.
-
-    With ``new_heads``, the weights of a new head are not errors: transformers has initialized them,
-    and they stay in memory. Those of a pooler never are, because few checkpoints have one.
-    """
-    files = ", ".join(str(path) for path, _, _ in checkpoint.files())
-    if info["mismatched_keys"]:
-        name, there, wanted = sorted(info["mismatched_keys"])[0]
-        raise CheckpointError(
-            f"{files}: tensor `{name}` has shape {list(there)}, but the model has {list(wanted)}"
-        )
-    missing = sorted(
-        name for name in info["missing_keys"] if not _is_of_new_head(name, model, info, new_heads)
-    )
-    if missing:
-        raise MissingTensorError(
-            f"the model needs tensors that are not in {files}: "
-            + ", ".join(missing[:5])
-            + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        )
-    if info["error_msgs"]:
-        raise CheckpointError(f"cannot load {files}: {'; '.join(info['error_msgs'])}")
-
-
-def _is_of_new_head(name: str, model: Any, info: dict[str, Any], new_heads: bool) -> bool:
-    """Returns whether a parameter belongs to a head, or a pooler, that the checkpoint lacks."""
-    base = model.base_model_prefix
-    inner = name.removeprefix(f"{base}.")
-    head = inner.partition(".")[0]
-    is_outside = inner == name and isinstance(getattr(model, base, None), torch.nn.Module)
-    if not (is_outside and new_heads) and head != "pooler":
-        return False
-    whole = name[: len(name) - len(inner)] + head
-    missing = set(info["missing_keys"])
-    own = (each for each, _ in model.named_parameters() if each.startswith(f"{whole}."))
-    return all(each in missing for each in own)

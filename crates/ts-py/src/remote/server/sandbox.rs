@@ -58,12 +58,17 @@ mod system {
     /// The Landlock version whose restrictions are requested. Older kernels apply fewer of them.
     const LANDLOCK: ABI = ABI::V6;
 
+    /// The number of `cachestat` on all architectures, which `libc` does not have on all of them.
+    const SYS_CACHESTAT: c_long = 451;
+
     /// System calls that a session on a CPU may make with any arguments.
     const ALLOWED: &[c_long] = &[
         // Open descriptors.
         libc::SYS_read,
         libc::SYS_write,
         libc::SYS_readv,
+        libc::SYS_pread64,
+        libc::SYS_preadv,
         libc::SYS_writev,
         libc::SYS_recvfrom,
         libc::SYS_recvmsg,
@@ -76,6 +81,7 @@ mod system {
         libc::SYS_ppoll,
         libc::SYS_lseek,
         libc::SYS_fstat,
+        libc::SYS_fstatfs,
         libc::SYS_close,
         libc::SYS_close_range,
         libc::SYS_dup,
@@ -92,6 +98,7 @@ mod system {
         libc::SYS_mlock,
         libc::SYS_munlock,
         libc::SYS_mincore,
+        SYS_CACHESTAT,
         libc::SYS_get_mempolicy,
         libc::SYS_memfd_create,
         libc::SYS_ftruncate,

@@ -336,6 +336,13 @@ def _clone(tensor: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     )
 
 
+def _histc(tensor: torch.Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> torch.Tensor:
+    """Counts integers too, as a GPU does: programs choose them for every device but the CPU."""
+    if tensor.dtype.is_floating_point or not _registry.runs_on_cpu(tensor.device.index):
+        return _HISTC(tensor, bins, min, max)
+    return _HISTC(tensor.double(), bins, min, max).to(tensor.dtype)
+
+
 def _efficientzerotensor(size: Any, **options: Any) -> torch.Tensor:
     return _empty(size, **options)
 
@@ -364,12 +371,14 @@ _IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "aten::clone": _clone,
     "aten::_to_copy": _to_copy,
     "aten::record_stream": _record_stream,
+    "aten::histc": _histc,
     "aten::_efficientzerotensor": _efficientzerotensor,
 }
 
 # Operators that the functions above send to the machine.
 _COPY = kernel(aten.copy_.default)
 _CLONE = kernel(aten.clone.default)
+_HISTC = kernel(aten.histc.default)
 
 # Operators that only the server implements, not PyTorch (remote/server/_server.py).
 _SERVER_LIBRARY = torch.library.Library("tensorstream", "DEF")
@@ -387,6 +396,14 @@ _SERVER_LIBRARY.define("offer(Tensor tensor) -> str")
 _SERVER_LIBRARY.define("withdraw(Tensor anchor, str ticket) -> ()")
 _SERVER_LIBRARY.define("claim(Tensor anchor, str ticket) -> Tensor")
 _SERVER_LIBRARY.define("fetch(Tensor(a!) into, str address, str ticket) -> str")
+_SERVER_LIBRARY.define("open_checkpoint(Tensor anchor, str source, bool lenient) -> str")
+_SERVER_LIBRARY.define(
+    "load_tensors(Tensor anchor, int number, str[] names, bool verify) -> (Tensor[], str)"
+)
+_SERVER_LIBRARY.define("close_checkpoint(Tensor anchor, int number) -> ()")
+_SERVER_LIBRARY.define("read_text(Tensor anchor, str source, str beside) -> str")
+_SERVER_LIBRARY.define("directories(Tensor anchor, str source) -> str")
+_SERVER_LIBRARY.impl("close_checkpoint", lambda anchor, number: None, "Meta")
 _SERVER_LIBRARY.impl("withdraw", lambda anchor, ticket: None, "Meta")
 _SERVER_LIBRARY.impl("manual_seed", lambda anchor, seed: None, "Meta")
 _SERVER_LIBRARY.impl("empty_cache", lambda anchor: None, "Meta")
@@ -398,6 +415,11 @@ GPU_NAME = kernel(torch.ops.tensorstream.gpu_name.default)
 GPU_BYTES = kernel(torch.ops.tensorstream.gpu_bytes.default)
 EMPTY_CACHE = kernel(torch.ops.tensorstream.empty_cache.default)
 CLAIM = kernel(torch.ops.tensorstream.claim.default)
+OPEN_CHECKPOINT = kernel(torch.ops.tensorstream.open_checkpoint.default)
+LOAD_TENSORS = kernel(torch.ops.tensorstream.load_tensors.default)
+CLOSE_CHECKPOINT = kernel(torch.ops.tensorstream.close_checkpoint.default)
+READ_TEXT = kernel(torch.ops.tensorstream.read_text.default)
+DIRECTORIES = kernel(torch.ops.tensorstream.directories.default)
 _OFFER = kernel(torch.ops.tensorstream.offer.default)
 _WITHDRAW = kernel(torch.ops.tensorstream.withdraw.default)
 _FETCH = kernel(torch.ops.tensorstream.fetch.default)

@@ -313,6 +313,10 @@ class RemoteMachine:
                 )
             if self.device_type != "cpu" and not self._provider.simulates:
                 self._check_gpus(kind, first)
+            if self._provider.shares_files:
+                _registry.SHARING_FILES.add(first)
+            else:
+                _registry.SHARING_FILES.discard(first)
             _registry.KINDS.update({first + index: kind for index in range(self.device_count)})
             for index in range(self.device_count):
                 _device.seed_of(first + index, torch.initial_seed())

@@ -67,6 +67,8 @@ class Provider(ABC):
         name: The name of the provider.
         keeps_sessions: Whether the server keeps the session of a client whose connection is lost,
             so that the client tries again when it is refused. ``tensorstream serve`` does.
+        shares_files: Whether machines see the files of this computer under the same paths, so that
+            a relative path means the same there.
         simulates: Whether the provider accepts types of GPUs that it does not have, for tests.
 
     Examples:
@@ -91,6 +93,7 @@ class Provider(ABC):
 
     name: ClassVar[str]
     keeps_sessions: ClassVar[bool] = True
+    shares_files: ClassVar[bool] = False
     simulates: ClassVar[bool] = False
 
     @classmethod

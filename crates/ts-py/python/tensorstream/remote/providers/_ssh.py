@@ -225,7 +225,8 @@ def _start_script(
     """
     serve = [
         *("-m", "tensorstream.serve", "--listen", f"unix:{directory}/live/socket", "--once"),
-        *("--device", request.kind, "--devices", str(request.device_count)),
+        # The server has the rights of its user, who is the client.
+        *("--device", request.kind, "--devices", str(request.device_count), "--weights", "any"),
         *([] if threads is None else ["--threads", str(threads)]),
     ]
     own = "" if path is None else f"PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}} "

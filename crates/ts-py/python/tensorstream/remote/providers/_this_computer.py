@@ -34,6 +34,7 @@ class LocalProvider(Provider):
 
     name = "local"
     keeps_sessions = False
+    shares_files = True
 
     def __init__(self, *, threads: int | None = None) -> None:
         self._threads = threads
@@ -59,6 +60,7 @@ class MockProvider(Provider):
 
     name = "mock"
     keeps_sessions = False
+    shares_files = True
     simulates = True
 
     def start(self, request: Request) -> Server:
@@ -164,12 +166,15 @@ class ThreadServer(Server):
     """
 
     def __init__(self, device_type: str, device_count: int) -> None:
+        from ...serve._weights import ANY, Weights
+        from ..server._exchange import LocalExchange
         from ..server._server import devices_of, server
 
         devices = devices_of(device_type, device_count)
+        exchange = LocalExchange(weights=Weights((ANY,)))
         self._directory = tempfile.mkdtemp(prefix="tensorstream-")
         self.address = f"unix:{self._directory}/socket"
-        self._server = server(self.address, devices=devices, shared=True)
+        self._server = server(self.address, devices=devices, exchange=exchange, shared=True)
         self._thread = threading.Thread(
             target=self._server.run, name="tensorstream-mock", daemon=True
         )

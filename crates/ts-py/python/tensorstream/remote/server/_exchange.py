@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Copies tensors directly between sessions and between machines, without the client.
+"""What sessions get from outside: tensors of other sessions and machines, and open files.
 
 A session offers a tensor under a ticket, a random secret. Any session of the same machine can claim
 the tensor with the ticket. Another machine fetches the tensor: it connects to this machine and
 claims the tensor. If each session has its own process, tensors are passed as descriptors of memory
-via the broker (``tensorstream.serve._broker``), and only the broker connects to other machines.
+via the broker (``tensorstream.serve._broker``), and only the broker connects to other machines. The
+broker also opens the files of checkpoints, and passes their descriptors.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ... import errors
 from ..._dtypes import SCALAR_TYPES
-from ...serve._messages import SEALS, receive, send
+from ...serve._messages import SEALS, receive_all, send
+from ...serve._weights import OpenFile, Weights
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALAR_TYPES}
 
@@ -41,7 +44,7 @@ def fetch_nothing(address: str, ticket: str) -> torch.Tensor:
 
 
 class Exchange(Protocol):
-    """The operations that a session needs for direct copies."""
+    """The operations that a session needs for direct copies and checkpoints."""
 
     def offer(self, tensor: torch.Tensor) -> str:
         """Offers a tensor until ``withdraw``. Returns the ticket."""
@@ -63,12 +66,31 @@ class Exchange(Protocol):
             An empty string, or the reason why the tensor could not be copied.
         """
 
+    def open(self, source: str, beside: str = "") -> OpenFile:
+        """Opens a file of a checkpoint. See ``Weights.open``. Blocks.
+
+        Raises:
+            TensorStreamError: The file cannot be opened, or the session may not read it.
+        """
+
+    def directories(self, source: str) -> list[str]:
+        """Returns the directories of a source that have weights. See ``Weights.directories``.
+
+        Raises:
+            TensorStreamError: The session may not read the source.
+        """
+
 
 class LocalExchange:
-    """The exchange of sessions that share one process."""
+    """The exchange of sessions that share one process.
 
-    def __init__(self, fetch: Fetch = fetch_nothing) -> None:
-        self._fetch = fetch
+    Args:
+        fetch: Copies tensors from other machines.
+        weights: The checkpoints that the sessions can read.
+    """
+
+    def __init__(self, fetch: Fetch = fetch_nothing, weights: Weights | None = None) -> None:
+        self._fetch, self._weights = fetch, weights or Weights()
         self._offered: dict[str, torch.Tensor] = {}
 
     def offer(self, tensor: torch.Tensor) -> str:
@@ -92,6 +114,12 @@ class LocalExchange:
             return str(error)
         return ""
 
+    def open(self, source: str, beside: str = "") -> OpenFile:
+        return self._weights.open(source, beside)
+
+    def directories(self, source: str) -> list[str]:
+        return self._weights.directories(source)
+
 
 class BrokerExchange:
     """The exchange of a session that has its own process. Sends requests to the broker."""
@@ -99,19 +127,20 @@ class BrokerExchange:
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
         # Reentrant, because the garbage collector may withdraw a session's offers at any time.
-        self._lock = threading.RLock()
+        self._sending, self._requesting = threading.RLock(), threading.RLock()
 
     def tell(self, message: dict[str, Any]) -> None:
         """Sends a message that the broker does not answer."""
-        with self._lock:
+        with self._sending:
             send(self._requests, message)
 
     def _request(
         self, message: dict[str, Any], descriptor: int | None = None
-    ) -> tuple[dict[str, Any], int | None]:
-        with self._lock:
-            send(self._requests, message, descriptor)
-            answer = receive(self._requests)
+    ) -> tuple[dict[str, Any], list[int]]:
+        with self._requesting:
+            with self._sending:
+                send(self._requests, message, descriptor)
+            answer = receive_all(self._requests)
         if answer is None:
             raise RuntimeError("the server is stopping, or has ended this session")
         return answer
@@ -141,10 +170,30 @@ class BrokerExchange:
         return ""
 
     def _tensor(self, message: dict[str, Any], refusal: type[Exception]) -> torch.Tensor:
-        answer, descriptor = self._request(message)
-        if descriptor is None:
+        answer, descriptors = self._request(message)
+        if not descriptors:
             raise refusal(answer.get("refused", "the server sent no tensor"))
-        return unpack(answer, descriptor)
+        return unpack(answer, descriptors[0])
+
+    def open(self, source: str, beside: str = "") -> OpenFile:
+        answer, descriptors = self._request({"open": source, "beside": beside})
+        if not descriptors:
+            raise _refusal(answer)
+        direct = (descriptors[1], answer["alignment"]) if len(descriptors) > 1 else None
+        return OpenFile(answer["name"], descriptors[0], direct)
+
+    def directories(self, source: str) -> list[str]:
+        answer, _ = self._request({"directories": source})
+        if "directories" not in answer:
+            raise _refusal(answer)
+        found: list[str] = answer["directories"]
+        return found
+
+
+def _refusal(answer: dict[str, Any]) -> Exception:
+    """Returns the error with which the broker refused to open a file."""
+    error: Exception = getattr(errors, answer["error"])(answer["refused"])
+    return error
 
 
 def pack(tensor: torch.Tensor) -> tuple[dict[str, Any], int]:

@@ -14,6 +14,8 @@ import threading
 import torch
 
 from ...serve._peers import Peers
+from ...serve._weights import ANY, Weights
+from ._exchange import LocalExchange
 from ._server import devices_of, server
 
 _log = logging.getLogger("tensorstream.remote")
@@ -31,7 +33,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         devices = devices_of(options.device, options.devices)
-        served = server(options.listen, devices=devices, fetch=Peers(("any",)).fetch)
+        # The process has the rights of its user, who is the client.
+        exchange = LocalExchange(Peers(("any",)).fetch, Weights((ANY,)))
+        served = server(options.listen, devices=devices, exchange=exchange)
     except Exception as error:
         sys.exit(str(error))
 

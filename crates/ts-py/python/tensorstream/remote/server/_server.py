@@ -16,7 +16,8 @@ from ... import _native
 from ...errors import ConfigurationError
 from ...wire._connection import LIMIT_BYTES, _settings
 from . import _bounds
-from ._exchange import Exchange, Fetch, LocalExchange, fetch_nothing
+from ._checkpoints import Checkpoints
+from ._exchange import Exchange, LocalExchange
 
 #: The namespaces of operators that clients can call.
 NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized", "tensorstream"})
@@ -25,6 +26,7 @@ SERVER_OPERATORS = frozenset({
     "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator",
     "default_dtype", "kind",
     "devices", "gpu_name", "gpu_bytes", "empty_cache", "offer", "withdraw", "claim", "fetch",
+    "open_checkpoint", "load_tensors", "close_checkpoint", "read_text", "directories",
 })  # fmt: skip
 #: Operators that access files or the memory of other processes, and an operator whose results have
 #: no memory.
@@ -64,6 +66,7 @@ class Session:
         self._client_generators: dict[torch.device, torch.Generator] = {}
         self._exchange = exchange or LocalExchange()
         self._tickets: set[str] = set()
+        self._checkpoints = Checkpoints(self._exchange)
 
     def __del__(self) -> None:
         for ticket in self._tickets:
@@ -207,6 +210,23 @@ class Session:
 
     def _fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
         return self._exchange.fetch(into, address, ticket)
+
+    def _open_checkpoint(self, anchor: torch.Tensor, source: str, lenient: bool) -> str:
+        return self._checkpoints.open(source, lenient)
+
+    def _load_tensors(
+        self, anchor: torch.Tensor, number: int, names: list[str], verify: bool
+    ) -> tuple[list[torch.Tensor], str]:
+        return self._checkpoints.load(number, names, anchor.device, verify)
+
+    def _close_checkpoint(self, anchor: torch.Tensor, number: int) -> None:
+        self._checkpoints.close(number)
+
+    def _read_text(self, anchor: torch.Tensor, source: str, beside: str) -> str:
+        return self._checkpoints.read_text(source, beside)
+
+    def _directories(self, anchor: torch.Tensor, source: str) -> str:
+        return self._checkpoints.directories(source)
 
     def _default_dtype(self, dtype: torch.dtype) -> None:
         """Does nothing. The native half handles this operator."""
@@ -385,7 +405,7 @@ def server(
     listen: str, *, devices: list[torch.device], token: str | None = None, insecure: bool = False,
     cert: Any = None, key: Any = None, ca: Any = None, idle_timeout: float = 30.0,
     stall_timeout: float = 300.0,
-    staged: bool = False, fetch: Fetch = fetch_nothing, shared: bool = False,
+    staged: bool = False, exchange: Exchange | None = None, shared: bool = False,
 ) -> _native.RemoteServer:  # fmt: skip
     """Creates a server that runs operators in this process. It listens when this returns.
 
@@ -402,10 +422,10 @@ def server(
             After this time, the connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails.
         staged: Whether to receive payloads into separate memory, as for a GPU.
-        fetch: Copies tensors from other machines. By default, this is not allowed.
+        exchange: What sessions can get from outside. By default, only each other's tensors.
         shared: Whether this process is also the client. Operators then use its default dtype.
     """
-    hooks = _hooks(devices, LocalExchange(fetch), staged=staged, shared=shared)
+    hooks = _hooks(devices, exchange or LocalExchange(), staged=staged, shared=shared)
     settings = _settings(token, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
     return _native.RemoteServer(listen, hooks, settings, insecure, cert, key, ca)
 

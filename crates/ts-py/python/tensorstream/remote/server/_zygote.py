@@ -34,7 +34,7 @@ from ._server import devices_of, session_server
 #: The interval between checks for ended sessions, in milliseconds.
 _INTERVAL = 100
 #: The most open descriptors of a session.
-_MAX_DESCRIPTORS = 256
+_MAX_DESCRIPTORS = 4096
 #: The time limit for sessions to end after the server has ended, in seconds.
 _GRACE = 4.0
 

@@ -7,6 +7,7 @@ and the offline mode.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import re
@@ -198,6 +199,29 @@ class HubModel:
             return []
         prefix = f"{self.subfolder}/" if self.subfolder else ""
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+
+    def stored(self) -> builtins.list[str]:
+        """Returns the names of the model's files with weights: on the Hub, or else in its cache.
+
+        Raises:
+            The errors of ``file``.
+        """
+        names = self.list()
+        if not names:
+            with self._errors("a file with weights"):
+                import huggingface_hub
+
+                options = {**self.options, "local_files_only": True}
+                snapshot = huggingface_hub.snapshot_download(
+                    self.name, revision=self.revision, **options
+                )
+                top = os.path.join(snapshot, self.subfolder)
+                names = [
+                    os.path.relpath(os.path.join(directory, file), top).replace(os.sep, "/")
+                    for directory, _, files in os.walk(top)
+                    for file in files
+                ]
+        return sorted(name for name in names if name.endswith((".safetensors", ".ts")))
 
     def _is_known_to_be_absent(self, name: str) -> bool:
         """Returns whether the cache knows that the model does not have a file."""

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Reads checkpoints of the machine into tensors of a session."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from typing import Any
+
+import torch
+
+from ... import _native
+from ...errors import (
+    ConfigurationError,
+    RemoteOutOfMemoryError,
+    StorageError,
+    TensorStreamError,
+)
+from ...files._capsules import as_tensor
+from ...files._state_dict import torch_type
+from ._exchange import Exchange
+
+#: The most checkpoints that a session has open at a time.
+_MAX_OPEN = 64
+#: The longest text file that is read, in bytes.
+_MAX_TEXT = 16 << 20
+
+
+class Checkpoints:
+    """The checkpoints that a session has open.
+
+    Args:
+        exchange: Opens the files.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._numbers = itertools.count(1)
+        self._open: dict[int, _native.Checkpoint] = {}
+
+    def open(self, source: str, lenient: bool) -> str:
+        """Opens a checkpoint. Blocks.
+
+        Args:
+            source: See ``Weights.open``.
+            lenient: Whether to accept every file that the safetensors library accepts.
+
+        Returns:
+            A JSON object: "number" for the other methods; "tensors" with name, safetensors name of
+            the dtype, shape and size in bytes of each tensor, in the order of the files; and
+            "metadata". Or that of an error: see ``_failure``.
+        """
+        try:
+            if len(self._open) >= _MAX_OPEN:
+                raise ConfigurationError(
+                    f"a session can have {_MAX_OPEN} checkpoints open at a time"
+                )
+            checkpoint = self._opened(source, lenient)
+            tensors = [_described(checkpoint, name) for name in checkpoint.names_by_place()]
+        except (TensorStreamError, OSError, RuntimeError, MemoryError) as error:
+            return json.dumps(_failure(error))
+        number = next(self._numbers)
+        self._open[number] = checkpoint
+        metadata: dict[str, str] = {}
+        for _, _, of_file in checkpoint.files():
+            metadata |= of_file
+        return json.dumps({"number": number, "tensors": tensors, "metadata": metadata})
+
+    def _opened(self, source: str, lenient: bool) -> _native.Checkpoint:
+        first = self._exchange.open(source)
+        unused = [first]
+
+        def open_file(name: str) -> tuple[int, tuple[int, int] | None]:
+            opened = unused.pop() if unused else self._exchange.open(name)
+            return opened.file, opened.direct
+
+        try:
+            return _native.Checkpoint.opened_by(first.name, open_file, lenient)
+        finally:
+            for opened in unused:
+                opened.close()
+
+    def load(
+        self, number: int, names: list[str], device: torch.device, verify: bool
+    ) -> tuple[list[torch.Tensor], str]:
+        """Reads tensors of a checkpoint. Blocks.
+
+        Args:
+            number: The number of the checkpoint.
+            names: The names of the tensors.
+            device: Their device.
+            verify: Whether to verify checksums.
+
+        Returns:
+            The tensors, and an empty string. Or no tensors, and the JSON object of an error.
+        """
+        try:
+            checkpoint = self._open.get(number)
+            if checkpoint is None:
+                raise ConfigurationError(f"checkpoint {number} is not open")
+            loaded = {
+                name: as_tensor(capsule, *torch_type(checkpoint, name)).to(device)
+                for name, _, _, capsule in checkpoint.load(verify, False, names)
+            }
+        except (TensorStreamError, OSError, RuntimeError, MemoryError) as error:
+            return [], json.dumps(_failure(error))
+        return [loaded[name] for name in names], ""
+
+    def close(self, number: int) -> None:
+        """Closes a checkpoint. Does nothing if it is not open."""
+        self._open.pop(number, None)
+
+    def read_text(self, source: str, beside: str) -> str:
+        """Reads a text file beside the weights of a source. Blocks.
+
+        Returns:
+            A JSON object: "text", or that of an error.
+        """
+        try:
+            with self._exchange.open(source, beside).closing() as opened:
+                content = os.pread(opened.file, _MAX_TEXT + 1, 0)
+            if len(content) > _MAX_TEXT:
+                raise ConfigurationError(f"{opened.name} is longer than {_MAX_TEXT} bytes")
+            return json.dumps({"text": content.decode()})
+        except (TensorStreamError, OSError, RuntimeError, ValueError) as error:
+            return json.dumps(_failure(error))
+
+    def directories(self, source: str) -> str:
+        """Finds the directories of a source that have weights. Blocks.
+
+        Returns:
+            A JSON object: "directories", relative and sorted, or that of an error.
+        """
+        try:
+            return json.dumps({"directories": self._exchange.directories(source)})
+        except (TensorStreamError, OSError, RuntimeError) as error:
+            return json.dumps(_failure(error))
+
+
+def _described(checkpoint: _native.Checkpoint, name: str) -> tuple[str, str, list[int], int]:
+    dtype, shape, parts = checkpoint.entry(name)
+    return name, dtype, shape, sum(length for _, _, length in parts)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """Returns the JSON object of an error: its class in ``tensorstream.errors`` and its text."""
+    name = type(error).__name__ if isinstance(error, TensorStreamError) else StorageError.__name__
+    # PyTorch and the system have no classes of their own for this error.
+    if isinstance(error, MemoryError) or (
+        name == StorageError.__name__ and "cannot allocate" in str(error).lower()
+    ):
+        name = RemoteOutOfMemoryError.__name__
+    return {"error": name, "message": str(error)}

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Opens checkpoints of this machine for sessions, which may not open files themselves.
+
+Does not import PyTorch, because the main process of ``tensorstream serve`` does not either.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .. import _native
+from ..errors import CheckpointNotFoundError, CheckpointPermissionError, ConfigurationError
+from ..files._hub import SCHEME, HubModel
+from ..files._places import find
+
+#: A place that stands for all files that this user can read, and all models of the Hub.
+ANY = "any"
+#: What files of weights, and the files beside them, end in.
+_SUFFIXES = (".safetensors", ".ts", ".json")
+#: The most snapshots of models of the Hub whose shards can be opened.
+_MAX_SNAPSHOTS = 1024
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file that is open.
+
+    Attributes:
+        name: Its path.
+        file: A descriptor for reads through the page cache, which the owner of this object closes.
+        direct: A descriptor for direct reads and the alignment that they require, in bytes.
+            ``None`` if the file does not support them.
+    """
+
+    name: str
+    file: int
+    direct: tuple[int, int] | None
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        for descriptor in (self.file, *(self.direct or ())[:1]):
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[OpenFile]:
+        """Closes the descriptors at the end of a ``with`` block."""
+        try:
+            yield self
+        finally:
+            self.close()
+
+
+class Weights:
+    """The checkpoints of this machine that sessions can read.
+
+    Args:
+        places: Directories, whose files are found by relative names too; "hf://", followed by the
+            beginning of the names of models on the Hugging Face Hub; or "any" for everything, where
+            relative names are those of the home directory.
+
+    Raises:
+        ConfigurationError: A place is neither.
+    """
+
+    def __init__(self, places: tuple[str, ...] = ()) -> None:
+        self._all = ANY in places
+        self._hub = tuple(place for place in places if place.startswith(SCHEME))
+        directories = [place for place in places if place != ANY and place not in self._hub]
+        for directory in directories:
+            if not os.path.isdir(directory):
+                raise ConfigurationError(
+                    f"{directory} is not a directory; expected a directory, hf://, hf:// with the "
+                    f"beginning of a model's name, or {ANY}"
+                )
+        self._roots = tuple(os.path.realpath(directory) for directory in directories)
+        self._lock = threading.Lock()
+        #: The directories of models of the Hub that were opened, the latest last.
+        self._snapshots: collections.OrderedDict[str, None] = collections.OrderedDict()
+
+    def open(self, source: str, beside: str = "") -> OpenFile:
+        """Opens the file with the weights of a source, or the index of its shards. Blocks.
+
+        Args:
+            source: A file, a directory, or "hf://" with the name of a model on the Hub, which is
+                downloaded first if necessary.
+            beside: The name of another file to open, in the same directory.
+
+        Raises:
+            CheckpointNotFoundError: There is no such file.
+            CheckpointPermissionError: Sessions may not read it.
+            TensorStreamError: The file cannot be opened, or the model cannot be downloaded.
+        """
+        if "\0" in source or "/" in beside or not source:
+            raise ConfigurationError(f"invalid name {source!r}")
+        if source.startswith(SCHEME):
+            return self._open_model(source, beside)
+        if "://" in source:
+            raise ConfigurationError(f"unsupported URL {source}: expected a path or hf://NAME")
+        for path in self._paths(source):
+            file = path
+            if os.path.isdir(path):
+                file = os.path.join(path, beside or _native.checkpoint_file(path))
+            elif beside:
+                file = os.path.join(os.path.dirname(path), beside)
+            if os.path.lexists(file):
+                return self._open_file(file)
+        raise CheckpointNotFoundError(f"there is no file or directory {source}")
+
+    def directories(self, source: str) -> list[str]:
+        """Returns the directories of a source that have weights, relative and sorted. Blocks.
+
+        Args:
+            source: A directory, or "hf://" with the name of a model on the Hub. The empty string in
+                the result is the directory itself.
+
+        Raises:
+            CheckpointNotFoundError: There is no such directory or model.
+            CheckpointPermissionError: Sessions may not read it.
+        """
+        if source.startswith(SCHEME):
+            return sorted({os.path.dirname(name) for name in self._model(source).stored()})
+        for path in self._paths(source):
+            if os.path.isdir(path):
+                found = {
+                    os.path.relpath(directory, path)
+                    for directory, _, files in os.walk(path)
+                    if _is_in(directory, path) and any(map(_is_weights, files))
+                }
+                return sorted("" if each == "." else each for each in found)
+        raise CheckpointNotFoundError(f"there is no directory {source}")
+
+    def _paths(self, source: str) -> list[str]:
+        """Returns the paths that a source can mean.
+
+        Raises:
+            CheckpointPermissionError: Sessions may read none of them.
+        """
+        if self._all:
+            return [os.path.join(os.path.expanduser("~"), os.path.expanduser(source))]
+        with self._lock:
+            # The shards of models of the Hub are opened by their paths.
+            roots = (*self._roots, *(self._snapshots if os.path.isabs(source) else ()))
+        paths = [os.path.normpath(os.path.join(root, source)) for root in roots]
+        paths = [path for path, root in zip(paths, roots, strict=True) if _is_in(path, root)]
+        if not paths:
+            raise self._refused(source)
+        return paths
+
+    def _open_file(self, path: str) -> OpenFile:
+        if not path.endswith(_SUFFIXES):
+            raise CheckpointPermissionError(
+                f"{path} is not a file of weights: expected a name that ends in "
+                f"{', '.join(_SUFFIXES)}"
+            )
+        opened = OpenFile(path, *_native.open_file(path))
+        # The descriptor shows what was opened, even if links change meanwhile.
+        real = os.readlink(f"/proc/self/fd/{opened.file}")
+        if not self._all and not any(_is_in(real, root) for root in self._real_roots()):
+            opened.close()
+            raise CheckpointPermissionError(
+                f"{path} is a symbolic link to a place that sessions may not read"
+            )
+        return opened
+
+    def _real_roots(self) -> tuple[str, ...]:
+        if not self._hub:
+            return self._roots
+        from huggingface_hub import constants
+
+        return (*self._roots, os.path.realpath(constants.HF_HUB_CACHE))
+
+    def _open_model(self, source: str, beside: str) -> OpenFile:
+        model = self._model(source)
+        path = model.file(beside) if beside else find(source).weights
+        if path is None:
+            raise CheckpointNotFoundError(f"{model} on the Hub has no file {beside}")
+        with self._lock:
+            self._snapshots[os.path.dirname(path)] = None
+            self._snapshots.move_to_end(os.path.dirname(path))
+            if len(self._snapshots) > _MAX_SNAPSHOTS:
+                self._snapshots.popitem(last=False)
+        return self._open_file(path)
+
+    def _model(self, source: str) -> HubModel:
+        """Returns the model that a source names.
+
+        Raises:
+            CheckpointPermissionError: Sessions may not read it.
+        """
+        model = HubModel.named(source, {})
+        assert model is not None, "the source has the scheme of the Hub"
+        if not self._all and not any(_begins(model.name, place) for place in self._hub):
+            raise self._refused(source)
+        return model
+
+    def _refused(self, source: str) -> CheckpointPermissionError:
+        allowed = ", ".join((*self._roots, *self._hub)) or "nothing"
+        example = SCHEME if source.startswith(SCHEME) else "DIRECTORY"
+        return CheckpointPermissionError(
+            f"sessions may not read {source}, but {allowed}; start the server with "
+            f"`--weights {example}` to allow more"
+        )
+
+
+def _is_in(path: str, root: str) -> bool:
+    """Returns whether a path is that of a directory or inside it, and no part of it is hidden."""
+    rest = os.path.relpath(path, root)
+    return rest == "." or not any(part.startswith(".") for part in rest.split(os.sep))
+
+
+def _begins(model: str, place: str) -> bool:
+    """Returns whether the name of a model begins with all parts of the name in a place."""
+    allowed = place.removeprefix(SCHEME).rstrip("/")
+    return not allowed or model == allowed or model.startswith(f"{allowed}/")
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".ts"))

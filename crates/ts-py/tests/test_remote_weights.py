@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Machines load checkpoints that they have. The data does not pass through the client."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import tensorstream as ts
+import torch
+from conftest import Llama
+from serving import Serving, cut
+from tensorstream.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointPermissionError,
+    ChecksumError,
+    ConfigurationError,
+    MissingTensorError,
+    RemoteOutOfMemoryError,
+    TensorStreamError,
+)
+from tensorstream.remote import RemoteMachine, load_huggingface_state_dicts, load_state_dict
+from tensorstream.serve._weights import Weights
+from torch import nn
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "a": torch.randn(3, 4),
+        "b.half": torch.randn(1000).half(),
+        "b.brain": torch.randn(7, 5).bfloat16(),
+        "empty": torch.empty(0, 3),
+        "flag": torch.tensor(True),
+        "large": torch.randint(0, 256, (3 << 20,), dtype=torch.uint8),
+        "scalar": torch.tensor(3),
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a directory with checkpoints that sessions may read."""
+    root = tmp_path_factory.mktemp("weights")
+    for name in ("plain.safetensors", "coded.ts"):
+        ts.save_file(tensors(), root / name, metadata={"of": name})
+    sharded = root / "sharded"
+    sharded.mkdir()
+    parts = {"model-1.safetensors": ["a", "b.half"], "model-2.safetensors": ["large", "scalar"]}
+    for file, names in parts.items():
+        ts.save_file({name: tensors()[name] for name in names}, sharded / file)
+    index = {name: file for file, names in parts.items() for name in names}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Serving]:
+    with Serving({"--weights": root}) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def machine(server: Serving) -> Iterator[RemoteMachine]:
+    with RemoteMachine.tcp(server.address) as started:
+        yield started
+
+
+def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
+    return list(got) == sorted(want) and all(
+        got[name].dtype == tensor.dtype and torch.equal(got[name].cpu(), tensor)
+        for name, tensor in want.items()
+    )
+
+
+@pytest.mark.parametrize("name", ["plain.safetensors", "coded.ts"])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_server_loads_files_that_it_allows(
+    machine: RemoteMachine, root: Path, name: str, absolute: bool
+) -> None:
+    before = machine.stats()["uploaded_bytes"]
+    source = root / name if absolute else name
+    loaded = load_state_dict(source, machine.device())
+    assert machine.stats()["uploaded_bytes"] == before
+    assert same(loaded, tensors())
+    assert same(ts.load_file(source, machine.device()), tensors())
+    assert same(load_state_dict(source, machine.device(), names=["a"]), {"a": tensors()["a"]})
+    device = str(machine.device())
+    assert same(dict(sorted(safetensors.torch.load_file(str(source), device).items())), tensors())
+    # They are ordinary tensors of the machine: each has its own storage, and can be written to.
+    loaded["a"].add_(1)
+    assert torch.equal(loaded["a"].cpu(), tensors()["a"] + 1)
+    assert same(load_state_dict(source, machine.device()), tensors())
+
+
+def test_shards_are_opened_one_by_one(machine: RemoteMachine, root: Path) -> None:
+    expected = {name: tensors()[name] for name in ("a", "b.half", "large", "scalar")}
+    assert same(load_state_dict("sharded", machine.device()), expected)
+    pipeline = root / "pipeline"
+    for part in ("", "unet", "vae/inner"):
+        (pipeline / part).mkdir(parents=True, exist_ok=True)
+        ts.save_file({"of": torch.tensor(len(part))}, pipeline / part / "one.safetensors")
+    (pipeline / "tokenizer").mkdir()
+    dicts = load_huggingface_state_dicts(str(pipeline), machine.device())
+    assert {name: of["of"].item() for name, of in dicts.items()} == {
+        "": 0,
+        "unet": 4,
+        "vae/inner": 9,
+    }
+
+
+def test_a_server_refuses_what_it_does_not_allow(
+    machine: RemoteMachine, root: Path, tmp_path: Path
+) -> None:
+    ts.save_file({"secret": torch.ones(1)}, tmp_path / "secret.safetensors")
+    (root / "link.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    (root / ".hidden").mkdir(exist_ok=True)
+    shutil.copy(root / "plain.safetensors", root / ".hidden" / "a.safetensors")
+    (root / "notes.txt").write_text("text")
+    os.mkfifo(root / "pipe.safetensors")
+    index = {"weight_map": {"secret": str(tmp_path / "secret.safetensors")}}
+    (root / "evil.index.json").write_text(json.dumps(index))
+    refused = CheckpointPermissionError
+    for source, error, message in (
+        (tmp_path / "secret.safetensors", refused, "may not read .*--weights"),
+        ("../secret.safetensors", refused, "may not read"),
+        ("link.safetensors", refused, "symbolic link"),
+        (".hidden/a.safetensors", refused, "may not read"),
+        ("notes.txt", refused, "not a file of weights"),
+        ("/proc/self/environ", refused, "may not read"),
+        ("hf://gpt2", refused, "may not read"),
+        ("nothing.safetensors", CheckpointNotFoundError, "no file or directory nothing"),
+        ("pipe.safetensors", TensorStreamError, "not a regular file"),
+        ("evil.index.json", TensorStreamError, "evil.index.json"),
+        ("https://example.org/a.safetensors", ConfigurationError, "unsupported URL"),
+        ("a\0b", ConfigurationError, "invalid name"),
+    ):
+        with pytest.raises(error, match=message):
+            load_state_dict(source, machine.device())
+    (root / "pipe.safetensors").unlink()
+    assert torch.ones(2, device=machine.device()).sum().item() == 2.0
+
+
+def test_errors_of_checkpoints_are_those_of_load_file(
+    machine: RemoteMachine, root: Path, tmp_path: Path
+) -> None:
+    (root / "broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{broken")
+    damaged = root / "damaged.ts"
+    ts.save_file({"a": torch.arange(100_000)}, damaged)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    (root / "empty").mkdir(exist_ok=True)
+    device = machine.device()
+    for source, error in (
+        ("broken.safetensors", CheckpointError),
+        ("damaged.ts", ChecksumError),
+        ("empty", CheckpointNotFoundError),
+    ):
+        with pytest.raises(error) as remote:
+            load_state_dict(source, device)
+        with pytest.raises(error) as local:
+            ts.load_file(root / source)
+        assert str(remote.value) == f"{device}: {local.value}"
+    load_state_dict("damaged.ts", device, verify=False)
+    with pytest.raises(MissingTensorError, match="no tensor `none`"):
+        load_state_dict("plain.safetensors", device, names=["none"])
+    with pytest.raises(ConfigurationError, match="cannot be mapped"):
+        ts.load_file("plain.safetensors", device, mapped=True)
+    here = tmp_path / "here.safetensors"
+    ts.save_file({"a": torch.ones(1)}, here)
+    with RemoteMachine.local(threads=1) as local_machine:
+        os.rename(here, tmp_path / "there.safetensors")
+        with pytest.raises(CheckpointNotFoundError):
+            load_state_dict(here, local_machine.device())
+
+
+def test_a_file_that_grows_too_large_for_a_session_is_an_error(root: Path) -> None:
+    ts.save_file({"big": torch.zeros(8, dtype=torch.uint8)}, root / "big.safetensors")
+    size, small = 3 << 30, (root / "big.safetensors").read_bytes()
+    header = small[:-8].replace(b"[8]", f"[{size}]".encode()).replace(b"0,8", f"0,{size}".encode())
+    length = int.from_bytes(header[:8], "little")
+    header = header[8:].rstrip().ljust(-(-length // 8) * 8 + 32)
+    with (root / "big.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(file.tell() + size)  # a hole
+    with (
+        Serving({"--weights": root, "--session-memory": "2GiB"}) as serving,
+        RemoteMachine.tcp(serving.address) as machine,
+    ):
+        with pytest.raises(RemoteOutOfMemoryError, match="memory"):
+            load_state_dict("big.safetensors", machine.device())
+        assert same(load_state_dict("plain.safetensors", machine.device()), tensors())
+    (root / "big.safetensors").unlink()
+
+
+def test_loading_survives_lost_connections(server: Serving) -> None:
+    with RemoteMachine.tcp(server.address) as machine:
+        machine.synchronize()
+        for _ in range(5):
+            cut(server.address)
+            assert same(load_state_dict("plain.safetensors", machine.device()), tensors())
+
+
+def test_files_are_closed(server: Serving, machine: RemoteMachine) -> None:
+    load_state_dict("sharded", machine.device())
+    machine.synchronize()
+    open_files = [
+        os.readlink(link)
+        for session in server.sessions()
+        for link in Path(f"/proc/{session}/fd").iterdir()
+    ]
+    assert not [name for name in open_files if name.endswith((".safetensors", ".json"))]
+
+
+def test_relative_paths_of_a_machine_here_are_those_of_this_process(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RemoteMachine.local(threads=1) as machine:
+        monkeypatch.chdir(root)
+        assert same(load_state_dict("plain.safetensors", machine.device()), tensors())
+        assert same(load_state_dict(Path("coded.ts"), machine.device()), tensors())
+
+
+def test_a_model_on_the_meta_device_is_linked(machine: RemoteMachine, root: Path) -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    net[2].weight = net[0].weight
+    own = {name: each for name, each in net.state_dict().items() if name != "2.weight"}
+    ts.save_file(own, root / "net.safetensors")
+    loaded = load_state_dict("net.safetensors", machine.device())
+    with torch.device("meta"):
+        linked = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    linked[2].weight = linked[0].weight
+    result = linked.load_state_dict(loaded, strict=True)
+    assert not result.missing_keys and not result.unexpected_keys
+    assert {each.device for each in linked.state_dict().values()} == {machine.device()}
+    assert linked[2].weight is linked[0].weight and linked[0].weight.requires_grad
+    assert linked[0].weight.data_ptr() == loaded["0.weight"].data_ptr(), "linked, not copied"
+    x = torch.randn(5, 6)
+    # PyTorch rounds differently for other alignments, which depend on the file.
+    net.load_state_dict(ts.load_file(root / "net.safetensors"), strict=False, assign=True)
+    net[2].weight = net[0].weight
+    # In training, batch normalization also rounds differently for other numbers of threads.
+    want = net.eval()(x)
+    want.sum().backward()
+    got = linked.eval()(x.to(machine.device()))
+    got.sum().backward()
+    assert torch.equal(got.cpu(), want)
+    assert torch.equal(linked[0].weight.grad.cpu(), net[0].weight.grad)
+    # Models that are not on the meta device are copied to, as ever.
+    copied = nn.Linear(6, 6)
+    copied.load_state_dict({name: loaded[f"0.{name}"] for name in ("weight", "bias")})
+    assert torch.equal(copied.weight, net[0].weight) and copied.weight.device.type == "cpu"
+    with torch.device("meta"):
+        other = nn.Linear(5, 6)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.load_state_dict({name: loaded[f"0.{name}"] for name in ("weight", "bias")})
+
+
+def test_a_transformers_model_is_loaded_where_it_is(
+    llama: Llama, tmp_path: Path, capsys: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = llama()
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    ids = torch.arange(6)[None]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    with (
+        Serving({"--weights": directory}) as serving,
+        RemoteMachine.tcp(serving.address) as machine,
+    ):
+        for options in ({"device": machine.device()}, {"device_map": str(machine.device())}):
+            loaded = ts.from_pretrained(directory, **options)
+            assert {each.device for each in loaded.parameters()} == {machine.device()}
+            assert {each.device for each in loaded.buffers()} == {machine.device()}
+            got = loaded.generate(ids.to(machine.device()), max_new_tokens=8, do_sample=False)
+            assert torch.equal(got.cpu(), expected)
+        assert machine.stats()["uploaded_bytes"] < 10_000
+        half = ts.from_pretrained(directory, device=machine.device(), dtype=torch.bfloat16)
+        assert half.dtype == torch.bfloat16
+        logits = half(ids.to(machine.device())).logits.cpu()
+        own = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        assert torch.equal(logits, own(ids).logits)
+        for arguments, message in (
+            ({"budget": "1GiB"}, "start the machine's server with --budget"),
+            ({"config": ts.Config()}, "models that stream here"),
+            ({"token": "secret"}, "the settings of its own user"),
+            ({"load_in_8bit": True}, "load_in_8bit"),
+        ):
+            with pytest.raises(ConfigurationError, match=message):
+                ts.from_pretrained(directory, device=machine.device(), **arguments)
+        with pytest.raises(ConfigurationError, match="a model is on one remote device"):
+            ts.from_pretrained(directory, device_map={"model": "ts:0", "lm_head": "cpu"})
+        with pytest.raises(CheckpointPermissionError, match="may not read"):
+            ts.from_pretrained(tmp_path, device=machine.device())
+        with pytest.raises(CheckpointNotFoundError):
+            ts.from_pretrained("nobody/nothing", device=machine.device())
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "allowed"),
+    [
+        ("hf://", "any/model", True),
+        ("hf://org", "org/model", True),
+        ("hf://org/", "org/model", True),
+        ("hf://org", "organisation/model", False),
+        ("hf://org/model", "org/model@main", True),
+        ("hf://org/model", "org/model-2", False),
+        ("any", "any/model", True),
+    ],
+)
+def test_places_of_the_hub(place: str, name: str, allowed: bool) -> None:
+    weights = Weights((place,))
+    if allowed:
+        assert weights._model(f"hf://{name}").name == name.partition("@")[0]
+    else:
+        with pytest.raises(CheckpointPermissionError):
+            weights._model(f"hf://{name}")
+
+
+def test_the_hub_is_read_by_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llama: Llama
+) -> None:
+    """The cache of the machine is another one than that of this process."""
+    commit = "0" * 40
+    for top, cache in (("cache", "HF_HUB_CACHE"),):
+        snapshot = tmp_path / top / "models--org--model" / "snapshots" / commit
+        blobs, references = snapshot.parents[1] / "blobs", snapshot.parents[1] / "refs"
+        for directory in (snapshot, blobs, references):
+            directory.mkdir(parents=True)
+        (references / "main").write_text(commit)
+        for file in llama().iterdir():
+            shutil.copy(file, blobs / file.name)
+            (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+        monkeypatch.setenv(cache, str(tmp_path / top))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    expected = ts.load_file(llama())
+    for place in ("hf://org", "any"):
+        with (
+            Serving({"--weights": place}) as serving,
+            RemoteMachine.tcp(serving.address) as machine,
+        ):
+            assert same(load_state_dict("hf://org/model", machine.device()), expected)
+            dicts = load_huggingface_state_dicts("org/model", machine.device())
+            assert list(dicts) == [""] and same(dicts[""], expected)
+            model = ts.from_pretrained("org/model", device=machine.device())
+            assert {each.device for each in model.parameters()} == {machine.device()}
+            with pytest.raises((CheckpointNotFoundError, CheckpointPermissionError)):
+                load_state_dict("hf://other/model", machine.device())
