@@ -24,7 +24,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
         "parts" | "memory" | "routing" | "streams" | "wire" => run_criterion(name),
         "broadcast" | "caps" | "codecs" | "exact" | "load" | "lora" | "overhead" | "peak"
         | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions" | "storage"
-        | "throughput" => run_script(&python::prepared()?, name, &[]),
+        | "throughput" | "weights" => run_script(&python::prepared()?, name, &[]),
         "file-cache" => run_script(&python::prepared()?, "file_cache", &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "openai" => run_script(&python::prepared()?, "openai_clients", &[]),
@@ -50,8 +50,8 @@ pub(crate) fn run(name: &str) -> Result<()> {
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
              wire-peers, serve, broadcast, caps, codecs, exact, file-cache, io, llama, \
-             load, lora, moe, offload, openai, overhead, peak, remote, sessions, storage or \
-             throughput"
+             load, lora, moe, offload, openai, overhead, peak, remote, sessions, storage, \
+             throughput or weights"
         )),
     }
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import safetensors.torch
 import tensorstream as ts
 import torch
 from conftest import Llama
-from serving import Serving, cut
+from serving import SERVE, Serving, cut
 from tensorstream.errors import (
+    BudgetError,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointPermissionError,
@@ -24,9 +26,11 @@ from tensorstream.errors import (
     ConfigurationError,
     MissingTensorError,
     RemoteOutOfMemoryError,
+    RemoteTensorError,
     TensorStreamError,
 )
 from tensorstream.remote import RemoteMachine, load_huggingface_state_dicts, load_state_dict
+from tensorstream.remote.providers._this_computer import ProcessServer
 from tensorstream.serve._weights import Weights
 from torch import nn
 
@@ -355,3 +359,122 @@ def test_the_hub_is_read_by_the_machine(
             assert {each.device for each in model.parameters()} == {machine.device()}
             with pytest.raises((CheckpointNotFoundError, CheckpointPermissionError)):
                 load_state_dict("hf://other/model", machine.device())
+
+
+def _read_bytes(machine: RemoteMachine) -> int:
+    """Returns what the process of a "local" machine has read so far, in bytes."""
+    assert isinstance(machine._server, ProcessServer)
+    io = Path(f"/proc/{machine._server.process.pid}/io").read_text(encoding="ascii")
+    return int(io.split()[1])
+
+
+def _memory(machine: RemoteMachine) -> int:
+    """Returns the peak of the memory of a "local" machine's process, in bytes."""
+    assert isinstance(machine._server, ProcessServer)
+    status = Path(f"/proc/{machine._server.process.pid}/status").read_text(encoding="ascii")
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+@pytest.fixture(scope="module")
+def large(llama: Llama) -> tuple[Path, int]:
+    """Returns a Llama of about 180 MiB, and the size of its weights."""
+    directory = llama(hidden_size=512, intermediate_size=2048, num_hidden_layers=10)
+    return directory, sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 2.0])
+def test_weights_stream_on_the_machine(large: tuple[Path, int], share: float) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory, size = large
+    reference = AutoModelForCausalLM.from_pretrained(directory)
+    ids = torch.arange(6)[None]
+    expected = reference.generate(ids, max_new_tokens=6, do_sample=False)
+    with RemoteMachine.local(threads=1, budget=int(share * size)) as machine:
+        machine.synchronize()
+        before, memory = _read_bytes(machine), _memory(machine)
+        model = ts.from_pretrained(directory, device=machine.device())
+        assert _read_bytes(machine) - before < size / 4, "large ones are read when they are used"
+        for _ in range(2):
+            got = model.generate(ids.to(machine.device()), max_new_tokens=6, do_sample=False)
+            assert torch.equal(got.cpu(), expected)
+        read, used = _read_bytes(machine) - before, _memory(machine) - memory
+        if share < 1:
+            assert read > 12 * (1 - share) * size / 2, "12 passes read what does not fit"
+            assert used < share * size + (64 << 20)
+        else:
+            assert read < 1.1 * size
+        # Gradients flow through weights that stream.
+        embedded = torch.randn(1, 4, 512)
+        gradients = []
+        for one in (reference, model):
+            one.requires_grad_(False)
+            device = next(one.parameters()).device
+            inputs = embedded.detach().to(device).requires_grad_()
+            one(inputs_embeds=inputs).logits.square().sum().backward()
+            assert inputs.grad is not None
+            gradients.append(inputs.grad.cpu())
+        assert torch.equal(*gradients)
+        assert torch.equal(model.lm_head.weight.cpu(), reference.lm_head.weight)
+        assert model.lm_head.weight[3, 5].item() == reference.lm_head.weight[3, 5].item()
+
+
+def test_weights_that_stream_are_not_written_to(large: tuple[Path, int]) -> None:
+    directory, size = large
+    with RemoteMachine.local(threads=1, budget=size // 2) as machine:
+        loaded = load_state_dict(directory, machine.device())
+        name = max(loaded, key=lambda each: loaded[each].nbytes)
+        weight, own = loaded[name], ts.load_file(directory)[name]
+        for write in (
+            lambda: weight.add_(1),
+            lambda: weight.copy_(torch.zeros(weight.shape)),
+            lambda: weight[0].fill_(1),
+            lambda: torch.add(weight, 1, out=weight),
+        ):
+            with pytest.raises(RemoteTensorError, match="streams under the server's --budget"):
+                write()
+                machine.synchronize()
+        # Results are tensors of their own, also those of operators that return their argument.
+        for result in (weight.clone(), weight.contiguous(), weight.to(weight.dtype), weight[1:]):
+            assert torch.equal(result.cpu(), own if len(result) == len(own) else own[1:])
+        changed = weight.clone().add_(1)
+        assert torch.equal(changed.cpu(), own + 1) and torch.equal(weight.cpu(), own)
+
+
+def test_the_budget_of_a_session_is_shared(large: tuple[Path, int]) -> None:
+    directory, size = large
+    with RemoteMachine.local(threads=1, budget=size // 2) as machine:
+        first = load_state_dict(directory, machine.device())
+        with pytest.raises(BudgetError, match="budget"):
+            load_state_dict(directory, machine.device())
+        del first
+        machine.synchronize()
+        assert len(load_state_dict(directory, machine.device()))
+    with RemoteMachine.local(threads=1, budget="64KiB") as machine:
+        with pytest.raises(BudgetError, match=r"smallest|at least"):
+            load_state_dict(directory, machine.device())
+        assert torch.ones(2, device=machine.device()).sum().item() == 2.0
+    with pytest.raises(ConfigurationError, match="invalid budget"):
+        RemoteMachine.local(budget="much")
+
+
+def test_a_sandboxed_session_streams(large: tuple[Path, int]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory, size = large
+    ids = torch.arange(6)[None]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the session
+    expected = AutoModelForCausalLM.from_pretrained(directory)(ids).logits
+    torch.set_num_threads(threads)
+    with (
+        Serving({"--weights": directory, "--budget": size // 3}) as serving,
+        RemoteMachine.tcp(serving.address) as machine,
+    ):
+        model = ts.from_pretrained(directory, device=machine.device())
+        for _ in range(3):
+            cut(serving.address)
+            assert torch.equal(model(ids.to(machine.device())).logits.cpu(), expected)
+    options = ["--budget", "1GiB", "--device", "cuda"]
+    refused = subprocess.run([*SERVE, *options], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "only on CPUs so far" in refused.stderr

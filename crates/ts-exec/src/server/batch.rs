@@ -166,7 +166,9 @@ impl<E: Executor> BatchRunner<'_, E> {
             Output::New { tensor, .. } => Some(tensor.storage),
             Output::Described { storage } => Some(*storage),
         });
-        for storage in outputs.chain(self.executor.writes(call)) {
+        let writes = self.executor.writes(call);
+        let writes = writes.into_iter().filter(|storage| !self.executor.is_constant(*storage));
+        for storage in outputs.chain(writes) {
             self.poisoned.entry(storage).or_insert_with(|| (request, failure.clone()));
         }
         match call.reply {
@@ -178,7 +180,9 @@ impl<E: Executor> BatchRunner<'_, E> {
 
     /// Poisons the storage that the current request should have changed, and reports the failure.
     fn fail(&mut self, failure: OpFailure, storage: u64) -> Result<(), Error> {
-        self.poisoned.insert(storage, (self.number, failure.clone()));
+        if !self.executor.is_constant(storage) {
+            self.poisoned.insert(storage, (self.number, failure.clone()));
+        }
         self.reply(&Reply::Failed { request: self.number, failure })
     }
 

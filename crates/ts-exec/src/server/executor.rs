@@ -121,4 +121,11 @@ pub trait Executor {
 
     /// Returns the existing storages that a call would write to.
     fn writes(&self, call: &Call) -> Vec<u64>;
+
+    /// Returns whether every request to change the storage is refused. Such a request does not
+    /// poison it.
+    fn is_constant(&self, storage: u64) -> bool {
+        let _ = storage;
+        false
+    }
 }

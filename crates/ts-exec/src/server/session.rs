@@ -300,7 +300,9 @@ impl<E: Executor + Send> Session<E> {
         failure: OpFailure,
         channel: &SharedChannel<E>,
     ) -> Result<(), Error> {
-        self.poisoned.insert(storage, (request, failure.clone()));
+        if !self.executor.is_constant(storage) {
+            self.poisoned.insert(storage, (request, failure.clone()));
+        }
         let mut failed = Vec::new();
         Reply::Failed { request, failure }.encode(&mut failed);
         channel.lock().send_message(&failed)

@@ -35,6 +35,8 @@ __all__ = [
     "RemoteKernel",
     "RemoteServer",
     "RemoteSession",
+    "StreamedTensor",
+    "StreamedTensors",
     "Streamer",
     "Tensor",
     "TensorBuffer",
@@ -189,6 +191,20 @@ class Checkpoint:
     ) -> None: ...
     def version(self, file: int) -> str | None: ...
     def files(self) -> list[tuple[str, int, dict[str, str]]]: ...
+
+@final
+class StreamedTensor: ...
+
+@final
+class StreamedTensors:
+    @staticmethod
+    def open(
+        checkpoint: Checkpoint, names: list[str], budget: int, verify: bool
+    ) -> tuple[StreamedTensors, list[StreamedTensor]]: ...
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def in_use(self) -> _bool: ...
 
 @final
 class Accelerator:

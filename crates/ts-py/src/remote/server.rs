@@ -11,12 +11,15 @@ mod listener;
 mod outputs;
 mod sandbox;
 mod storages;
+mod streamed;
 mod transfers;
 
 use pyo3::prelude::*;
 
 pub(super) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<listener::RemoteServer>()?;
+    m.add_class::<streamed::StreamedTensor>()?;
+    m.add_class::<streamed::StreamedTensors>()?;
     m.add_class::<dispatcher::Dispatcher>()?;
     m.add_class::<dispatcher::Handoff>()?;
     m.add_function(wrap_pyfunction!(sandbox::sandbox, m)?)?;

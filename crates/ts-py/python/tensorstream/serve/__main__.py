@@ -90,11 +90,23 @@ def _parser() -> argparse.ArgumentParser:
         "that clients can load from here",
     )  # fmt: skip
     add(
+        "--budget", metavar="SIZE",
+        help="the most memory of one session for weights that it loads from here; those that do "
+        "not fit are streamed (default: unlimited)",
+    )  # fmt: skip
+    add(
         "--once", action="store_true",
         help="end with the first session, or after 60 seconds without one",
     )  # fmt: skip
     add("--no-sandbox", action="store_true", help="do not restrict the processes of sessions")
     return parser
+
+
+def _size(parser: argparse.ArgumentParser, option: str, text: str | None) -> int | None:
+    try:
+        return None if text is None else _native.parse_bytes(text)
+    except ValueError as error:
+        parser.error(f"{option}: {error}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -121,10 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--token-file: {error}")
     if options.max_sessions < 1:
         parser.error(f"--max-sessions must be at least 1, got {options.max_sessions}")
-    try:
-        memory = _native.parse_bytes(options.session_memory) if options.session_memory else None
-    except ValueError as error:
-        parser.error(f"--session-memory: {error}")
+    memory = _size(parser, "--session-memory", options.session_memory)
+    budget = _size(parser, "--budget", options.budget)
+    if budget is not None and options.device != "cpu":
+        parser.error("--budget: weights stream only on CPUs so far; leave it out")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     tls = {"cert": options.tls_cert, "key": options.tls_key}
 
@@ -136,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         sessions = {
             "device": options.device, "devices": options.devices, "threads": options.threads,
-            "memory": memory,
+            "memory": memory, "budget": budget,
             "sandbox": not options.no_sandbox,
         }  # fmt: skip
         weights = Weights(tuple(options.weights))

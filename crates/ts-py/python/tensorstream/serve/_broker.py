@@ -258,7 +258,7 @@ class Broker:
         dispatcher: Accepts and authenticates connections.
         peers: The machines from which sessions can fetch tensors.
         weights: The checkpoints that sessions can read.
-        options: The options of the sessions: "device", "devices", "threads", "memory" and
+        options: The options of the sessions: "device", "devices", "threads", "memory", "budget" and
             "sandbox".
         max_sessions: The most sessions at a time.
         once: Whether ``run`` returns when the first session has ended, or when none has started in

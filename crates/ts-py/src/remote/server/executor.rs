@@ -62,6 +62,8 @@ impl TorchExecutor {
     fn run(&mut self, py: Python<'_>, call: &Call) -> Result<Vec<Value>, OpFailure> {
         let backend = self.storages.backend.clone();
         let failed = |error: PyErr| raised(py, "cannot convert the arguments", &error);
+        self.storages.check_writable(self.writes(call))?;
+        self.storages.lease(py, call.tensors().map(|tensor| tensor.storage))?;
         let args = call
             .args
             .iter()
@@ -163,11 +165,19 @@ impl Executor for TorchExecutor {
     }
 
     fn read(&mut self, tensor: &TensorRef) -> Result<Bytes, OpFailure> {
-        Python::attach(|py| self.storages.read(py, tensor))
+        Python::attach(|py| {
+            let read = self.storages.read(py, tensor);
+            self.storages.release();
+            read
+        })
     }
 
     fn call(&mut self, call: &Call) -> Result<Vec<Value>, OpFailure> {
-        let done = Python::attach(|py| self.run(py, call));
+        let done = Python::attach(|py| {
+            let done = self.run(py, call);
+            self.storages.release();
+            done
+        });
         done.map_err(|failure| {
             let op = self.ops.get(call.op as usize).and_then(Option::as_ref);
             let op = op.map_or("an undefined operator", |op| &op.name);
@@ -182,6 +192,10 @@ impl Executor for TorchExecutor {
 
     fn storages(&self) -> Vec<(u64, u64, u32, bool)> {
         self.storages.list()
+    }
+
+    fn is_constant(&self, storage: u64) -> bool {
+        self.storages.is_streamed(storage)
     }
 
     fn writes(&self, call: &Call) -> Vec<u64> {

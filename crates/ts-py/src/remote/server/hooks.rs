@@ -22,6 +22,8 @@ pub(super) struct Hooks {
     /// `restrided(tensor, dtype, sizes, strides, offset, bytes)`: returns a copy with this layout,
     /// in a new storage.
     pub(super) restrided: Py<PyAny>,
+    /// `from_capsule(capsule)`: returns a tensor over the memory of a DLPack capsule.
+    pub(super) from_capsule: Py<PyAny>,
     /// `scalar(dtype, bytes)`: returns a zero-dimensional tensor.
     pub(super) scalar: Py<PyAny>,
     /// `constant(name)`: returns a memory format or a layout.

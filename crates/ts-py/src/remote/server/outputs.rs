@@ -9,6 +9,7 @@ use tensorstream::exec::{Call, OpFailure, OpFailureKind, Output, StorageView, Te
 use super::failures::{raised, refused};
 use super::hooks::Backend;
 use super::storages::{StorageEntry, Storages, exists, identity};
+use super::streamed::StreamedTensor;
 use crate::remote::values::integer;
 
 /// A result whose storage does not belong to an entry yet.
@@ -121,7 +122,12 @@ impl Storages {
         let py = returned.py();
         let failed = |error: PyErr| raised(py, "cannot store a result", &error);
         if !returned.is_instance(backend.tensor.bind(py)).map_err(failed)? {
-            return Ok(to_value(backend, returned));
+            let Ok(streamed) = returned.cast::<StreamedTensor>() else {
+                return Ok(to_value(backend, returned));
+            };
+            let (view, bytes) = (streamed.get().view.clone(), streamed.get().bytes);
+            self.insert_streamed(storage, streamed.clone().unbind())?;
+            return Ok(described(storage, view, bytes));
         }
         if self.contains(storage) {
             return Err(exists(storage));
@@ -134,7 +140,7 @@ impl Storages {
             .and_then(|bytes| bytes.extract())
             .map_err(failed)?;
         self.insert(storage, new.into_entry(backend, bytes))?;
-        Ok(Value::List(vec![Value::Tensor(TensorRef { storage, view }), Value::Int(bytes as i64)]))
+        Ok(described(storage, view, bytes))
     }
 
     /// Prepares a result for a new entry. Copies the result if its storage already belongs to an
@@ -191,9 +197,15 @@ impl NewTensor<'_> {
             device: backend.device_of(&self.tensor),
             identity: self.identity,
             storage: Some(self.storage.unbind()),
+            streamed: None,
             views: vec![(self.view, self.tensor.unbind())],
         }
     }
+}
+
+/// Returns the value for the reply that describes a new tensor.
+fn described(storage: u64, view: StorageView, bytes: u64) -> Value {
+    Value::List(vec![Value::Tensor(TensorRef { storage, view }), Value::Int(bytes as i64)])
 }
 
 /// Converts a result that is not a tensor. Unknown objects become `Value::None`.

@@ -11,6 +11,7 @@ use tensorstream::exec::{OpFailure, OpFailureKind, StorageView, TensorRef};
 
 use super::failures::{raised, refused};
 use super::hooks::{Backend, Hooks};
+use super::streamed::{Leased, StreamedTensor};
 
 /// The maximum number of views that are cached for a storage.
 const MAX_VIEWS: usize = 8;
@@ -22,7 +23,11 @@ pub(super) struct Storages {
     pub(super) backend: Arc<Backend>,
     entries: HashMap<u64, StorageEntry>,
     /// The identities of all allocated storages. No two of these storages have the same identity.
-    identities: HashSet<usize>,
+    pub(super) identities: HashSet<usize>,
+    /// The number of entries that stream.
+    pub(super) streamed: usize,
+    /// The storages that stream and are in memory for the request that is running.
+    pub(super) leased: HashMap<u64, Leased>,
     /// The host memory for the upload in progress, if its storage is not on the host.
     pub(super) staged: Option<Py<PyAny>>,
 }
@@ -36,13 +41,16 @@ pub(super) struct StorageEntry {
     pub(super) identity: usize,
     /// PyTorch's storage. `None` until the first use.
     pub(super) storage: Option<Py<PyAny>>,
+    /// The tensor that streams to this storage, whose `storage` is then always `None`.
+    pub(super) streamed: Option<Py<StreamedTensor>>,
     /// The latest tensors of this storage, by their layouts.
     pub(super) views: Vec<(StorageView, Py<PyAny>)>,
 }
 
 impl Storages {
     pub(super) fn new(backend: Arc<Backend>) -> Self {
-        Self { backend, entries: HashMap::new(), identities: HashSet::new(), staged: None }
+        let (entries, identities) = (HashMap::new(), HashSet::new());
+        Self { backend, entries, identities, streamed: 0, leased: HashMap::new(), staged: None }
     }
 
     pub(super) fn contains(&self, number: u64) -> bool {
@@ -73,6 +81,10 @@ impl Storages {
         let entry = self.entry(number)?;
         if let Some(storage) = &entry.storage {
             return Ok(storage.clone_ref(py));
+        }
+        if entry.streamed.is_some() {
+            self.lease(py, [number])?;
+            return Ok(self.leased[&number].storage.clone_ref(py));
         }
         let (bytes, device) = (entry.bytes, entry.device as usize);
         let failed = |error: PyErr| raised(py, &format!("cannot allocate {bytes} bytes"), &error);
@@ -106,7 +118,11 @@ impl Storages {
             .map_err(|error| {
             raised(py, &format!("cannot create a view of storage {}", tensor.storage), &error)
         })?;
-        let views = &mut self.entry(tensor.storage)?.views;
+        let entry = self.entry(tensor.storage)?;
+        if entry.streamed.is_some() {
+            return Ok(created);
+        }
+        let views = &mut entry.views;
         if views.len() >= MAX_VIEWS {
             views.remove(0);
         }
@@ -121,9 +137,29 @@ impl Storages {
             return Err(exists(number));
         }
         self.check_count()?;
-        let (storage, views) = (None, Vec::new());
-        self.entries.insert(number, StorageEntry { bytes, device, identity: 0, storage, views });
+        let (storage, streamed, views) = (None, None, Vec::new());
+        let entry = StorageEntry { bytes, device, identity: 0, storage, streamed, views };
+        self.entries.insert(number, entry);
         Ok(())
+    }
+
+    /// Adds an entry for a tensor that streams.
+    pub(super) fn insert_streamed(
+        &mut self,
+        number: u64,
+        tensor: Py<StreamedTensor>,
+    ) -> Result<(), OpFailure> {
+        if self.contains(number) {
+            return Err(exists(number));
+        }
+        self.create(number, tensor.get().bytes, 0)?;
+        self.entry(number)?.streamed = Some(tensor);
+        self.streamed += 1;
+        Ok(())
+    }
+
+    pub(super) fn is_streamed(&self, number: u64) -> bool {
+        self.streamed > 0 && self.entries.get(&number).is_some_and(|entry| entry.streamed.is_some())
     }
 
     /// Adds an entry for an allocated storage that no entry has yet.
@@ -155,6 +191,7 @@ impl Storages {
         number: u64,
         bytes: u64,
     ) -> Result<(), OpFailure> {
+        self.check_writable([number])?;
         let storage = self.storage(py, number)?;
         let old = self.entry(number)?.bytes;
         resize(storage.bind(py), old, bytes).map_err(|error| {
@@ -169,11 +206,11 @@ impl Storages {
     /// Frees a storage, if it exists. Call this with the interpreter attached, because Python
     /// objects are dropped.
     pub(super) fn free(&mut self, number: u64) {
-        if let Some(entry) = self.entries.remove(&number)
-            && entry.storage.is_some()
-        {
+        let Some(entry) = self.entries.remove(&number) else { return };
+        if entry.storage.is_some() {
             self.identities.remove(&entry.identity);
         }
+        self.streamed -= usize::from(entry.streamed.is_some());
     }
 
     /// Returns the number, bytes and device of each storage, and whether the storage is allocated.

@@ -104,6 +104,7 @@ impl Storages {
         bytes: u64,
     ) -> Result<Target, OpFailure> {
         let backend = self.backend.clone();
+        self.check_writable([number])?;
         let storage = self.storage(py, number)?;
         let len = self.entry(number)?.bytes;
         if offset.checked_add(bytes).is_none_or(|end| end > len) {

@@ -20,7 +20,7 @@ Path = str | os.PathLike[str]
 
 #: The size of the tensors that are loaded with one request, in bytes. A request on a GPU needs as
 #: much host memory.
-_REQUEST_BYTES = {"cpu": 1 << 30, "cuda": 256 << 20}
+_REQUEST_BYTES = {"cpu": 4 << 30, "cuda": 256 << 20}
 
 
 class RemoteCheckpoint:
@@ -50,6 +50,7 @@ class RemoteCheckpoint:
         self.tensors: dict[str, tuple[str, list[int], int]] = {
             name: (dtype, shape, size) for name, dtype, shape, size in answer["tensors"]
         }
+        self._streams: bool = answer["streams"]
         #: The metadata of all files together.
         self.metadata: dict[str, str] = answer["metadata"]
 
@@ -91,6 +92,8 @@ class RemoteCheckpoint:
 
     def _requests(self, names: list[str]) -> list[list[str]]:
         """Divides names into groups that are loaded with one request each."""
+        if self._streams:
+            return [names]  # nothing is read yet, and they share an engine
         limit = _REQUEST_BYTES[_registry.KINDS.get(self._anchor.device.index, "cpu")]
         groups: list[list[str]] = []
         size = limit

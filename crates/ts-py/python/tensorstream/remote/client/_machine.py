@@ -195,17 +195,18 @@ class RemoteMachine:
     @classmethod
     def local(
         cls, *, device_type: str = "cpu", device_count: int = 1, threads: int | None = None,
-        name: str | None = None, start: bool = True,
+        budget: int | str | None = None, name: str | None = None, start: bool = True,
     ) -> RemoteMachine:  # fmt: skip
         """Creates a machine in a process on this computer.
 
         Blocks until the machine has started, unless ``start`` is false.
 
-        The arguments and errors are those of the class.
+        The arguments and errors are those of the class, and of
+        ``tensorstream.remote.providers.LocalProvider``.
         """
         return cls(
-            "local", device_type=device_type, device_count=device_count, threads=threads, name=name,
-            start=start,
+            "local", device_type=device_type, device_count=device_count, threads=threads,
+            budget=budget, name=name, start=start,
         )  # fmt: skip
 
     @classmethod

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from ...budget import parse_size
 from ...errors import (
     ConfigurationError,
     ProviderAuthenticationError,
@@ -73,6 +74,8 @@ class SshProvider(Provider):
         wheel: A wheel of TensorStream. It is copied to the user's cache directory there once, and
             unpacked. ``python`` stays as it is.
         threads: The number of PyTorch threads of the session.
+        budget: The most memory for weights that the machine loads, in bytes or such as "4GiB".
+            Those that do not fit are streamed. The default is unlimited.
         options: More arguments of ``ssh``, such as ``["-p", "2222"]``.
         connect_timeout: The longest time to wait for a connection to the host, in seconds. Starting
             the server can take longer.
@@ -90,6 +93,7 @@ class SshProvider(Provider):
         python: str = "python3",
         wheel: str | os.PathLike[str] | None = None,
         threads: int | None = None,
+        budget: int | str | None = None,
         options: Sequence[str] = (),
         connect_timeout: float = 15.0,
     ) -> None:
@@ -115,7 +119,9 @@ class SshProvider(Provider):
             )
         self.host, self._python = host, python
         self._wheel = None if wheel is None else Path(wheel)
-        self._threads = threads
+        self._serve = [] if threads is None else ["--threads", str(threads)]
+        if budget is not None:
+            self._serve += ["--budget", str(parse_size(budget, "budget"))]
         # ssh takes the first value of each option.
         self._options = [
             *options,
@@ -134,7 +140,7 @@ class SshProvider(Provider):
         path = None if self._wheel is None else self._unpack(self._wheel)
         directory = f"/tmp/tensorstream-{secrets.token_hex(8)}"
         _log.info("%s: starting a server on %s", request.name, self.host)
-        script = _start_script(directory, self._python, path, request, self._threads)
+        script = _start_script(directory, self._python, path, request, self._serve)
         self._run(script, timeout=_START)
         return _Forwarded(self._options, self.host, directory, request.name)
 
@@ -217,7 +223,7 @@ def _error(host: str, status: int, output: str) -> ProviderError:
 
 
 def _start_script(
-    directory: str, python: str, path: str | None, request: Request, threads: int | None
+    directory: str, python: str, path: str | None, request: Request, options: list[str]
 ) -> str:
     """Returns a script that starts a server, and waits until it listens.
 
@@ -227,7 +233,7 @@ def _start_script(
         *("-m", "tensorstream.serve", "--listen", f"unix:{directory}/live/socket", "--once"),
         # The server has the rights of its user, who is the client.
         *("--device", request.kind, "--devices", str(request.device_count), "--weights", "any"),
-        *([] if threads is None else ["--threads", str(threads)]),
+        *options,
     ]
     own = "" if path is None else f"PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}} "
     # Python finds modules in the current directory.

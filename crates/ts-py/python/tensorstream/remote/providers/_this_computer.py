@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from typing import IO
 
+from ...budget import parse_size
 from ...errors import ConnectionLost
 from ._base import Provider, Request, Server
 
@@ -30,14 +31,20 @@ class LocalProvider(Provider):
 
     Args:
         threads: The number of its PyTorch threads. The default is that of this process.
+        budget: The most memory for weights that the machine loads, in bytes or such as "4GiB".
+            Those that do not fit are streamed. The default is unlimited.
+
+    Raises:
+        ConfigurationError: The budget is invalid.
     """
 
     name = "local"
     keeps_sessions = False
     shares_files = True
 
-    def __init__(self, *, threads: int | None = None) -> None:
+    def __init__(self, *, threads: int | None = None, budget: int | str | None = None) -> None:
         self._threads = threads
+        self._budget = None if budget is None else parse_size(budget, "budget")
 
     def start(self, request: Request) -> Server:
         """Starts the process. Blocks until it listens.
@@ -48,7 +55,9 @@ class LocalProvider(Provider):
         import torch
 
         threads = self._threads or torch.get_num_threads()
-        return ProcessServer(request.name, request.kind, request.device_count, threads)
+        return ProcessServer(
+            request.name, request.kind, request.device_count, threads, self._budget
+        )
 
 
 class MockProvider(Provider):
@@ -106,18 +115,23 @@ class ProcessServer(Server):
         device_type: "cpu" or "cuda".
         device_count: The number of devices.
         threads: The number of PyTorch threads.
+        budget: The most memory for weights that it loads, in bytes.
 
     Raises:
         ConnectionLost: The process ended before it listened.
     """
 
-    def __init__(self, name: str, device_type: str, device_count: int, threads: int) -> None:
+    def __init__(
+        self, name: str, device_type: str, device_count: int, threads: int,
+        budget: int | None = None,
+    ) -> None:  # fmt: skip
         self._directory = tempfile.mkdtemp(prefix="tensorstream-")
         self.address = f"unix:{self._directory}/socket"
         self.process = subprocess.Popen(
             [
                 sys.executable, "-m", "tensorstream.remote.server._local",
                 self.address, device_type, str(device_count), str(threads),
+                *([] if budget is None else [str(budget)]),
             ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},

@@ -23,8 +23,16 @@ from ._exchange import Exchange
 
 #: The most checkpoints that a session has open at a time.
 _MAX_OPEN = 64
+#: The size up to which tensors may be read instead of streamed, in bytes, and the part of the
+#: budget that they may take together.
+_SMALL_BYTES, _SMALL_PART = 1 << 20, 16
+#: What an engine needs beside the tensors if they all fit: a part of their size, and bytes.
+_SLACK_PART, _SLACK_BYTES = 16, 64 << 20
 #: The longest text file that is read, in bytes.
 _MAX_TEXT = 16 << 20
+
+#: A tensor of a session, as operators return it.
+Loaded = torch.Tensor | _native.StreamedTensor
 
 
 class Checkpoints:
@@ -32,10 +40,15 @@ class Checkpoints:
 
     Args:
         exchange: Opens the files.
+        budget: The most memory for tensors that are loaded, in bytes. They are then streamed: those
+            that do not fit are read again for each use. ``None`` loads them like other tensors.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, budget: int | None = None) -> None:
         self._exchange = exchange
+        self._budget = budget
+        #: The engines, and the part of the budget that each has.
+        self._engines: list[tuple[_native.StreamedTensors, int]] = []
         self._numbers = itertools.count(1)
         self._open: dict[int, _native.Checkpoint] = {}
 
@@ -48,8 +61,9 @@ class Checkpoints:
 
         Returns:
             A JSON object: "number" for the other methods; "tensors" with name, safetensors name of
-            the dtype, shape and size in bytes of each tensor, in the order of the files; and
-            "metadata". Or that of an error: see ``_failure``.
+            the dtype, shape and size in bytes of each tensor, in the order of the files;
+            "metadata"; and "streams", whether the tensors are streamed. Or that of an error: see
+            ``_failure``.
         """
         try:
             if len(self._open) >= _MAX_OPEN:
@@ -65,7 +79,8 @@ class Checkpoints:
         metadata: dict[str, str] = {}
         for _, _, of_file in checkpoint.files():
             metadata |= of_file
-        return json.dumps({"number": number, "tensors": tensors, "metadata": metadata})
+        opened = {"number": number, "tensors": tensors, "metadata": metadata}
+        return json.dumps({**opened, "streams": self._budget is not None})
 
     def _opened(self, source: str, lenient: bool) -> _native.Checkpoint:
         first = self._exchange.open(source)
@@ -83,8 +98,8 @@ class Checkpoints:
 
     def load(
         self, number: int, names: list[str], device: torch.device, verify: bool
-    ) -> tuple[list[torch.Tensor], str]:
-        """Reads tensors of a checkpoint. Blocks.
+    ) -> tuple[list[Loaded], str]:
+        """Loads tensors of a checkpoint. Blocks.
 
         Args:
             number: The number of the checkpoint.
@@ -99,13 +114,43 @@ class Checkpoints:
             checkpoint = self._open.get(number)
             if checkpoint is None:
                 raise ConfigurationError(f"checkpoint {number} is not open")
-            loaded = {
-                name: as_tensor(capsule, *torch_type(checkpoint, name)).to(device)
-                for name, _, _, capsule in checkpoint.load(verify, False, names)
-            }
+            loaded = (
+                _read(checkpoint, names, device, verify)
+                if self._budget is None
+                else self._streamed(checkpoint, names, verify)
+            )
         except (TensorStreamError, OSError, RuntimeError, MemoryError) as error:
             return [], json.dumps(_failure(error))
         return [loaded[name] for name in names], ""
+
+    def _streamed(
+        self, checkpoint: _native.Checkpoint, names: list[str], verify: bool
+    ) -> dict[str, Loaded]:
+        """Returns tensors that stream under what is left of the budget.
+
+        Small ones are read, because they are too small to be worth a unit of an engine.
+        """
+        assert self._budget is not None, "tensors stream only with a budget"
+        self._engines = [(engine, part) for engine, part in self._engines if engine.in_use]
+        left = self._budget - sum(part for _, part in self._engines)
+        sizes = {name: _described(checkpoint, name)[3] for name in names}
+        small: list[str] = []
+        rest = left // _SMALL_PART
+        for name in sorted(sizes, key=sizes.__getitem__):
+            if sizes[name] > min(rest, _SMALL_BYTES):
+                break
+            small.append(name)
+            rest -= sizes[name]
+        loaded = _read(checkpoint, small, torch.device("cpu"), verify)
+        large = [name for name in names if name not in loaded]
+        if not large:
+            return loaded
+        total = sum(sizes.values())
+        part = min(left, total + total // _SLACK_PART + _SLACK_BYTES)
+        own = part - sum(sizes[name] for name in small)
+        engine, streamed = _native.StreamedTensors.open(checkpoint, large, own, verify)
+        self._engines.append((engine, part))
+        return {**loaded, **dict(zip(large, streamed, strict=True))}
 
     def close(self, number: int) -> None:
         """Closes a checkpoint. Does nothing if it is not open."""
@@ -138,6 +183,15 @@ class Checkpoints:
             return json.dumps(_failure(error))
 
 
+def _read(
+    checkpoint: _native.Checkpoint, names: list[str], device: torch.device, verify: bool
+) -> dict[str, Loaded]:
+    return {
+        name: as_tensor(capsule, *torch_type(checkpoint, name)).to(device)
+        for name, _, _, capsule in checkpoint.load(verify, False, names)
+    }
+
+
 def _described(checkpoint: _native.Checkpoint, name: str) -> tuple[str, str, list[int], int]:
     dtype, shape, parts = checkpoint.entry(name)
     return name, dtype, shape, sum(length for _, _, length in parts)
@@ -147,8 +201,7 @@ def _failure(error: Exception) -> dict[str, Any]:
     """Returns the JSON object of an error: its class in ``tensorstream.errors`` and its text."""
     name = type(error).__name__ if isinstance(error, TensorStreamError) else StorageError.__name__
     # PyTorch and the system have no classes of their own for this error.
-    if isinstance(error, MemoryError) or (
-        name == StorageError.__name__ and "cannot allocate" in str(error).lower()
-    ):
+    is_other = name == StorageError.__name__
+    if is_other and (isinstance(error, MemoryError) or "cannot allocate" in str(error).lower()):
         name = RemoteOutOfMemoryError.__name__
     return {"error": name, "message": str(error)}

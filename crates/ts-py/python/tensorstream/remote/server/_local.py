@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("device", choices=["cpu", "cuda"])
     parser.add_argument("devices", type=int)
     parser.add_argument("threads", type=int)
+    parser.add_argument("budget", type=int, nargs="?")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -35,7 +36,7 @@ def main() -> None:
         devices = devices_of(options.device, options.devices)
         # The process has the rights of its user, who is the client.
         exchange = LocalExchange(Peers(("any",)).fetch, Weights((ANY,)))
-        served = server(options.listen, devices=devices, exchange=exchange)
+        served = server(options.listen, devices=devices, exchange=exchange, budget=options.budget)
     except Exception as error:
         sys.exit(str(error))
 

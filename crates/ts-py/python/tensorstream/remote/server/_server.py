@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import dlpack
 
 from ... import _native
 from ...errors import ConfigurationError
 from ...wire._connection import LIMIT_BYTES, _settings
 from . import _bounds
-from ._checkpoints import Checkpoints
+from ._checkpoints import Checkpoints, Loaded
 from ._exchange import Exchange, LocalExchange
 
 #: The namespaces of operators that clients can call.
@@ -54,10 +55,15 @@ class Session:
         exchange: Exchanges tensors with other sessions. By default, there are no other sessions.
         devices: The number of devices.
         checked: Whether to check the indices of operators whose indices PyTorch does not check.
+        budget: The most memory for weights that are loaded. See ``Checkpoints``.
     """
 
     def __init__(
-        self, exchange: Exchange | None = None, devices: int = 1, checked: bool = False
+        self,
+        exchange: Exchange | None = None,
+        devices: int = 1,
+        checked: bool = False,
+        budget: int | None = None,
     ) -> None:
         self._device_count = devices
         self._checked = checked
@@ -66,7 +72,7 @@ class Session:
         self._client_generators: dict[torch.device, torch.Generator] = {}
         self._exchange = exchange or LocalExchange()
         self._tickets: set[str] = set()
-        self._checkpoints = Checkpoints(self._exchange)
+        self._checkpoints = Checkpoints(self._exchange, budget)
 
     def __del__(self) -> None:
         for ticket in self._tickets:
@@ -216,7 +222,7 @@ class Session:
 
     def _load_tensors(
         self, anchor: torch.Tensor, number: int, names: list[str], verify: bool
-    ) -> tuple[list[torch.Tensor], str]:
+    ) -> tuple[list[Loaded], str]:
         return self._checkpoints.load(number, names, anchor.device, verify)
 
     def _close_checkpoint(self, anchor: torch.Tensor, number: int) -> None:
@@ -380,13 +386,15 @@ def _hooks(
     staged: bool = False,
     shared: bool = False,
     checked: bool = False,
+    budget: int | None = None,
 ) -> types.SimpleNamespace:
     """Returns the functions of ``Hooks`` (src/remote/server/hooks.rs) for the native half."""
     return types.SimpleNamespace(
-        session=functools.partial(Session, exchange, len(devices), checked),
+        session=functools.partial(Session, exchange, len(devices), checked, budget),
         allocate=_allocate,
         view=_view,
         restrided=_copy_with_layout,
+        from_capsule=dlpack.from_dlpack,
         scalar=_scalar,
         constant=_constant,
         host_bytes=_host_bytes,
@@ -406,6 +414,7 @@ def server(
     cert: Any = None, key: Any = None, ca: Any = None, idle_timeout: float = 30.0,
     stall_timeout: float = 300.0,
     staged: bool = False, exchange: Exchange | None = None, shared: bool = False,
+    budget: int | None = None,
 ) -> _native.RemoteServer:  # fmt: skip
     """Creates a server that runs operators in this process. It listens when this returns.
 
@@ -424,8 +433,11 @@ def server(
         staged: Whether to receive payloads into separate memory, as for a GPU.
         exchange: What sessions can get from outside. By default, only each other's tensors.
         shared: Whether this process is also the client. Operators then use its default dtype.
+        budget: The most memory for weights that a session loads. See ``Checkpoints``.
     """
-    hooks = _hooks(devices, exchange or LocalExchange(), staged=staged, shared=shared)
+    hooks = _hooks(
+        devices, exchange or LocalExchange(), staged=staged, shared=shared, budget=budget
+    )
     settings = _settings(token, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
     return _native.RemoteServer(listen, hooks, settings, insecure, cert, key, ca)
 
@@ -436,6 +448,8 @@ def session_server(
     devices: list[torch.device],
     idle_timeout: float = 30.0,
     stall_timeout: float = 300.0,
+    *,
+    budget: int | None = None,
 ) -> _native.RemoteServer:
     """Creates a server of one session. The broker passes the connections to this process.
 
@@ -448,10 +462,11 @@ def session_server(
         idle_timeout: The longest silence of the client, in seconds, while the server waits for it.
             After this time, the connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails.
+        budget: The most memory for weights that the session loads. See ``Checkpoints``.
     """
     settings = _settings(None, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
     return _native.RemoteServer.from_handoffs(
-        handoffs.detach(), _hooks(devices, exchange, checked=True), settings
+        handoffs.detach(), _hooks(devices, exchange, checked=True, budget=budget), settings
     )
 
 

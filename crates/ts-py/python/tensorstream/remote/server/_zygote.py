@@ -73,7 +73,7 @@ def _serve(
     devices = devices_of(options["device"], options["devices"])
     if options["threads"]:
         torch.set_num_threads(options["threads"])
-    served = session_server(handoffs, exchange, devices)
+    served = session_server(handoffs, exchange, devices, budget=options["budget"])
     served.run(
         lambda peer, reason: exchange.tell({"disconnected": [peer, reason[:1000]]}), once=True
     )

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Compares loading on a machine with loading there directly, and runs a model larger than it.
+
+`cargo xtask bench weights`. Needs OpenSSH's server for the machine that ssh starts, and a memory
+cgroup for the cap.
+
+- Nine interleaved rounds, with the checkpoint in the page cache. "direct" is `ts.load_file` in a
+  process of its own, which frees the tensors of the round before. The machines do the same.
+- What passes through the client is what its ssh process has read and written.
+- The capped server has a memory limit, page cache included, of the weights divided by 1.5.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import tensorstream as ts
+import torch
+from models import SCRATCH, llama_1b, memory_cap, spread
+from tensorstream.remote import RemoteMachine, load_state_dict
+
+sys.path.append(str(Path(__file__).parents[2] / "crates/ts-py/tests"))
+from sshd import SKIP_REASON, Sshd
+
+ROUNDS = 9
+TOKENS = 8
+
+DIRECT = """
+import sys, time
+import tensorstream as ts
+for line in sys.stdin:
+    tensors = None
+    begin = time.perf_counter()
+    tensors = ts.load_file(line.strip())
+    print(time.perf_counter() - begin, flush=True)
+"""
+
+
+class Direct:
+    """Loads in a process of its own."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", DIRECT]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def __call__(self, path: Path) -> float:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(path, file=self.process.stdin, flush=True)
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class OnMachine:
+    """Loads on a machine."""
+
+    def __init__(self, machine: RemoteMachine) -> None:
+        self.machine = machine
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def __call__(self, path: Path) -> float:
+        self.tensors = {}
+        self.machine.synchronize()
+        begin = time.perf_counter()
+        self.tensors = load_state_dict(path, self.machine.device())
+        return time.perf_counter() - begin
+
+
+def through(process: int) -> int:
+    """Returns the bytes that a process has read and written."""
+    io = dict(line.split(": ") for line in Path(f"/proc/{process}/io").read_text().splitlines())
+    return int(io["rchar"]) + int(io["wchar"])
+
+
+def compare(path: Path) -> None:
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    with ExitStack() as stack:
+        contenders: dict[str, Any] = {"direct": Direct()}
+        stack.callback(contenders["direct"].close)
+        contenders["local"] = OnMachine(stack.enter_context(RemoteMachine.local()))
+        tunnel = 0
+        if SKIP_REASON is None:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            options = stack.enter_context(Sshd(directory)).options()
+            machine = stack.enter_context(RemoteMachine.ssh(**options))
+            contenders["ssh"] = OnMachine(machine)
+            tunnel = machine._server.tunnel.pid  # type: ignore[union-attr]
+        seen: dict[str, list[float]] = defaultdict(list)
+        before, count = through(tunnel) if tunnel else 0, 0
+        for turn in range(ROUNDS + 1):
+            for name in random.sample(list(contenders), len(contenders)):
+                seconds = contenders[name](path)
+                count += name == "ssh"
+                if turn:  # the first round reads the files into the page cache
+                    seen[name].append(seconds)
+        print(f"\n{size / 1e9:.2f} GB, {ROUNDS} rounds: seconds, and the ratio to direct, by round")
+        for name, times in seen.items():
+            ratios = [one / other for one, other in zip(times, seen["direct"], strict=True)]
+            print(f"  {name:<8} {spread(times)}   {statistics.median(ratios):.3f}")
+        if tunnel:
+            share = (through(tunnel) - before) / count
+            print(f"  through ssh, for each load: {share / 1e6:.3f} MB")
+
+
+def run_capped(path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    limit = size * 2 // 3
+    ids = torch.arange(2, 10)[None]
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+    reference = AutoModelForCausalLM.from_pretrained(path)
+    expected = reference.generate(ids, **options)
+    del reference
+    budget = limit - (700 << 20)
+    with ExitStack() as stack:
+        cap = stack.enter_context(memory_cap(limit))
+        socket = f"unix:{stack.enter_context(tempfile.TemporaryDirectory())}/socket"
+        serve = [sys.executable, "-m", "tensorstream.serve", "--listen", socket]
+        serve += ["--weights", str(path), "--budget", str(budget), "--threads", "2"]
+        process = subprocess.Popen([*cap, *serve], stdout=subprocess.PIPE)
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        assert process.stdout is not None
+        process.stdout.readline()
+        machine = stack.enter_context(RemoteMachine.tcp(socket))
+        begin = time.perf_counter()
+        model = ts.from_pretrained(path, device=machine.device())
+        loaded = time.perf_counter() - begin
+        begin = time.perf_counter()
+        got = model.generate(ids.to(machine.device()), **options).cpu()
+        seconds = (time.perf_counter() - begin) / TOKENS
+        sent = machine.stats()
+    print(
+        f"\nserver capped at {limit >> 20} MiB, weights {size >> 20} MiB, budget {budget >> 20} MiB"
+    )
+    print(f"  tokens equal: {torch.equal(got, expected)}; loaded in {loaded:.2f} s")
+    print(f"  {seconds:.2f} s a token; uploaded {sent['uploaded_bytes']} bytes")
+
+
+def main() -> int:
+    print(f"scratch directory: {SCRATCH}; torch {torch.__version__}")
+    compare(llama_1b())
+    run_capped(llama_1b())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tensors of checkpoints that stream to a session under a budget.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use tensorstream::Error;
+use tensorstream::exec::{OpFailure, ScalarType, StorageView};
+use tensorstream::format::{Dtype, TensorMeta};
+use tensorstream::orchestrator::{
+    Engine, EngineConfig, Lease, PassId, Phase, Unit, UnitId, UnitTensor, Verify,
+};
+use tensorstream::streams::MemoryRange;
+
+use super::failures::{raised, refused};
+use super::storages::{Storages, identity};
+use crate::dlpack::{CPU, tensor_capsule};
+use crate::dtype::row_of;
+use crate::errors::to_python;
+use crate::files::checkpoint::Checkpoint;
+
+/// Tensors of a checkpoint that stream under a budget. They share an engine, which has one unit for
+/// each of them.
+#[pyclass(frozen, module = "tensorstream._native")]
+pub(crate) struct StreamedTensors {
+    inner: Arc<Streamed>,
+}
+
+/// A tensor that streams. If an operator of a session returns it, it becomes a storage of the
+/// session that is in memory only while an operator uses it.
+#[pyclass(frozen, module = "tensorstream._native")]
+pub(crate) struct StreamedTensor {
+    of: Arc<Streamed>,
+    unit: UnitId,
+    pub(super) view: StorageView,
+    pub(super) bytes: u64,
+}
+
+/// An engine, and the pass that is running.
+struct Streamed {
+    engine: Engine,
+    pass: Mutex<Option<Pass>>,
+}
+
+/// A pass, which ends when its first unit is used again after others.
+struct Pass {
+    id: PassId,
+    first: UnitId,
+    has_left_first: bool,
+}
+
+#[pymethods]
+impl StreamedTensors {
+    /// Creates an engine for tensors of a checkpoint. Reads no tensor yet.
+    ///
+    /// Args:
+    ///     checkpoint: The checkpoint.
+    ///     names: The names of the tensors.
+    ///     budget: The most memory for them, in bytes.
+    ///     verify: Whether to compare bytes with their checksums when they are first read.
+    ///
+    /// Raises:
+    ///     BudgetError: The budget is too small.
+    ///     MissingTensorError: There is no tensor with one of the names.
+    ///     StorageError: The system refuses memory or threads.
+    ///
+    /// Returns:
+    ///     An object for the engine, and the tensors, in the order of the names.
+    #[staticmethod]
+    fn open(
+        py: Python<'_>,
+        checkpoint: &Checkpoint,
+        names: Vec<String>,
+        budget: usize,
+        verify: bool,
+    ) -> PyResult<(Self, Vec<Py<StreamedTensor>>)> {
+        let (mut units, mut described) = (Vec::new(), Vec::new());
+        let catalog = checkpoint.inner.catalog();
+        for name in &names {
+            let tensor = catalog.require(name).map_err(|e| to_python(py, &e.into()))?;
+            let row = row_of(tensor.dtype()).ok_or_else(|| {
+                PyValueError::new_err(format!(
+                    "cannot stream tensor `{name}`: unsupported dtype {}",
+                    tensor.dtype()
+                ))
+            })?;
+            let aligned = tensor.range().offset.is_multiple_of(row.bytes);
+            let phase = if aligned { Phase::Mapped } else { Phase::At(0) };
+            let streamed = UnitTensor::new(catalog, name, tensor.entry(), phase);
+            units.push(Unit::new(name.as_str(), vec![streamed]));
+            let dtype = ScalarType(row.scalar_type);
+            let view = StorageView::contiguous(dtype, tensor.shape().to_vec());
+            described.push((view, tensor.range().len));
+        }
+        let mut config = EngineConfig::with_budget(budget);
+        config.verify = if verify { Verify::Once } else { Verify::Never };
+        let engine = py.detach(|| checkpoint.inner.engine(units, config));
+        let engine = engine.map_err(|e| to_python(py, &e))?;
+        let inner = Arc::new(Streamed { engine, pass: Mutex::default() });
+        let tensor = |(unit, (view, bytes))| {
+            let of = Arc::clone(&inner);
+            Py::new(py, StreamedTensor { of, unit: UnitId(unit), view, bytes })
+        };
+        let tensors = (0..).zip(described).map(tensor).collect::<PyResult<_>>()?;
+        Ok((Self { inner }, tensors))
+    }
+
+    /// The bytes that were read so far.
+    #[getter]
+    fn read_bytes(&self) -> u64 {
+        self.inner.engine.stats().read_bytes.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    /// Whether a session still has one of the tensors.
+    #[getter]
+    fn in_use(&self) -> bool {
+        Arc::strong_count(&self.inner) > 1
+    }
+}
+
+impl Streamed {
+    /// Leases units for an operator. Blocks until they are in memory.
+    fn acquire(&self, units: &[UnitId]) -> Result<Vec<Lease>, Error> {
+        let pass = self.pass_for(units);
+        Ok(self.engine.acquire_all(Some(pass), units)?)
+    }
+
+    /// Returns the pass to which a use of these units belongs, which is a new one if the last one
+    /// has come to its beginning again.
+    fn pass_for(&self, units: &[UnitId]) -> PassId {
+        let mut running = self.pass.lock();
+        if let Some(pass) = &mut *running {
+            let is_first = units.contains(&pass.first);
+            if !(is_first && pass.has_left_first) {
+                pass.has_left_first |= !is_first;
+                return pass.id;
+            }
+            if self.engine.end_pass(pass.id) {
+                // Nothing is leased between operators.
+                self.engine.replan();
+            }
+        }
+        let id = self.engine.begin_pass();
+        *running = Some(Pass { id, first: units[0], has_left_first: units.len() > 1 });
+        id
+    }
+}
+
+/// A streamed storage in memory, while an operator uses it.
+pub(super) struct Leased {
+    pub(super) storage: Py<PyAny>,
+    identity: usize,
+}
+
+impl Storages {
+    /// Leases those of these storages that stream and are not leased yet. Blocks until they are in
+    /// memory. [`release`](Self::release) ends the leases.
+    pub(super) fn lease(
+        &mut self,
+        py: Python<'_>,
+        numbers: impl IntoIterator<Item = u64>,
+    ) -> Result<(), OpFailure> {
+        if self.streamed == 0 {
+            return Ok(());
+        }
+        type Wanted = (Py<StreamedTensor>, Vec<(u64, UnitId)>);
+        let mut wanted: HashMap<usize, Wanted> = HashMap::new();
+        for number in numbers {
+            let Ok(entry) = self.entry(number) else { continue };
+            let Some(tensor) = entry.streamed.as_ref().map(|tensor| tensor.clone_ref(py)) else {
+                continue;
+            };
+            let (engine, unit) = (Arc::as_ptr(&tensor.get().of).addr(), tensor.get().unit);
+            let (_, units) = wanted.entry(engine).or_insert((tensor, Vec::new()));
+            if !self.leased.contains_key(&number) && units.iter().all(|(of, _)| *of != number) {
+                units.push((number, unit));
+            }
+        }
+        for (of, numbers) in wanted.into_values().filter(|(_, numbers)| !numbers.is_empty()) {
+            let units: Vec<_> = numbers.iter().map(|(_, unit)| *unit).collect();
+            let leases = py.detach(|| of.get().of.acquire(&units));
+            let failed = |e| raised(py, "cannot stream a weight", &e);
+            let leases = leases.map_err(|e| failed(to_python(py, &e)))?;
+            for ((number, _), lease) in numbers.into_iter().zip(leases) {
+                let leased = self.leased_storage(py, lease).map_err(failed)?;
+                self.identities.insert(leased.identity);
+                self.leased.insert(number, leased);
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns a PyTorch storage over the memory of a lease, which ends when the storage is freed.
+    fn leased_storage(&self, py: Python<'_>, lease: Lease) -> PyResult<Leased> {
+        let bytes = lease.tensor(0);
+        let range = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
+        let meta = TensorMeta { dtype: Dtype::U8, shape: vec![bytes.len() as u64] };
+        let capsule = tensor_capsule(py, range, (CPU, 0), &meta, (bytes, lease))?;
+        let tensor = self.backend.hooks.from_capsule.call1(py, (capsule,))?;
+        let storage = tensor.call_method0(py, intern!(py, "untyped_storage"))?;
+        Ok(Leased { identity: identity(storage.bind(py))?, storage })
+    }
+
+    /// Ends all leases. Call this after each request, with the interpreter attached.
+    pub(super) fn release(&mut self) {
+        for (_, leased) in self.leased.drain() {
+            self.identities.remove(&leased.identity);
+        }
+    }
+
+    /// Returns a failure if one of these storages streams.
+    pub(super) fn check_writable(
+        &self,
+        numbers: impl IntoIterator<Item = u64>,
+    ) -> Result<(), OpFailure> {
+        match numbers.into_iter().find(|number| self.is_streamed(*number)) {
+            Some(number) => Err(refused(format!(
+                "cannot write to storage {number}: it is a weight that streams under the server's \
+                 --budget; write to a copy of it (clone)"
+            ))),
+            None => Ok(()),
+        }
+    }
+}
