@@ -87,9 +87,9 @@ impl Checkpoint {
     }
 
     /// Opens the checkpoint in the file `name`, which is a `.safetensors` or `.ts` file, or a shard
-    /// index (`.json`). Gets every file from `open`, for example because another process has to open
-    /// it. `open` gets `name`, or the name of a shard: the directory of `name`, with the name in the
-    /// index.
+    /// index (`.json`). Gets every file from `open`, for example because another process has to
+    /// open it. `open` gets `name`, or the name of a shard: the directory of `name`, with the name
+    /// in the index.
     ///
     /// # Errors
     /// Returns the errors of `open`, and those of [`open`](Self::open).

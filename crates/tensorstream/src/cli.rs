@@ -23,6 +23,8 @@ mod info;
 mod plan;
 #[cfg(feature = "remote")]
 mod serve;
+#[cfg(feature = "remote")]
+mod serve_device;
 mod verify;
 
 use std::ffi::OsString;
@@ -59,20 +61,17 @@ enum Command {
     Compact(compact::Arguments),
     /// Shows which tensors would stay in memory, and which would be streamed. Reads headers only.
     Plan(plan::Arguments),
-    /// Serves a directory of checkpoints, as `ts://HOST:PORT/NAME`.
+    /// Serves devices to remote clients, which run PyTorch operators on them. Only the Python
+    /// package contains the server. With `files`, serves checkpoints instead.
+    #[cfg(feature = "remote")]
+    Serve(Box<ServeArguments>),
+    /// Another name for `serve files`.
     #[cfg(feature = "remote")]
     ServeWeights(serve::Arguments),
     /// Copies files from a `serve-weights` server. With --listen, also serves them to other
     /// machines while they arrive.
     #[cfg(feature = "remote")]
     Fetch(serve::FetchArguments),
-    /// Runs PyTorch operators for remote clients. Only the Python package contains this command.
-    #[command(disable_help_flag = true)]
-    Serve {
-        /// See `tensorstream serve --help` of the Python package.
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
-        arguments: Vec<OsString>,
-    },
     /// Generates text with a language model. Only the Python package contains this command.
     #[command(disable_help_flag = true)]
     Generate {
@@ -90,6 +89,25 @@ enum Command {
         /// The shell that will run the script.
         shell: clap_complete::Shell,
     },
+}
+
+#[cfg(feature = "remote")]
+#[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+struct ServeArguments {
+    #[command(subcommand)]
+    what: Option<Serve>,
+    #[command(flatten)]
+    device: serve_device::Arguments,
+}
+
+#[cfg(feature = "remote")]
+#[derive(Debug, Subcommand)]
+enum Serve {
+    /// Serves devices to remote clients. The same as `serve` without a subcommand.
+    Device(serve_device::Arguments),
+    /// Serves a directory of checkpoints, as `ts://HOST:PORT/NAME`.
+    Files(serve::Arguments),
 }
 
 #[derive(Debug, Subcommand)]
@@ -117,6 +135,19 @@ pub fn run(
     arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
     interrupt: &mut dyn FnMut() -> bool,
 ) -> u8 {
+    run_with(arguments, interrupt, None)
+}
+
+/// Runs the server of devices with these options, a JSON object, and returns its exit status.
+pub type ServeDevice<'a> = &'a mut dyn FnMut(&str) -> u8;
+
+/// Runs a command line like [`run`]. `serve_device` is the server of the command `serve device`, if
+/// the program contains one.
+pub fn run_with(
+    arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+    interrupt: &mut dyn FnMut() -> bool,
+    serve_device: Option<ServeDevice<'_>>,
+) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
     let parsed = match Arguments::try_parse_from(&arguments) {
         Ok(parsed) => parsed,
@@ -131,7 +162,7 @@ pub fn run(
         }
     };
     let (console, began) = (parsed.console, Instant::now());
-    let status = match parsed.command.run(console, interrupt) {
+    let status = match parsed.command.run(console, interrupt, serve_device) {
         Ok(status) => status,
         Err(error) => {
             console.error(&error);
@@ -148,7 +179,12 @@ pub fn run(
 }
 
 impl Command {
-    fn run(self, console: Console, interrupt: &mut dyn FnMut() -> bool) -> Result<u8, Error> {
+    fn run(
+        self,
+        console: Console,
+        interrupt: &mut dyn FnMut() -> bool,
+        serve_device: Option<ServeDevice<'_>>,
+    ) -> Result<u8, Error> {
         match self {
             Self::Info(arguments) => info::run(&arguments, console),
             Self::Verify(arguments) => verify::run(&arguments, console, interrupt),
@@ -159,8 +195,19 @@ impl Command {
             #[cfg(feature = "remote")]
             Self::ServeWeights(arguments) => serve::serve(&arguments, console, interrupt),
             #[cfg(feature = "remote")]
+            Self::Serve(arguments) => {
+                let options = match &arguments.what {
+                    Some(Serve::Files(files)) => return serve::serve(files, console, interrupt),
+                    Some(Serve::Device(device)) => device.options()?,
+                    None => arguments.device.options()?,
+                };
+                match serve_device {
+                    Some(serve) => Ok(serve(&options.to_string())),
+                    None => Ok(only_in_python("serve device", console)),
+                }
+            }
+            #[cfg(feature = "remote")]
             Self::Fetch(arguments) => serve::fetch(&arguments, console, interrupt),
-            Self::Serve { .. } => Ok(only_in_python("serve", console)),
             Self::Generate { .. } => Ok(only_in_python("generate", console)),
             Self::Bench(Bench::Io(arguments)) => bench_io::run(&arguments, console, interrupt),
             Self::Bench(Bench::Codec(arguments)) => {

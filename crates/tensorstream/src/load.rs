@@ -133,7 +133,8 @@ impl Checkpoint {
     /// their offsets in the files. Blocks.
     ///
     /// # Errors
-    /// Returns [`Error::Format`] if a tensor does not exist, and the errors of [`load`](Self::load).
+    /// Returns [`Error::Format`] if a tensor does not exist, and the errors of
+    /// [`load`](Self::load).
     pub fn load_named(
         &self,
         names: &[impl AsRef<str>],

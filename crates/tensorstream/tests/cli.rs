@@ -33,7 +33,7 @@ fn errors_are_json_with_the_json_flag() {
     for (arguments, status, kind) in [
         (vec!["--json", "info", none.to_str().unwrap()], 1, "not_found"),
         (vec!["info", "--json"], 2, "usage"),
-        (vec!["--json", "serve", "--listen", "x"], 2, "Python package"),
+        (vec!["--json", "serve", "--listen", "127.0.0.1:0"], 2, "Python package"),
         (vec!["--json", "generate", "org/model"], 2, "Python package"),
         (vec!["convert", "a.ts", "b.ts", "--codec", "best", "--json"], 1, "misuse"),
     ] {

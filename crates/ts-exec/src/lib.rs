@@ -90,7 +90,8 @@
 //! - Submitting a request never waits for the network. The client chooses the numbers of storages,
 //!   operators and replies, so it needs no answer to use a result.
 //! - A failed request is reported once, and poisons the storages that it should have written to,
-//!   unless they are [constant](Executor::is_constant). Later calls and reads that use a poisoned storage fail too. All other requests run.
+//!   unless they are [constant](Executor::is_constant). Later calls and reads that use a poisoned
+//!   storage fail too. All other requests run.
 //! - Lengths from the network are checked before memory is allocated. A server limits how much data
 //!   a client may leave unacknowledged.
 #![forbid(unsafe_code)]

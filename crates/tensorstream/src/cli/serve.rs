@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! `tensorstream serve-weights` and `tensorstream fetch`.
+//! `tensorstream serve files` and `tensorstream fetch`.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use clap::builder::FalseyValueParser;
 use serde_json::json;
 use ts_remote::{Address, Identity, ServerOptions, TlsServer};
 
@@ -16,11 +17,13 @@ pub(super) struct Arguments {
     /// The directory that contains the files.
     directory: PathBuf,
     /// The address to listen on: HOST:PORT, with port 0 for a free port, or unix:PATH.
-    #[arg(long, default_value = "127.0.0.1:7471", value_parser = address)]
+    #[arg(
+        long, env = "TENSORSTREAM_LISTEN", default_value = "127.0.0.1:7471", value_parser = address
+    )]
     listen: Address,
     /// Follow symbolic links to targets outside of the directory. A Hugging Face cache requires
     /// this option.
-    #[arg(long)]
+    #[arg(long, env = "TENSORSTREAM_FOLLOW_SYMLINKS", value_parser = FalseyValueParser::new())]
     follow_symlinks: bool,
     #[command(flatten)]
     server: ServerArguments,
@@ -36,7 +39,7 @@ pub(super) struct FetchArguments {
     directory: PathBuf,
     /// Serve the files at this address to other machines that fetch them. Those machines must be
     /// able to reach the address. The command then runs until it is interrupted. The options
-    /// --token-file, --tls-*, --memory, --insecure and --grace configure this server, and have no
+    /// --token-file, --tls-*, --memory, --insecure and --drain configure this server, and have no
     /// effect without --listen.
     #[arg(long, value_parser = address)]
     listen: Option<Address>,
@@ -44,55 +47,70 @@ pub(super) struct FetchArguments {
     server: ServerArguments,
 }
 
-/// Options of the server.
+/// Who may connect to a server.
 #[derive(Debug, clap::Args)]
-struct ServerArguments {
-    /// A file whose first line is the token. Clients must set TENSORSTREAM_TOKEN to the same token.
-    #[arg(long)]
+pub(super) struct AccessArguments {
+    /// A file whose first line is the token, the secret of the clients.
+    #[arg(long, env = "TENSORSTREAM_TOKEN_FILE")]
     token_file: Option<PathBuf>,
-    /// A certificate chain (PEM). Clients then connect with TLS, to tss://HOST:PORT/NAME.
-    #[arg(long, requires = "tls_key")]
-    tls_cert: Option<PathBuf>,
+    /// A certificate chain (PEM). Clients then use TLS.
+    #[arg(long, env = "TENSORSTREAM_TLS_CERT", requires = "tls_key")]
+    pub(super) tls_cert: Option<PathBuf>,
     /// The private key of the certificate (PEM).
-    #[arg(long, requires = "tls_cert")]
-    tls_key: Option<PathBuf>,
+    #[arg(long, env = "TENSORSTREAM_TLS_KEY", requires = "tls_cert")]
+    pub(super) tls_key: Option<PathBuf>,
     /// Accept only clients with a certificate that one of these authorities signed (PEM).
-    #[arg(long, requires = "tls_cert")]
-    tls_client_ca: Option<PathBuf>,
-    /// Memory for data that is read and not yet sent, such as 256MiB.
-    #[arg(long, default_value = "256MiB", value_parser = budget)]
-    memory: usize,
+    #[arg(long, env = "TENSORSTREAM_TLS_CLIENT_CA", requires = "tls_cert")]
+    pub(super) tls_client_ca: Option<PathBuf>,
     /// Accept clients from other machines without a token or certificate.
-    #[arg(long)]
-    insecure: bool,
-    /// Seconds to wait for transfers after Ctrl-C or SIGTERM. A second signal ends the command at
-    /// once.
-    #[arg(long, default_value_t = 10)]
-    grace: u64,
+    #[arg(long, env = "TENSORSTREAM_INSECURE", value_parser = FalseyValueParser::new())]
+    pub(super) insecure: bool,
 }
 
-fn address(text: &str) -> Result<Address, String> {
+impl AccessArguments {
+    /// Reads the token, if there is a file with one.
+    pub(super) fn token(&self) -> Result<Option<String>, Error> {
+        self.token_file.as_deref().map(read_token).transpose()
+    }
+}
+
+/// Options of the server of files.
+#[derive(Debug, clap::Args)]
+struct ServerArguments {
+    #[command(flatten)]
+    access: AccessArguments,
+    /// Memory for data that is read and not yet sent, such as 256MiB.
+    #[arg(long, env = "TENSORSTREAM_MEMORY", default_value = "256MiB", value_parser = budget)]
+    memory: usize,
+    /// Seconds to wait for transfers after Ctrl-C or SIGTERM. A second signal ends the command at
+    /// once.
+    #[arg(long, alias = "grace", env = "TENSORSTREAM_DRAIN", default_value_t = 10)]
+    drain: u64,
+}
+
+pub(super) fn address(text: &str) -> Result<Address, String> {
     text.parse().map_err(|error: ts_remote::Error| error.to_string())
 }
 
 impl ServerArguments {
     fn options(&self) -> Result<ServeOptions, Error> {
-        let token = self.token_file.as_deref().map(read_token).transpose()?;
-        let tls = match (&self.tls_cert, &self.tls_key) {
+        let AccessArguments { tls_cert, tls_key, tls_client_ca, insecure, .. } = &self.access;
+        let token = self.access.token()?;
+        let tls = match (tls_cert, tls_key) {
             (Some(certificates), Some(key)) => {
-                Some(TlsServer::new(Identity { certificates, key }, self.tls_client_ca.as_deref())?)
+                Some(TlsServer::new(Identity { certificates, key }, tls_client_ca.as_deref())?)
             }
             _ => None,
         };
         let defaults = ServerOptions::default();
         let connection = defaults.connection.clone().with_token(token);
-        let grace_period = Duration::from_secs(self.grace);
+        let grace_period = Duration::from_secs(self.drain);
         let server =
             defaults.with_connection(connection).with_tls(tls).with_grace_period(grace_period);
         Ok(ServeOptions::default()
             .with_server(server)
             .with_memory_bytes(self.memory)
-            .with_insecure(self.insecure))
+            .with_insecure(*insecure))
     }
 }
 

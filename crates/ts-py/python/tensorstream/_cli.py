@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The console script ``tensorstream``: the program that ``cargo install`` builds, and three more.
+"""The console script ``tensorstream``: the program that ``cargo install`` builds, and more.
 
-``serve``, ``generate`` and ``serve-openai`` are written in Python because they need PyTorch.
+The server of ``serve device``, and the commands ``generate`` and ``serve-openai``, are written in
+Python because they need PyTorch.
 """
 
 import os
@@ -45,6 +46,12 @@ def _path_of(name: str) -> str:
     return name if HubModel.named(name, {}) is None else find(name).weights
 
 
+def _serve_device(options: str) -> int:
+    from .serve.__main__ import serve
+
+    return serve(options)
+
+
 def main() -> int:
     """Runs ``tensorstream`` with the arguments of this process. Blocks.
 
@@ -52,10 +59,6 @@ def main() -> int:
         The exit status. If a signal stopped the command, it is usually 128 plus the number of the
         signal. Servers that stop cleanly return 0.
     """
-    if sys.argv[1:2] == ["serve"]:
-        from .serve.__main__ import main as serve
-
-        return serve(sys.argv[2:])
     if sys.argv[1:2] == ["generate"]:
         from .streaming._generate_cli import main as generate
 
@@ -69,7 +72,7 @@ def main() -> int:
     try:
         if arguments[:1] in (["info"], ["plan"]) and "/" in "".join(arguments[1:2]):
             arguments[1] = _path_of(arguments[1])
-        status = run(["tensorstream", *arguments])
+        status = run(["tensorstream", *arguments], _serve_device)
     except TensorStreamError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

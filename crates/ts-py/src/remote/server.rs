@@ -7,6 +7,7 @@ mod dispatcher;
 mod executor;
 mod failures;
 mod hooks;
+mod leases;
 mod listener;
 mod outputs;
 mod sandbox;

@@ -10,6 +10,7 @@ if the process sends the right tickets, and files of checkpoints that ``--weight
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import logging
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from .. import _native
@@ -51,6 +53,21 @@ _ENVIRONMENT = re.compile(
     r"|CUDA_.*|NVIDIA_.*"
     r"|(OMP|KMP|MKL|DNNL|ONEDNN|TORCH|PYTORCH|ATEN|MALLOC|GOMP)_.*"
 )
+#: The counters of ``Broker.metrics``, and the gauges.
+_COUNTERS = {
+    "sessions_total": "Sessions that have started.",
+    "refused_sessions_total": "Sessions that were refused.",
+    "failed_sessions_total": "Sessions whose process has failed.",
+    "connections_total": "Connections of clients that were authenticated.",
+    "failed_handshakes_total": "Connections that were not.",
+    "opened_files_total": "Files of checkpoints that sessions have got.",
+}
+_GAUGES = {
+    "sessions": "Sessions, including those whose client is not connected.",
+    "connections": "Connections of sessions.",
+    "max_sessions": "The most sessions at a time.",
+    "stopping": "Whether new sessions are refused because the server stops.",
+}
 #: The names of signals, by the exit status of a process that they end.
 _SIGNALS = {-number: number.name for number in signal.Signals}
 
@@ -96,14 +113,15 @@ class _Processes:
 
     Args:
         options: The options of the sessions. See ``Broker``.
+        on_failure: Called when the process of a session has failed.
 
     Raises:
         OSError: The system cannot create a process.
         RuntimeError: The zygote has ended, or this computer does not have the devices.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = json.dumps(options)
+    def __init__(self, options: dict[str, Any], on_failure: Callable[[], None]) -> None:
+        self._options, self._on_failure = json.dumps(options), on_failure
         self._once = options["device"] == "cuda"
         self._lock = threading.Lock()
         self._closing = False
@@ -176,6 +194,7 @@ class _Processes:
             elif report.get("status"):
                 status = _SIGNALS.get(report["status"], f"exit status {report['status']}")
                 _log.warning("session %d: its process ended: %s", report["over"], status)
+                self._on_failure()
         if self._next is orders:
             with self._lock:
                 # Forgets the processes whose descriptors the ended zygote did not send.
@@ -261,6 +280,7 @@ class Broker:
         options: The options of the sessions: "device", "devices", "threads", "memory", "budget" and
             "sandbox".
         max_sessions: The most sessions at a time.
+        drain: How long sessions may go on after ``stop``, while new ones are refused, in seconds.
         once: Whether ``run`` returns when the first session has ended, or when none has started in
             60 seconds.
 
@@ -277,11 +297,12 @@ class Broker:
         options: dict[str, Any],
         max_sessions: int,
         *,
+        drain: float = 0.0,
         once: bool = False,
     ) -> None:
         self._dispatcher, self._peers, self._weights = dispatcher, peers, weights
-        self._max_sessions = max_sessions
-        self._once = once
+        self._max_sessions, self._drain, self._once = max_sessions, drain, once
+        self._counts = collections.Counter[str]()
         #: The session after which a server for one session ends.
         self._first: _Session | None = None
         self._numbers = itertools.count(1)
@@ -290,13 +311,45 @@ class Broker:
         #: Offered tensors by ticket: their metadata and memory.
         self._offers: dict[str, tuple[dict[str, Any], int]] = {}
         self._memory: int | None = options["memory"]
-        self._stopped = False
-        self._processes = _Processes(options)
+        #: The time until which sessions may go on, once ``stop`` was called.
+        self._until: float | None = None
+        self._processes = _Processes(options, self._process_failed)
         self.restrictions = self._processes.restrictions
 
     def stop(self) -> None:
-        """Makes ``run`` return. Does not block."""
-        self._stopped = True
+        """Makes ``run`` return when all sessions have ended or drained. Does not block.
+
+        If it is called again, ``run`` returns at once.
+        """
+        now = time.monotonic()
+        self._until = now if self._until is not None else now + self._drain
+
+    def refuses(self) -> str:
+        """Returns why new clients are refused, or an empty string."""
+        return "" if self._until is None else "the server is stopping"
+
+    def metrics(self) -> str:
+        """Returns counters in the text format of Prometheus."""
+        with self._lock:
+            connections = sum(session.connections for session in self._sessions.values())
+            values = {
+                **{name: self._counts[name] for name in _COUNTERS},
+                "sessions": len(self._sessions),
+                "connections": connections,
+                "max_sessions": self._max_sessions,
+                "stopping": int(self._until is not None),
+            }
+        lines = []
+        for name, text in (*_COUNTERS.items(), *_GAUGES.items()):
+            full = f"tensorstream_serve_{name}"
+            kind = "counter" if name in _COUNTERS else "gauge"
+            lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {values[name]}"]
+        return "\n".join([*lines, ""])
+
+    def _is_stopped(self) -> bool:
+        if self._until is None:
+            return False
+        return not self._sessions or time.monotonic() >= self._until
 
     def run(self) -> None:
         """Serves until ``stop`` is called, or ``once`` ends it. Blocks.
@@ -305,10 +358,8 @@ class Broker:
         """
         end = time.monotonic() + _FIRST
         try:
-            while not self._stopped and not (self._once and self._is_over(end)):
-                handoff = self._dispatcher.next(
-                    0.1, lambda peer, reason: _log.info("%s: %s", peer, reason)
-                )
+            while not self._is_stopped() and not (self._once and self._is_over(end)):
+                handoff = self._dispatcher.next(0.1, self._failed)
                 if handoff is not None:
                     self._dispatch(handoff)
         finally:
@@ -324,6 +375,14 @@ class Broker:
                     session.ended.wait()
             self._processes.close()
 
+    def _process_failed(self) -> None:
+        self._counts["failed_sessions_total"] += 1
+
+    def _failed(self, peer: str, reason: str) -> None:
+        """Notes a connection whose handshake failed."""
+        self._counts["failed_handshakes_total"] += 1
+        _log.info("%s: %s", peer, reason)
+
     def _is_over(self, end: float) -> bool:
         """Returns whether the first session has ended, or has not started until ``end``."""
         return time.monotonic() > end if self._first is None else self._first.ended.is_set()
@@ -336,9 +395,12 @@ class Broker:
                 f"unknown service {service[:100]!r}: this is `tensorstream serve`, which expects "
                 '"exec", or "exec/" and 32 hexadecimal digits'
             )
+        self._counts["connections_total"] += 1
         with self._lock:
             session = self._sessions.get(service)
-            if session is None and not self._has_capacity():
+            if session is None and self.refuses():
+                refusal = f"{self.refuses()}; connect to another one, or try again later"
+            elif session is None and not self._has_capacity():
                 refusal = (
                     f"the server has reached its limit of {self._max_sessions} sessions; try again "
                     "later"
@@ -366,6 +428,7 @@ class Broker:
                     if session is None:
                         refusal = "the server cannot start a session now; try again later"
         if refusal:
+            self._counts["refused_sessions_total"] += 1
             handoff.refuse(refusal)
 
     def _has_capacity(self) -> bool:
@@ -404,6 +467,7 @@ class Broker:
         self._first = self._first or session
         name = f"tensorstream-session-{number}"
         threading.Thread(target=self._serve, args=(session,), name=name, daemon=True).start()
+        self._counts["sessions_total"] += 1
         _log.info("session %d: started for %s", number, peer)
         return session
 
@@ -567,6 +631,7 @@ class Broker:
             opened = self._weights.open(source, beside)
         except (TensorStreamError, OSError) as error:
             return send(session.requests, _refusal(session, source, error), wait=False)
+        self._counts["opened_files_total"] += 1
         _log.info("session %d: reads %s", session.number, opened.name)
         with opened.closing():
             direct, alignment = opened.direct or (None, 0)

@@ -58,13 +58,13 @@ class Peers:
                 f"the machine cannot verify the TLS certificate of {address}; start the machine "
                 "with `--peer-ca FILE`, a file with the authority (PEM) that signed the certificate"
             )
-        from ..remote.client import _device, _kernels
+        from ..remote.client import _kernels
 
         with self._locks[address]:
             try:
                 machine = self._machine(address)
                 tensor: torch.Tensor = _kernels.CLAIM(
-                    _device.anchor(machine.device().index), ticket
+                    _kernels.anchor(machine.device().index), ticket
                 )
                 if limit is None or tensor.nbytes <= limit:
                     return tensor.cpu()

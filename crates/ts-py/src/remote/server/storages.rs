@@ -11,7 +11,7 @@ use tensorstream::exec::{OpFailure, OpFailureKind, StorageView, TensorRef};
 
 use super::failures::{raised, refused};
 use super::hooks::{Backend, Hooks};
-use super::streamed::{Leased, StreamedTensor};
+use super::streamed::StreamedTensor;
 
 /// The maximum number of views that are cached for a storage.
 const MAX_VIEWS: usize = 8;
@@ -30,6 +30,13 @@ pub(super) struct Storages {
     pub(super) leased: HashMap<u64, Leased>,
     /// The host memory for the upload in progress, if its storage is not on the host.
     pub(super) staged: Option<Py<PyAny>>,
+}
+
+/// A streamed storage in memory, while an operator uses it.
+pub(super) struct Leased {
+    pub(super) storage: Py<PyAny>,
+    /// The [`identity`] of `storage`.
+    pub(super) identity: usize,
 }
 
 /// A storage of a session.

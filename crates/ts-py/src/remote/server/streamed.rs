@@ -1,24 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tensors of checkpoints that stream to a session under a budget.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
-use pyo3::intern;
 use pyo3::prelude::*;
 use tensorstream::Error;
-use tensorstream::exec::{OpFailure, ScalarType, StorageView};
-use tensorstream::format::{Dtype, TensorMeta};
+use tensorstream::exec::{ScalarType, StorageView};
 use tensorstream::orchestrator::{
     Engine, EngineConfig, Lease, PassId, Phase, Unit, UnitId, UnitTensor, Verify,
 };
-use tensorstream::streams::MemoryRange;
 
-use super::failures::{raised, refused};
-use super::storages::{Storages, identity};
-use crate::dlpack::{CPU, tensor_capsule};
 use crate::dtype::row_of;
 use crate::errors::to_python;
 use crate::files::checkpoint::Checkpoint;
@@ -34,14 +27,14 @@ pub(crate) struct StreamedTensors {
 /// session that is in memory only while an operator uses it.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct StreamedTensor {
-    of: Arc<Streamed>,
-    unit: UnitId,
+    pub(super) of: Arc<Streamed>,
+    pub(super) unit: UnitId,
     pub(super) view: StorageView,
     pub(super) bytes: u64,
 }
 
 /// An engine, and the pass that is running.
-struct Streamed {
+pub(super) struct Streamed {
     engine: Engine,
     pass: Mutex<Option<Pass>>,
 }
@@ -124,7 +117,7 @@ impl StreamedTensors {
 
 impl Streamed {
     /// Leases units for an operator. Blocks until they are in memory.
-    fn acquire(&self, units: &[UnitId]) -> Result<Vec<Lease>, Error> {
+    pub(super) fn acquire(&self, units: &[UnitId]) -> Result<Vec<Lease>, Error> {
         let pass = self.pass_for(units);
         Ok(self.engine.acquire_all(Some(pass), units)?)
     }
@@ -147,82 +140,5 @@ impl Streamed {
         let id = self.engine.begin_pass();
         *running = Some(Pass { id, first: units[0], has_left_first: units.len() > 1 });
         id
-    }
-}
-
-/// A streamed storage in memory, while an operator uses it.
-pub(super) struct Leased {
-    pub(super) storage: Py<PyAny>,
-    identity: usize,
-}
-
-impl Storages {
-    /// Leases those of these storages that stream and are not leased yet. Blocks until they are in
-    /// memory. [`release`](Self::release) ends the leases.
-    pub(super) fn lease(
-        &mut self,
-        py: Python<'_>,
-        numbers: impl IntoIterator<Item = u64>,
-    ) -> Result<(), OpFailure> {
-        if self.streamed == 0 {
-            return Ok(());
-        }
-        type Wanted = (Py<StreamedTensor>, Vec<(u64, UnitId)>);
-        let mut wanted: HashMap<usize, Wanted> = HashMap::new();
-        for number in numbers {
-            let Ok(entry) = self.entry(number) else { continue };
-            let Some(tensor) = entry.streamed.as_ref().map(|tensor| tensor.clone_ref(py)) else {
-                continue;
-            };
-            let (engine, unit) = (Arc::as_ptr(&tensor.get().of).addr(), tensor.get().unit);
-            let (_, units) = wanted.entry(engine).or_insert((tensor, Vec::new()));
-            if !self.leased.contains_key(&number) && units.iter().all(|(of, _)| *of != number) {
-                units.push((number, unit));
-            }
-        }
-        for (of, numbers) in wanted.into_values().filter(|(_, numbers)| !numbers.is_empty()) {
-            let units: Vec<_> = numbers.iter().map(|(_, unit)| *unit).collect();
-            let leases = py.detach(|| of.get().of.acquire(&units));
-            let failed = |e| raised(py, "cannot stream a weight", &e);
-            let leases = leases.map_err(|e| failed(to_python(py, &e)))?;
-            for ((number, _), lease) in numbers.into_iter().zip(leases) {
-                let leased = self.leased_storage(py, lease).map_err(failed)?;
-                self.identities.insert(leased.identity);
-                self.leased.insert(number, leased);
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns a PyTorch storage over the memory of a lease, which ends when the storage is freed.
-    fn leased_storage(&self, py: Python<'_>, lease: Lease) -> PyResult<Leased> {
-        let bytes = lease.tensor(0);
-        let range = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-        let meta = TensorMeta { dtype: Dtype::U8, shape: vec![bytes.len() as u64] };
-        let capsule = tensor_capsule(py, range, (CPU, 0), &meta, (bytes, lease))?;
-        let tensor = self.backend.hooks.from_capsule.call1(py, (capsule,))?;
-        let storage = tensor.call_method0(py, intern!(py, "untyped_storage"))?;
-        Ok(Leased { identity: identity(storage.bind(py))?, storage })
-    }
-
-    /// Ends all leases. Call this after each request, with the interpreter attached.
-    pub(super) fn release(&mut self) {
-        for (_, leased) in self.leased.drain() {
-            self.identities.remove(&leased.identity);
-        }
-    }
-
-    /// Returns a failure if one of these storages streams.
-    pub(super) fn check_writable(
-        &self,
-        numbers: impl IntoIterator<Item = u64>,
-    ) -> Result<(), OpFailure> {
-        match numbers.into_iter().find(|number| self.is_streamed(*number)) {
-            Some(number) => Err(refused(format!(
-                "cannot write to storage {number}: it is a weight that streams under the server's \
-                 --budget; write to a copy of it (clone)"
-            ))),
-            None => Ok(()),
-        }
     }
 }

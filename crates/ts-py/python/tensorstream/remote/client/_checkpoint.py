@@ -14,7 +14,7 @@ import torch
 from ... import _native, errors
 from ...errors import CheckpointNotFoundError, MissingTensorError, TensorStreamError
 from .. import _registry
-from . import _device, _kernels
+from . import _kernels
 
 Path = str | os.PathLike[str]
 
@@ -40,7 +40,7 @@ class RemoteCheckpoint:
     """
 
     def __init__(self, source: Path, device: torch.device, *, lenient: bool = False) -> None:
-        self._anchor = _device.anchor(_registry.index_of(device))
+        self._anchor = _kernels.anchor(_registry.index_of(device))
         self._source = source_on(source, self._anchor.device.index)
         text = _kernels.OPEN_CHECKPOINT(self._anchor, self._source, lenient)
         answer = _answered(text, self._anchor.device, self._source)
@@ -190,7 +190,7 @@ def load_huggingface_state_dicts(
     device = torch.device(device)
     at = f"@{revision}" if revision else ""
     source = repo if "://" in repo or os.path.isabs(repo) else f"hf://{repo}{at}"
-    anchor = _device.anchor(_registry.index_of(device))
+    anchor = _kernels.anchor(_registry.index_of(device))
     answer = _answered(_kernels.DIRECTORIES(anchor, source), anchor.device, source)
     if not answer["directories"]:
         raise CheckpointNotFoundError(f"{source} has no safetensors or .ts files")
@@ -207,7 +207,7 @@ def read_text(source: Path, beside: str, device: torch.device) -> str:
         CheckpointNotFoundError: The machine has no such file.
         CheckpointPermissionError: Clients of the machine may not read it.
     """
-    anchor = _device.anchor(_registry.index_of(device))
+    anchor = _kernels.anchor(_registry.index_of(device))
     source = source_on(source, anchor.device.index)
     text: str = _answered(_kernels.READ_TEXT(anchor, source, beside), anchor.device, source)["text"]
     return text

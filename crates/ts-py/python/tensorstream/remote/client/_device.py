@@ -48,7 +48,7 @@ def manual_seed(seed: int) -> None:
 
 def seed_of(index: int, seed: int) -> None:
     """Seeds the generator of a device. ``seed`` has 64 bits, signed or unsigned."""
-    _kernels.SEED(anchor(index), (int(seed) + 2**63) % 2**64 - 2**63)
+    _kernels.SEED(_kernels.anchor(index), (int(seed) + 2**63) % 2**64 - 2**63)
 
 
 def kind_of(index: int) -> tuple[str, int]:
@@ -57,30 +57,25 @@ def kind_of(index: int) -> tuple[str, int]:
     Returns:
         The type, "cpu" or "cuda", and the number.
     """
-    tensor = anchor(index)
+    tensor = _kernels.anchor(index)
     return _kernels.KIND(tensor), _kernels.DEVICES(tensor)
 
 
 def gpu_of(index: int) -> tuple[str, int]:
     """Returns the name and the memory in bytes of the GPU that is a device of a machine. Blocks."""
-    tensor = anchor(index)
+    tensor = _kernels.anchor(index)
     return _kernels.GPU_NAME(tensor), _kernels.GPU_BYTES(tensor)
 
 
 def get_rng_state(device: Any = "ts") -> torch.Tensor:
     """Returns the state of a device's generator, as a tensor on the host. Blocks."""
-    return _kernels.RNG_STATE(anchor(index_of(device))).cpu()
+    return _kernels.RNG_STATE(_kernels.anchor(index_of(device))).cpu()
 
 
 def set_rng_state(state: torch.Tensor, device: Any = "ts") -> None:
     """Sets the state of a device's generator to one that ``get_rng_state`` returned."""
     index = index_of(device)
-    _kernels.SET_RNG_STATE(anchor(index), state.to(torch.device("ts", index)))
-
-
-def anchor(index: int) -> torch.Tensor:
-    """Returns an empty tensor on a device, for operators without other tensor arguments."""
-    return torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
+    _kernels.SET_RNG_STATE(_kernels.anchor(index), state.to(torch.device("ts", index)))
 
 
 def synchronize(device: Any = None) -> None:
@@ -114,7 +109,7 @@ def empty_cache() -> None:
     for index in list(_registry.ADDRESSES):
         if not _registry.runs_on_cpu(index):
             with contextlib.suppress(ConnectionLost):  # the others do so nevertheless
-                _kernels.EMPTY_CACHE(anchor(index))
+                _kernels.EMPTY_CACHE(_kernels.anchor(index))
 
 
 def get_device_name(device: Any = None) -> str:

@@ -430,6 +430,11 @@ _SEND_GENERATOR = kernel(torch.ops.tensorstream.give_generator.default)
 _RECEIVE_GENERATOR = kernel(torch.ops.tensorstream.given_generator.default)
 
 
+def anchor(index: int) -> torch.Tensor:
+    """Returns an empty tensor on a device, for operators without other tensor arguments."""
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
+
+
 @functools.cache
 def kernel_of(op: torch._ops.OpOverload) -> _native.RemoteKernel:
     """Returns the ``kernel`` of an operator, and caches it."""
@@ -490,11 +495,11 @@ def draw(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
             f"{op}: the generator is for {generator.device}, but the machine runs operators on "
             f'{kind}; pass torch.Generator("{kind}")'
         )
-    anchor = torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
+    of_device = anchor(index)
     with _draw_lock:
-        _SEND_GENERATOR(anchor, generator.get_state().to(anchor.device))
+        _SEND_GENERATOR(of_device, generator.get_state().to(of_device.device))
         result = kernel_of(op)(*args, **{**kwargs, "generator": "given"})
-        generator.set_state(_RECEIVE_GENERATOR(anchor).cpu())
+        generator.set_state(_RECEIVE_GENERATOR(of_device).cpu())
     return result
 
 

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `tensorstream serve device`, whose server is in the Python package.
+
+use std::path::PathBuf;
+
+use clap::builder::FalseyValueParser;
+use serde_json::{Value, json};
+use ts_remote::Address;
+
+use super::arguments::{at_least_one, budget};
+use super::serve::{AccessArguments, address};
+use crate::Error;
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Arguments {
+    /// The address to listen on: HOST:PORT, with port 0 for a free port, or unix:PATH.
+    #[arg(
+        long, env = "TENSORSTREAM_LISTEN", default_value = "127.0.0.1:7470", value_parser = address
+    )]
+    listen: Address,
+    #[command(flatten)]
+    access: AccessArguments,
+    /// What runs the operators.
+    #[arg(long, env = "TENSORSTREAM_DEVICE", default_value = "cpu", value_parser = ["cpu", "cuda"])]
+    device: String,
+    /// The number of devices. By default all GPUs, or 8 devices that share the CPU.
+    #[arg(long, env = "TENSORSTREAM_DEVICES", value_parser = at_least_one)]
+    devices: Option<usize>,
+    /// The number of PyTorch threads of each session.
+    #[arg(long, env = "TENSORSTREAM_THREADS", value_parser = at_least_one)]
+    threads: Option<usize>,
+    /// The most sessions at a time.
+    #[arg(
+        long, env = "TENSORSTREAM_MAX_SESSIONS", default_value_t = 256, value_parser = at_least_one
+    )]
+    max_sessions: usize,
+    /// The most memory of one session, such as 4GiB. Unlimited by default.
+    #[arg(long, env = "TENSORSTREAM_SESSION_MEMORY", value_parser = budget)]
+    session_memory: Option<usize>,
+    /// Checkpoints that clients can load from here: a directory, hf:// with the beginning of the
+    /// names of models, or any. Can be given several times, or separated by commas.
+    #[arg(long, env = "TENSORSTREAM_WEIGHTS", value_delimiter = ',')]
+    weights: Vec<String>,
+    /// The most memory of one session for weights that it loads from here. Those that do not fit
+    /// are streamed. Unlimited by default.
+    #[arg(long, env = "TENSORSTREAM_BUDGET", value_parser = budget)]
+    budget: Option<usize>,
+    /// A server with the same token, from which tensors can be copied directly. Can be given
+    /// several times, or separated by commas.
+    #[arg(long, env = "TENSORSTREAM_PEER", value_delimiter = ',')]
+    peer: Vec<String>,
+    /// Certificates (PEM) to trust for --peer.
+    #[arg(long, env = "TENSORSTREAM_PEER_CA")]
+    peer_ca: Option<PathBuf>,
+    /// HOST:PORT at which /metrics, in the text format of Prometheus, and /healthz are served.
+    #[arg(long, env = "TENSORSTREAM_METRICS")]
+    metrics: Option<String>,
+    /// Seconds for which sessions may go on after Ctrl-C or SIGTERM, while new ones are refused. A
+    /// second signal ends them at once.
+    #[arg(long, env = "TENSORSTREAM_DRAIN", default_value_t = 0)]
+    drain: u32,
+    /// How log lines are written to standard error.
+    #[arg(
+        long, env = "TENSORSTREAM_LOG_FORMAT", default_value = "text", value_parser = ["text", "json"]
+    )]
+    log_format: String,
+    /// End with the first session, or after 60 seconds without one.
+    #[arg(long)]
+    once: bool,
+    /// Do not restrict the processes of sessions.
+    #[arg(long, env = "TENSORSTREAM_NO_SANDBOX", value_parser = FalseyValueParser::new())]
+    no_sandbox: bool,
+}
+
+impl Arguments {
+    /// Returns the options as a JSON object. Reads the token.
+    pub(super) fn options(&self) -> Result<Value, Error> {
+        let AccessArguments { tls_cert, tls_key, tls_client_ca, insecure, .. } = &self.access;
+        Ok(json!({
+            "listen": self.listen.to_string(),
+            "token": self.access.token()?,
+            "cert": tls_cert,
+            "key": tls_key,
+            "ca": tls_client_ca,
+            "insecure": insecure,
+            "device": self.device,
+            "devices": self.devices,
+            "threads": self.threads,
+            "max_sessions": self.max_sessions,
+            "session_memory": self.session_memory,
+            "weights": self.weights,
+            "budget": self.budget,
+            "peers": self.peer,
+            "peer_ca": self.peer_ca,
+            "metrics": self.metrics,
+            "drain": self.drain,
+            "log_format": self.log_format,
+            "once": self.once,
+            "sandbox": !self.no_sandbox,
+        }))
+    }
+}

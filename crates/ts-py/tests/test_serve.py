@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""``tensorstream serve`` as a service: options, state over HTTP, logs, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from serving import SERVE, Serving, cut
+from tensorstream.errors import ConnectionLost
+from tensorstream.remote import RemoteMachine
+
+PROGRAM = Path(sys.executable).parent / "tensorstream"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    """Returns the status and the content of a page."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def metrics(port: int) -> dict[str, float]:
+    status, text = get(port, "/metrics")
+    assert status == 200
+    return {
+        sample.name.removeprefix("tensorstream_serve_"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_state_is_served_over_http(tmp_path: Path) -> None:
+    port = free_port()
+    (tmp_path / "token").write_text("secret\n")
+    options = {"--metrics": f"127.0.0.1:{port}", "--max-sessions": 2, "--weights": tmp_path}
+    with Serving({**options, "--token-file": tmp_path / "token"}) as served:
+        assert get(port, "/healthz") == (200, "ok\n")
+        assert get(port, "/etc/passwd")[0] == 404
+        before = metrics(port)
+        assert (before["sessions"], before["max_sessions"], before["stopping"]) == (0, 2, 0)
+        with (
+            RemoteMachine.tcp(served.address, token="secret") as one,
+            RemoteMachine.tcp(served.address, token="secret") as two,
+        ):
+            assert torch.ones(2, device=one.device()).sum().item() == 2.0
+            with pytest.raises(ConnectionLost, match="limit of 2 sessions"):
+                RemoteMachine.tcp(served.address, token="secret", retry=0.0)
+            cut(served.address)
+            assert torch.ones(2, device=two.device()).sum().item() == 2.0
+            during = metrics(port)
+            assert (during["sessions"], during["sessions_total"]) == (2, 2)
+            assert during["refused_sessions_total"] == 1 and during["connections_total"] >= 4
+        with pytest.raises(ConnectionLost):
+            RemoteMachine.tcp(served.address, token="wrong", retry=0.0)
+        end = time.monotonic() + 20
+        while metrics(port)["sessions"] and time.monotonic() < end:
+            time.sleep(0.05)
+        after = metrics(port)
+        assert (after["sessions"], after["failed_handshakes_total"]) == (0, 1)
+
+
+def test_a_client_of_the_pages_cannot_hold_them_up() -> None:
+    port = free_port()
+    with Serving({"--metrics": f"127.0.0.1:{port}"}):
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        silent[0].sendall(b"GET /" + b"a" * 100_000)
+        silent[1].sendall(b"nonsense\r\n\r\n")
+        assert get(port, "/healthz")[0] == 200
+        for each in silent:
+            each.close()
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1", "127.0.0.1:99999"])
+def test_invalid_addresses_of_the_pages(address: str) -> None:
+    command = [*SERVE, "--listen", "127.0.0.1:0", "--metrics", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "expected HOST:PORT" in done.stderr
+
+
+def test_sessions_end_by_themselves_while_the_server_drains() -> None:
+    port = free_port()
+    with Serving({"--drain": 60, "--metrics": f"127.0.0.1:{port}"}) as served:
+        with RemoteMachine.tcp(served.address) as machine:
+            total = torch.zeros(3, device=machine.device())
+            machine.synchronize()
+            served.process.terminate()
+            while get(port, "/healthz")[0] == 200:
+                time.sleep(0.01)
+            assert get(port, "/healthz") == (503, "the server is stopping\n")
+            with pytest.raises(ConnectionLost, match="the server is stopping"):
+                RemoteMachine.tcp(served.address, retry=0.0)
+            for turn in range(5):
+                cut(served.address)  # the client of a running session may come back
+                total += 1
+                assert total.sum().item() == 3.0 * (turn + 1)
+            assert served.process.poll() is None
+        began = time.monotonic()
+        assert served.process.wait(30) == 0
+        assert time.monotonic() - began < 10, "it does not wait for the rest of --drain"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_session_that_goes_on_is_ended(again: bool) -> None:
+    with Serving({"--drain": 60 if again else 2}) as served:
+        machine = RemoteMachine.tcp(served.address)
+        x = torch.ones(3, device=machine.device())
+        assert x.sum().item() == 3.0
+        began = time.monotonic()
+        served.process.send_signal(signal.SIGINT)
+        if again:
+            time.sleep(0.5)
+            served.process.terminate()
+        with pytest.raises(ConnectionLost, match="the server was stopped"):
+            while time.monotonic() - began < 30:
+                x += 1
+                assert x.sum().item() > 3.0
+        assert served.process.wait(20) == 0
+        assert time.monotonic() - began > (0.5 if again else 2)
+        machine.stop()
+
+
+def test_options_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text(" secret \nmore\n")
+    (tmp_path / "weights").mkdir()
+    for name, value in {
+        "TOKEN_FILE": tmp_path / "token",
+        "MAX_SESSIONS": "1",
+        "WEIGHTS": f"{tmp_path},{tmp_path / 'weights'}",
+        "LOG_FORMAT": "json",
+        "NO_SANDBOX": "0",
+    }.items():
+        monkeypatch.setenv(f"TENSORSTREAM_{name}", str(value))
+    with Serving(log=tmp_path / "log") as served:
+        with pytest.raises(ConnectionLost):
+            RemoteMachine.tcp(served.address, retry=0.0)
+        with RemoteMachine.tcp(served.address, token="secret") as machine:
+            assert torch.ones(1, device=machine.device()).item() == 1.0
+            with pytest.raises(ConnectionLost, match="limit of 1 sessions"):
+                RemoteMachine.tcp(served.address, token="secret", retry=0.0)
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert any("started for 127.0.0.1" in line["message"] for line in lines)
+    assert all(line["time"].endswith("+00:00") and line["level"] for line in lines)
+    assert not any("malicious" in line["message"] for line in lines), "0 means no"
+    monkeypatch.setenv("TENSORSTREAM_DRAIN", "soon")
+    done = subprocess.run(SERVE, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "--drain" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["serve"], ["serve", "device"]])
+def test_names_of_the_server_of_devices(command: list[str]) -> None:
+    options = ["--listen", "127.0.0.1:0", "--threads", "1"]
+    process = subprocess.Popen([PROGRAM, *command, *options], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("listening at ").strip()
+        with RemoteMachine.tcp(address) as machine:
+            assert torch.ones(1, device=machine.device()).item() == 1.0
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("command", [["serve-weights"], ["serve", "files"]])
+def test_names_of_the_server_of_files(command: list[str], tmp_path: Path) -> None:
+    options = [str(tmp_path), "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen([PROGRAM, *command, *options], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        assert "at ts://127.0.0.1:" in process.stdout.readline()
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("command", [[*SERVE], [PROGRAM, "serve", "files", "."]])
+@pytest.mark.parametrize("content", [None, "", "  \nsecret"])
+def test_both_servers_read_tokens_alike(
+    command: list[str], content: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_text(content)
+    command = [*command, "--listen", "127.0.0.1:0", "--token-file", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    expected = "No such file" if content is None else "the first line is empty"
+    assert done.returncode == 1 and str(file) in done.stderr and expected in done.stderr
+
+
+def test_help_names_the_environment() -> None:
+    environment = {**os.environ, "COLUMNS": "200"}
+    for command in (["serve", "--help"], ["serve", "device", "--help"]):
+        shown = subprocess.run(
+            [PROGRAM, *command], capture_output=True, text=True, check=False, env=environment
+        )
+        assert shown.returncode == 0 and "[env: TENSORSTREAM_WEIGHTS=]" in shown.stdout
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "service"
+
+
+def _known_environment() -> set[str]:
+    """Returns the environment variables that the help of both servers names."""
+    known: set[str] = set()
+    for command in (["serve", "device", "--help"], ["serve", "files", "--help"]):
+        shown = subprocess.run([PROGRAM, *command], capture_output=True, text=True, check=True)
+        known |= set(re.findall(r"\[env: (TENSORSTREAM_\w+)=", shown.stdout))
+    return known
+
+
+def _in_unit() -> dict[str, str]:
+    lines = (EXAMPLES / "tensorstream.service").read_text().splitlines()
+    given = [line.removeprefix("Environment=") for line in lines if line.startswith("Environment")]
+    return {name: value for name, _, value in (line.partition("=") for line in given)}
+
+
+def _in_image() -> dict[str, str]:
+    lines = (EXAMPLES / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    given = next(line for line in lines if line.startswith("ENV ")).split()[1:]
+    return {name: value for name, _, value in (one.partition("=") for one in given)}
+
+
+def _in_compose() -> list[dict[str, str]]:
+    services = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())["services"]
+    return [each["environment"] for each in services.values()]
+
+
+def _in_kubernetes() -> dict[str, str]:
+    documents = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
+    (container,) = documents[1]["spec"]["template"]["spec"]["containers"]
+    return {each["name"]: each["value"] for each in container["env"]}
+
+
+def test_the_examples_set_options_that_exist() -> None:
+    known = _known_environment()
+    for given in (_in_unit(), _in_image(), *_in_compose(), _in_kubernetes()):
+        assert given and set(given) <= known, set(given) - known
+
+
+@pytest.mark.parametrize("of", ["unit", "compose", "kubernetes"])
+def test_a_server_starts_as_in_the_examples(
+    of: str, tmp_path: Path, trusted: dict[str, Path]
+) -> None:
+    """The paths and addresses are replaced by those of this test."""
+    given = {
+        "unit": _in_unit(),
+        "compose": {**_in_image(), **_in_compose()[0]},
+        "kubernetes": {**_in_image(), **_in_kubernetes()},
+    }[of]
+    (tmp_path / "token").write_text("secret")
+    port = free_port()
+    replaced = {
+        "LISTEN": "127.0.0.1:0",
+        "TOKEN_FILE": tmp_path / "token",
+        "TLS_CERT": trusted["cert"],
+        "TLS_KEY": trusted["key"],
+        "WEIGHTS": tmp_path,
+        "METRICS": f"127.0.0.1:{port}",
+    }
+    environment = given | {
+        f"TENSORSTREAM_{name}": str(value)
+        for name, value in replaced.items()
+        if f"TENSORSTREAM_{name}" in given
+    }
+    process = subprocess.Popen(
+        [PROGRAM, "serve", "device"], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        address = process.stdout.readline().removeprefix("listening at ").strip()
+        _, colon, number = address.rpartition(":")
+        assert get(port, "/healthz")[0] == 200
+        at = f"127.0.0.1{colon}{number}"
+        with RemoteMachine.tcp(at, token="secret", ca=trusted["ca"]) as machine:
+            assert torch.ones(2, device=machine.device()).sum().item() == 2.0
+        process.terminate()
+        assert process.wait(30) == 0
