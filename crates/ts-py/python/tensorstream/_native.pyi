@@ -46,6 +46,7 @@ __all__ = [
     "__version__",
     "available_memory",
     "backends",
+    "checkpoint_file",
     "compact",
     "connect",
     "convert",
