@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -81,10 +82,12 @@ def is_running(process: int) -> bool:
 def cut(address: str) -> None:
     """Shuts down the sockets of this process that are connected to "HOST:PORT"."""
     host, port = address.rsplit(":", 1)
-    for descriptor in os.listdir("/proc/self/fd"):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
-            with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
                 if connection.getpeername() == (host, int(port)):
                     connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
+        except OSError:  # it was closed meanwhile, or is not connected
             continue

@@ -309,6 +309,61 @@ def test_a_transformers_model_is_loaded_where_it_is(
             ts.from_pretrained("nobody/nothing", device=machine.device())
 
 
+def test_parameters_elsewhere_are_copied_to(machine: RemoteMachine) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with torch.device("meta"):
+        net[0] = nn.Linear(3, 3)
+    kept = dict(net[1].named_parameters())
+    net[1].register_parameter("again", net[1].weight)
+    torch.manual_seed(3)
+    own = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    own[1].weight.data.normal_()
+    own[1].register_parameter("again", own[1].weight)
+    remote = {name: each.to(machine.device()) for name, each in own.state_dict().items()}
+    # A state dict of a part that does not fit changes nothing.
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        net.load_state_dict({**remote, "1.bias": torch.ones(1)})
+    assert torch.equal(net[1].weight, torch.ones(3))
+    with torch.device("meta"):
+        net[0] = nn.Linear(3, 3)
+    net.load_state_dict(remote)
+    assert net[0].weight.device == machine.device()
+    assert net[1].weight is kept["weight"] and net[1].again is kept["weight"]
+    assert torch.equal(kept["weight"], own[1].weight) and kept["weight"].device.type == "cpu"
+    with pytest.raises(TypeError):
+        net.load_state_dict(3)  # type: ignore[arg-type]
+    # The version of the module's state is passed on: an old one lacks the number of batches.
+    state = own.state_dict()
+    state["0.weight"] = state["0.weight"].to(machine.device())
+    with torch.device("meta"):
+        linked = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    linked[1].register_parameter("again", linked[1].weight)
+    del state["1.num_batches_tracked"]
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        linked.load_state_dict(state)
+
+
+def test_lists_of_directories_stay_inside(
+    machine: RemoteMachine, root: Path, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside" / "secret"
+    outside.mkdir(parents=True)
+    ts.save_file({"a": torch.ones(1)}, outside / "model.safetensors")
+    (root / "away").symlink_to(outside.parent)
+    for source in (root / "away", root / "away" / "secret", tmp_path):
+        for load in (load_state_dict, load_huggingface_state_dicts):
+            with pytest.raises(CheckpointPermissionError):
+                load(str(source), machine.device())
+    (root / "away").unlink()
+    with pytest.raises(ConfigurationError, match="invalid revision"):
+        load_huggingface_state_dicts(str(root), machine.device(), revision="main")
+    with pytest.raises(ConfigurationError, match="invalid name"):
+        load_state_dict("a" * 5000, machine.device())
+    for url in ("hf://org/model/..", "hf://org/model/a/../../b", "hf://org/model@../x"):
+        with pytest.raises(ConfigurationError, match=r"`\.\.`"):
+            Weights(("any",)).directories(url)
+
+
 @pytest.mark.parametrize(
     ("place", "name", "allowed"),
     [
@@ -441,13 +496,21 @@ def test_weights_that_stream_are_not_written_to(large: tuple[Path, int]) -> None
         assert torch.equal(changed.cpu(), own + 1) and torch.equal(weight.cpu(), own)
 
 
-def test_the_budget_of_a_session_is_shared(large: tuple[Path, int]) -> None:
+def test_the_budget_of_a_session_is_shared(large: tuple[Path, int], root: Path) -> None:
     directory, size = large
+    small = root / "plain.safetensors"
     with RemoteMachine.local(threads=1, budget=size // 2) as machine:
         first = load_state_dict(directory, machine.device())
-        with pytest.raises(BudgetError, match="budget"):
-            load_state_dict(directory, machine.device())
-        del first
+        # The next one gets an eighth, which is enough for small ones, and for streaming.
+        assert same(load_state_dict(small, machine.device()), tensors())
+        second = load_state_dict(directory, machine.device())
+        with pytest.raises(BudgetError, match="checkpoints that were loaded before have"):
+            for _ in range(20):
+                second |= {
+                    f"{_}.{name}": each
+                    for name, each in load_state_dict(directory, machine.device()).items()
+                }
+        del first, second
         machine.synchronize()
         assert len(load_state_dict(directory, machine.device()))
     with RemoteMachine.local(threads=1, budget="64KiB") as machine:

@@ -99,6 +99,9 @@ class HubModel:
                 "hf://NAME@REVISION/SUBFOLDER, where NAME is the name of a model on the Hub, such "
                 "as organisation/model"
             )
+        parts_of = [*(parts["subfolder"] or "").split("/"), *(parts["revision"] or "").split("/")]
+        if any(part in (".", "..") or "\\" in part for part in parts_of):
+            raise ConfigurationError(f"invalid URL {text}: it has a part `.`, `..` or a backslash")
         for name, own, given in (
             ("revision", parts["revision"], revision),
             ("subfolder", parts["subfolder"], subfolder or None),
@@ -201,14 +204,14 @@ class HubModel:
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
     def stored(self) -> builtins.list[str]:
-        """Returns the names of the model's files with weights: on the Hub, or else in its cache.
+        """Returns the names of the model's files: on the Hub, or else in its cache.
 
         Raises:
             The errors of ``file``.
         """
         names = self.list()
         if not names:
-            with self._errors("a file with weights"):
+            with self._errors("a file"):
                 import huggingface_hub
 
                 options = {**self.options, "local_files_only": True}
@@ -221,7 +224,7 @@ class HubModel:
                     for directory, _, files in os.walk(top)
                     for file in files
                 ]
-        return sorted(name for name in names if name.endswith((".safetensors", ".ts")))
+        return sorted(names)
 
     def _is_known_to_be_absent(self, name: str) -> bool:
         """Returns whether the cache knows that the model does not have a file."""

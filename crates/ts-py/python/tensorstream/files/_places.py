@@ -14,6 +14,9 @@ from ._hub import HubModel
 #: The stems of files with weights, as transformers and diffusers write them.
 _STEMS = ("model", "diffusion_pytorch_model")
 
+#: The longest index of shards that is read, in bytes.
+_MAX_INDEX = 256 << 20
+
 #: Suffixes of files with weights in other formats, and how to convert them.
 _FOREIGN = {
     ".gguf": "AutoModelForCausalLM.from_pretrained(NAME, gguf_file=FILE).save_pretrained(TARGET)",
@@ -77,6 +80,15 @@ def find(
     )
 
 
+def has_weights(files: set[str]) -> bool:
+    """Returns whether a directory of a model on the Hub has weights that ``find`` finds.
+
+    Args:
+        files: The names of its files.
+    """
+    return not files.isdisjoint(_names(None))
+
+
 def _names(variant: str | None) -> list[str]:
     """Returns the names that files with weights can have."""
     dotted = f".{variant}" if variant else ""
@@ -105,9 +117,11 @@ def _on_hub(model: HubModel, variant: str | None) -> Place:
 def _shards(index: str) -> list[str]:
     """Returns the names of the files that a shard index lists."""
     try:
+        if (size := os.path.getsize(index)) > _MAX_INDEX:
+            raise ValueError(f"it has {size} bytes, and at most {_MAX_INDEX} are read")
         with open(index, encoding="utf-8") as file:
             files = {str(name) for name in json.load(file)["weight_map"].values()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a shard index: {error}") from error
     if not files:
         raise CheckpointError(f"{index} lists no files")

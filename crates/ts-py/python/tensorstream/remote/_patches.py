@@ -12,7 +12,8 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -142,26 +143,42 @@ def _patch_load_state_dict() -> None:
     def load_state_dict(
         self: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        own = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
+        given = {} if assign or not isinstance(state_dict, Mapping) else state_dict
+        own = {
+            **dict(self.named_parameters(remove_duplicate=False)),
+            **dict(self.named_buffers(remove_duplicate=False)),
+        }
         links = {
             name
-            for name, tensor in state_dict.items()
-            if isinstance(tensor, torch.Tensor) and is_ours(tensor) and name in own
+            for name, tensor in given.items()
+            if isinstance(tensor, torch.Tensor)
+            and is_ours(tensor)
+            and name in own
+            and own[name].is_meta
         }
-        if assign or not any(own[name].is_meta for name in links):
+        if not links:
             return load(self, state_dict, strict=strict, assign=assign)
-        # Other parameters keep their device, as without the patch.
-        linked = {
+        linked = OrderedDict(state_dict)
+        if hasattr(state_dict, "_metadata"):
+            linked._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        # Others are copied to, as without the patch: they replace themselves.
+        copies = {
             name: value
-            if (name in links and own[name].is_meta) or name not in own
-            else own[name].detach().copy_(value)
             for name, value in state_dict.items()
+            if name in own
+            and not own[name].is_meta
+            and isinstance(value, torch.Tensor)
+            and value.shape == own[name].shape
         }
-        tied = [names for names in _tied(self) if any(name in links for name in names)]
+        linked.update({name: own[name] for name in copies})
+        tied = [names for names in _tied(self) if not links.isdisjoint(names)]
         for names in tied:
             stored = next(name for name in names if name in links)
             linked.update({name: linked[stored] for name in names if name not in linked})
         result = load(self, linked, strict=strict, assign=True)
+        with torch.no_grad():
+            for name, value in copies.items():
+                own[name].copy_(value)
         for names in tied:
             _tie(self, names)
         return result

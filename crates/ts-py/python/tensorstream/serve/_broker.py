@@ -27,7 +27,7 @@ from typing import Any
 
 from .. import _native
 from ..errors import StorageError, TensorStreamError
-from ._messages import is_sealed, pair, receive, send
+from ._messages import MAX_MESSAGE, is_sealed, pair, receive, send
 from ._peers import Peers
 from ._weights import Weights
 
@@ -101,6 +101,7 @@ class _Session:
         #: The tickets of the tensors that the session offers.
         self.offered: set[str] = set()
         self.ended = threading.Event()
+        self.is_killed = False
 
 
 class _Processes:
@@ -371,8 +372,9 @@ class Broker:
             end = time.monotonic() + _GRACE
             for session in sessions:
                 if not session.ended.wait(max(0.0, end - time.monotonic())):
-                    session.requests.shutdown(socket.SHUT_RDWR)
-                    session.ended.wait()
+                    self._kill(session)
+                    # Its thread may still download a model, and does not keep this process.
+                    session.ended.wait(0.1)
             self._processes.close()
 
     def _process_failed(self) -> None:
@@ -447,9 +449,14 @@ class Broker:
             oldest.number,
         )
         self._remove(oldest)
-        # `_serve` then kills its process.
-        oldest.requests.shutdown(socket.SHUT_RDWR)
+        self._kill(oldest)
         return True
+
+    def _kill(self, session: _Session) -> None:
+        """Kills the process of a session, unless it was killed already."""
+        if not session.is_killed:
+            session.is_killed = True
+            self._processes.kill(session.number)
 
     def _begin(self, service: str, peer: str) -> _Session:
         number = next(self._numbers)
@@ -501,7 +508,7 @@ class Broker:
                 self._remove(session)
                 for ticket in session.offered:
                     self._forget(ticket)
-            self._processes.kill(session.number)
+                self._kill(session)
             session.requests.close()
             session.ended.set()
             _log.info("session %d: ended", session.number)
@@ -621,7 +628,9 @@ class Broker:
         """Sends a session the directories of a source that have weights, or a refusal."""
         try:
             answer = {"directories": self._weights.directories(source)}
-        except (TensorStreamError, OSError) as error:
+            if len(json.dumps(answer)) > MAX_MESSAGE:
+                raise StorageError(f"{source} has too many directories; name one of them")
+        except Exception as error:
             answer = _refusal(session, source, error)
         send(session.requests, answer, wait=False)
 
@@ -629,7 +638,7 @@ class Broker:
         """Sends a session a file of a checkpoint, or the reason why it cannot be opened."""
         try:
             opened = self._weights.open(source, beside)
-        except (TensorStreamError, OSError) as error:
+        except Exception as error:
             return send(session.requests, _refusal(session, source, error), wait=False)
         self._counts["opened_files_total"] += 1
         _log.info("session %d: reads %s", session.number, opened.name)
@@ -643,4 +652,4 @@ def _refusal(session: _Session, source: str, error: Exception) -> dict[str, Any]
     """Returns the answer to a request for a source that cannot be read. Logs it."""
     _log.info("session %d: cannot read %.200r: %.200s", session.number, source, error)
     kind = type(error) if isinstance(error, TensorStreamError) else StorageError
-    return {"refused": str(error)[:4000], "error": kind.__name__}
+    return {"refused": str(error)[:1500], "error": kind.__name__}

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from ..errors import ConfigurationError
 
+#: The most connections at a time.
+_MAX_CONNECTIONS = 64
 #: The time that a client may take for a request, in seconds.
 _TIMEOUT = 5.0
 
@@ -69,6 +71,25 @@ class StatusPages:
 
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
+    #: Limits the connections at a time.
+    _free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for a connection, or closes it if there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers the request of a connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Does nothing: a client has closed its connection."""
 
     def __init__(self, address: tuple[str, int], of: Observed) -> None:
         if ":" in address[0]:

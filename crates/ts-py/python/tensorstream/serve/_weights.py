@@ -14,14 +14,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .. import _native
-from ..errors import CheckpointNotFoundError, CheckpointPermissionError, ConfigurationError
+from ..errors import (
+    CheckpointNotFoundError,
+    CheckpointPermissionError,
+    ConfigurationError,
+    StorageError,
+    TensorStreamError,
+)
 from ..files._hub import SCHEME, HubModel
-from ..files._places import find
+from ..files._places import find, has_weights
 
 #: A place that stands for all files that this user can read, and all models of the Hub.
 ANY = "any"
 #: What files of weights, and the files beside them, end in.
 _SUFFIXES = (".safetensors", ".ts", ".json")
+#: The longest name, in characters.
+_MAX_NAME = 1024
+#: The most requests to the Hub at a time, each of which may download a model.
+_MAX_DOWNLOADS = 8
 #: The most snapshots of models of the Hub whose shards can be opened.
 _MAX_SNAPSHOTS = 1024
 
@@ -78,6 +88,16 @@ class Weights:
                     f"beginning of a model's name, or {ANY}"
                 )
         self._roots = tuple(os.path.realpath(directory) for directory in directories)
+        self._real_roots = self._roots
+        if self._hub:
+            try:
+                from huggingface_hub import constants
+            except ImportError as error:
+                raise ConfigurationError(
+                    f"{self._hub[0]} needs huggingface_hub: pip install huggingface_hub"
+                ) from error
+            self._real_roots += (os.path.realpath(constants.HF_HUB_CACHE),)
+        self._downloads = threading.BoundedSemaphore(_MAX_DOWNLOADS)
         self._lock = threading.Lock()
         #: The directories of models of the Hub that were opened, the latest last.
         self._snapshots: collections.OrderedDict[str, None] = collections.OrderedDict()
@@ -95,8 +115,9 @@ class Weights:
             CheckpointPermissionError: Sessions may not read it.
             TensorStreamError: The file cannot be opened, or the model cannot be downloaded.
         """
-        if "\0" in source or "/" in beside or not source:
-            raise ConfigurationError(f"invalid name {source!r}")
+        if "/" in beside or len(beside) > _MAX_NAME:
+            raise ConfigurationError(f"invalid name {beside[:_MAX_NAME]!r}")
+        _check(source)
         if source.startswith(SCHEME):
             return self._open_model(source, beside)
         if "://" in source:
@@ -122,16 +143,17 @@ class Weights:
             CheckpointNotFoundError: There is no such directory or model.
             CheckpointPermissionError: Sessions may not read it.
         """
+        _check(source)
         if source.startswith(SCHEME):
-            return sorted({os.path.dirname(name) for name in self._model(source).stored()})
+            inside: dict[str, set[str]] = {}
+            with self._downloading():
+                names = self._model(source).stored()
+            for name in names:
+                inside.setdefault(os.path.dirname(name), set()).add(os.path.basename(name))
+            return sorted(directory for directory, files in inside.items() if has_weights(files))
         for path in self._paths(source):
             if os.path.isdir(path):
-                found = {
-                    os.path.relpath(directory, path)
-                    for directory, _, files in os.walk(path)
-                    if _is_in(directory, path) and any(map(_is_weights, files))
-                }
-                return sorted("" if each == "." else each for each in found)
+                return sorted(_directories_in(path))
         raise CheckpointNotFoundError(f"there is no directory {source}")
 
     def _paths(self, source: str) -> list[str]:
@@ -149,7 +171,16 @@ class Weights:
         paths = [path for path, root in zip(paths, roots, strict=True) if _is_in(path, root)]
         if not paths:
             raise self._refused(source)
+        for path in paths:
+            self._check_links(path, os.path.realpath(path))
         return paths
+
+    def _check_links(self, path: str, real: str) -> None:
+        """Refuses a path that leads elsewhere by symbolic links."""
+        if not self._all and not any(_is_in(real, root) for root in self._real_roots):
+            raise CheckpointPermissionError(
+                f"{path} is a symbolic link to a place that sessions may not read"
+            )
 
     def _open_file(self, path: str) -> OpenFile:
         if not path.endswith(_SUFFIXES):
@@ -158,25 +189,18 @@ class Weights:
                 f"{', '.join(_SUFFIXES)}"
             )
         opened = OpenFile(path, *_native.open_file(path))
-        # The descriptor shows what was opened, even if links change meanwhile.
-        real = os.readlink(f"/proc/self/fd/{opened.file}")
-        if not self._all and not any(_is_in(real, root) for root in self._real_roots()):
+        try:
+            # The descriptor shows what was opened, even if links change meanwhile.
+            self._check_links(path, os.readlink(f"/proc/self/fd/{opened.file}"))
+        except BaseException:
             opened.close()
-            raise CheckpointPermissionError(
-                f"{path} is a symbolic link to a place that sessions may not read"
-            )
+            raise
         return opened
-
-    def _real_roots(self) -> tuple[str, ...]:
-        if not self._hub:
-            return self._roots
-        from huggingface_hub import constants
-
-        return (*self._roots, os.path.realpath(constants.HF_HUB_CACHE))
 
     def _open_model(self, source: str, beside: str) -> OpenFile:
         model = self._model(source)
-        path = model.file(beside) if beside else find(source).weights
+        with self._downloading():
+            path = model.file(beside) if beside else find(source).weights
         if path is None:
             raise CheckpointNotFoundError(f"{model} on the Hub has no file {beside}")
         with self._lock:
@@ -185,6 +209,22 @@ class Weights:
             if len(self._snapshots) > _MAX_SNAPSHOTS:
                 self._snapshots.popitem(last=False)
         return self._open_file(path)
+
+    @contextlib.contextmanager
+    def _downloading(self) -> Iterator[None]:
+        """Limits the downloads at a time: one goes on if its session ends.
+
+        Raises:
+            StorageError: There are too many.
+        """
+        if not self._downloads.acquire(blocking=False):
+            raise StorageError(
+                f"the machine downloads {_MAX_DOWNLOADS} other models now; try again later"
+            )
+        try:
+            yield
+        finally:
+            self._downloads.release()
 
     def _model(self, source: str) -> HubModel:
         """Returns the model that a source names.
@@ -219,5 +259,16 @@ def _begins(model: str, place: str) -> bool:
     return not allowed or model == allowed or model.startswith(f"{allowed}/")
 
 
-def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".ts"))
+def _directories_in(path: str) -> Iterator[str]:
+    """Yields the directories in a directory, relative to it, whose weights can be opened."""
+    for directory, inside, _ in os.walk(path):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        with contextlib.suppress(TensorStreamError):  # it has no weights, or several
+            _native.checkpoint_file(directory)
+            yield "" if directory == path else os.path.relpath(directory, path)
+
+
+def _check(source: str) -> None:
+    """Refuses names that no file has."""
+    if not source or len(source) > _MAX_NAME or "\0" in source:
+        raise ConfigurationError(f"invalid name {source[:_MAX_NAME]!r}")

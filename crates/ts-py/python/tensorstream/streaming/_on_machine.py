@@ -13,7 +13,12 @@ import torch
 
 from ..budget import Budget
 from ..config import Config
-from ..errors import CheckpointNotFoundError, CheckpointPermissionError, ConfigurationError
+from ..errors import (
+    CheckpointNotFoundError,
+    CheckpointPermissionError,
+    ConfigurationError,
+    TensorStreamError,
+)
 from ..files._hub import SCHEME
 from ..files._places import Place
 from ..remote.client._checkpoint import RemoteCheckpoint, read_text, source_on
@@ -55,14 +60,22 @@ def from_pretrained(
             f"invalid {unusable[0]}: the machine of {device} downloads the model, with the "
             "settings of its own user"
         )
+    if arguments.trust_remote_code:
+        raise ConfigurationError(
+            "invalid trust_remote_code: code of the checkpoint is not copied from the machine; "
+            "pass `model_class`"
+        )
     with (
         _opened(path, device, arguments) as (source, checkpoint),
         _configuration(source, device) as place,
     ):
         transformers = transformers_module()
-        loaded_class, model_config, for_class = class_and_config(
-            transformers, place, model_class, arguments
-        )
+        try:
+            loaded_class, model_config, for_class = class_and_config(
+                transformers, place, model_class, arguments
+            )
+        except TensorStreamError as error:
+            raise type(error)(str(error).replace(place.name, source)) from error
         model, info = loaded_class.from_pretrained(
             None,
             config=model_config,
@@ -91,18 +104,20 @@ def _opened(
         at = f"@{revision}" if revision else ""
         inner = f"/{subfolder}" if subfolder else ""
         sources.append(f"{SCHEME}{text.removeprefix(SCHEME)}{at}{inner}")
-    failure: Exception | None = None
+    failures: list[Exception] = []
     for source in sources or [text]:
         try:
             checkpoint = RemoteCheckpoint(source, device)
         except (CheckpointNotFoundError, CheckpointPermissionError) as error:
-            failure = failure or error
+            failures.append(error)
         else:
             with checkpoint:
                 yield source, checkpoint
             return
-    assert failure is not None, "no source was tried"
-    raise failure
+    first, *more = failures
+    if not more:
+        raise first
+    raise type(first)(f"{first}; and as the name of a model: {more[0]}") from first
 
 
 @contextmanager

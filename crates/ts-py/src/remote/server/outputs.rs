@@ -78,6 +78,7 @@ impl Storages {
         if self.contains(planned.storage) {
             // The output is a view of an earlier output, so its elements are copied to the storage
             // of that output.
+            self.check_writable([planned.storage])?;
             let stored = self.tensor(py, planned)?;
             stored.call_method1(py, intern!(py, "copy_"), (returned,)).map_err(failed)?;
             return Ok(());

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from ... import _native, errors
-from ...errors import CheckpointNotFoundError, MissingTensorError, TensorStreamError
+from ...errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    MissingTensorError,
+    TensorStreamError,
+)
 from .. import _registry
 from . import _kernels
 
@@ -177,9 +182,10 @@ def load_huggingface_state_dicts(
     The machine downloads the files that are not in its cache.
 
     Args:
-        repo: The name of the model, such as "organisation/model", or a directory of the machine.
+        repo: The name of the model, such as "organisation/model", or the absolute path of a
+            directory of the machine.
         device: The device of the tensors.
-        revision: A branch, a tag or a commit.
+        revision: A branch, a tag or a commit of a model that is given by its name.
 
     Returns:
         The tensors by name, by the directory of their files in the repository. "" is the root.
@@ -189,11 +195,14 @@ def load_huggingface_state_dicts(
     """
     device = torch.device(device)
     at = f"@{revision}" if revision else ""
-    source = repo if "://" in repo or os.path.isabs(repo) else f"hf://{repo}{at}"
+    is_name = "://" not in repo and not os.path.isabs(repo)
+    if revision and not is_name:
+        raise ConfigurationError(f"invalid revision: {repo} is not a name; use hf://NAME@REVISION")
+    source = f"hf://{repo}{at}" if is_name else repo
     anchor = _kernels.anchor(_registry.index_of(device))
     answer = _answered(_kernels.DIRECTORIES(anchor, source), anchor.device, source)
     if not answer["directories"]:
-        raise CheckpointNotFoundError(f"{source} has no safetensors or .ts files")
+        raise CheckpointNotFoundError(f"{source} has no directory with a checkpoint")
     return {
         directory: load_state_dict(f"{source}/{directory}" if directory else source, device)
         for directory in answer["directories"]

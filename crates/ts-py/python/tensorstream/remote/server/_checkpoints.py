@@ -12,6 +12,7 @@ import torch
 
 from ... import _native
 from ...errors import (
+    BudgetError,
     ConfigurationError,
     RemoteOutOfMemoryError,
     StorageError,
@@ -28,6 +29,8 @@ _MAX_OPEN = 64
 _SMALL_BYTES, _SMALL_PART = 1 << 20, 16
 #: What an engine needs beside the tensors if they all fit: a part of their size, and bytes.
 _SLACK_PART, _SLACK_BYTES = 16, 64 << 20
+#: The part of the budget that is left to later checkpoints.
+_LEFT_PART = 8
 #: The longest text file that is read, in bytes.
 _MAX_TEXT = 16 << 20
 
@@ -119,7 +122,7 @@ class Checkpoints:
                 if self._budget is None
                 else self._streamed(checkpoint, names, verify)
             )
-        except (TensorStreamError, OSError, RuntimeError, MemoryError) as error:
+        except (TensorStreamError, OSError, RuntimeError, ValueError, MemoryError) as error:
             return [], json.dumps(_failure(error))
         return [loaded[name] for name in names], ""
 
@@ -141,15 +144,24 @@ class Checkpoints:
                 break
             small.append(name)
             rest -= sizes[name]
-        loaded = _read(checkpoint, small, torch.device("cpu"), verify)
-        large = [name for name in names if name not in loaded]
-        if not large:
-            return loaded
+        if len(small) == len(sizes):
+            small = []  # an engine keeps account of them
+        large = [name for name in sizes if name not in small]
         total = sum(sizes.values())
-        part = min(left, total + total // _SLACK_PART + _SLACK_BYTES)
-        own = part - sum(sizes[name] for name in small)
-        engine, streamed = _native.StreamedTensors.open(checkpoint, large, own, verify)
+        # A checkpoint that does not fit leaves a part to those that are loaded later.
+        part = min(left - left // _LEFT_PART, total + total // _SLACK_PART + _SLACK_BYTES)
+        own = max(part - sum(sizes[name] for name in small), 1)
+        try:
+            engine, streamed = _native.StreamedTensors.open(checkpoint, large, own, verify)
+        except BudgetError as error:
+            used = self._budget - left
+            raise BudgetError(
+                f"{error}; the machine's budget for weights is {self._budget} bytes, of which "
+                f"checkpoints that were loaded before have {used}: free them, or start the machine "
+                "with a larger --budget"
+            ) from error
         self._engines.append((engine, part))
+        loaded = _read(checkpoint, small, torch.device("cpu"), verify) if small else {}
         return {**loaded, **dict(zip(large, streamed, strict=True))}
 
     def close(self, number: int) -> None:
