@@ -61,7 +61,10 @@ pub(super) struct Arguments {
     drain: u32,
     /// How log lines are written to standard error.
     #[arg(
-        long, env = "TENSORSTREAM_LOG_FORMAT", default_value = "text", value_parser = ["text", "json"]
+        long,
+        env = "TENSORSTREAM_LOG_FORMAT",
+        default_value = "text",
+        value_parser = ["text", "json"],
     )]
     log_format: String,
     /// End with the first session, or after 60 seconds without one.
