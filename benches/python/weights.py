@@ -5,7 +5,7 @@
 cgroup for the cap.
 
 - Nine interleaved rounds, with the checkpoint in the page cache. "direct" is `ts.load_file` in a
-  process of its own, which frees the tensors of the round before. The machines do the same.
+  separate process. Before each load, it and the machines free the tensors of the last one.
 - What passes through the client is what its ssh process has read and written.
 - The capped server has a memory limit, page cache included, of the weights divided by 1.5.
 """
@@ -27,6 +27,7 @@ import tensorstream as ts
 import torch
 from models import SCRATCH, llama_1b, memory_cap, spread
 from tensorstream.remote import RemoteMachine, load_state_dict
+from tensorstream.remote.providers._ssh import _Forwarded
 
 sys.path.append(str(Path(__file__).parents[2] / "crates/ts-py/tests"))
 from sshd import SKIP_REASON, Sshd
@@ -46,7 +47,7 @@ for line in sys.stdin:
 
 
 class Direct:
-    """Loads in a process of its own."""
+    """Loads in a separate process."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", DIRECT]
@@ -98,7 +99,9 @@ def compare(path: Path) -> None:
             options = stack.enter_context(Sshd(directory)).options()
             machine = stack.enter_context(RemoteMachine.ssh(**options))
             contenders["ssh"] = OnMachine(machine)
-            tunnel = machine._server.tunnel.pid  # type: ignore[union-attr]
+            server = machine._server
+            assert isinstance(server, _Forwarded) and server.tunnel is not None
+            tunnel = server.tunnel.pid
         seen: dict[str, list[float]] = defaultdict(list)
         before, count = through(tunnel) if tunnel else 0, 0
         for turn in range(ROUNDS + 1):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -296,7 +297,7 @@ def test_a_transformers_model_is_loaded_where_it_is(
         for arguments, message in (
             ({"budget": "1GiB"}, "start the machine's server with --budget"),
             ({"config": ts.Config()}, "models that stream here"),
-            ({"token": "secret"}, "the settings of its own user"),
+            ({"token": "secret"}, "the settings of the user there"),
             ({"load_in_8bit": True}, "load_in_8bit"),
         ):
             with pytest.raises(ConfigurationError, match=message):
@@ -330,7 +331,7 @@ def test_parameters_elsewhere_are_copied_to(machine: RemoteMachine) -> None:
     assert net[0].weight.device == machine.device()
     assert net[1].weight is kept["weight"] and net[1].again is kept["weight"]
     assert torch.equal(kept["weight"], own[1].weight) and kept["weight"].device.type == "cpu"
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError):  # that of PyTorch, although the type is wrong
         net.load_state_dict(3)  # type: ignore[arg-type]
     # The version of the module's state is passed on: an old one lacks the number of batches.
     state = own.state_dict()
@@ -472,6 +473,38 @@ def test_weights_stream_on_the_machine(large: tuple[Path, int], share: float) ->
         assert torch.equal(*gradients)
         assert torch.equal(model.lm_head.weight.cpu(), reference.lm_head.weight)
         assert model.lm_head.weight[3, 5].item() == reference.lm_head.weight[3, 5].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_stream_in_half_precision(llama: Llama, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = llama(dtype=dtype, hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    ids = torch.arange(6)[None]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the machine
+    try:
+        reference = AutoModelForCausalLM.from_pretrained(directory)
+        with RemoteMachine.local(threads=1, budget=size // 4) as machine:
+            model = ts.from_pretrained(directory, device=machine.device())
+            assert model.dtype == dtype
+            for mode in (
+                lambda _: contextlib.nullcontext(),
+                lambda _: torch.no_grad(),
+                lambda _: torch.inference_mode(),
+                lambda device: torch.autocast(device, torch.bfloat16),
+            ):
+                with mode("cpu"):
+                    expected = reference(ids).logits
+                for _ in range(2):
+                    with mode("ts"):
+                        got = model(ids.to(machine.device())).logits
+                    assert torch.equal(got.cpu(), expected)
+        with RemoteMachine.local(threads=1, budget=size // 4) as machine:
+            assert load_state_dict(directory, machine.device(), names=[]) == {}
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_weights_that_stream_are_not_written_to(large: tuple[Path, int]) -> None:

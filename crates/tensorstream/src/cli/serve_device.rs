@@ -56,7 +56,7 @@ pub(super) struct Arguments {
     #[arg(long, env = "TENSORSTREAM_METRICS")]
     metrics: Option<String>,
     /// Seconds for which sessions may go on after Ctrl-C or SIGTERM, while new ones are refused. A
-    /// second signal ends them at once.
+    /// second signal ends them within seconds.
     #[arg(long, env = "TENSORSTREAM_DRAIN", default_value_t = 0)]
     drain: u32,
     /// How log lines are written to standard error.

@@ -143,23 +143,24 @@ def _patch_load_state_dict() -> None:
     def load_state_dict(
         self: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        given = {} if assign or not isinstance(state_dict, Mapping) else state_dict
+        is_mapping = isinstance(state_dict, Mapping) and not assign
+        remote = {
+            name
+            for name, tensor in (state_dict.items() if is_mapping else ())
+            if isinstance(tensor, torch.Tensor) and is_ours(tensor)
+        }
+        if not remote:
+            return load(self, state_dict, strict=strict, assign=assign)
         own = {
             **dict(self.named_parameters(remove_duplicate=False)),
             **dict(self.named_buffers(remove_duplicate=False)),
         }
-        links = {
-            name
-            for name, tensor in given.items()
-            if isinstance(tensor, torch.Tensor)
-            and is_ours(tensor)
-            and name in own
-            and own[name].is_meta
-        }
+        links = {name for name in remote if name in own and own[name].is_meta}
         if not links:
             return load(self, state_dict, strict=strict, assign=assign)
         linked = OrderedDict(state_dict)
         if hasattr(state_dict, "_metadata"):
+            # PyTorch keeps the versions of modules in this attribute, which mypy does not know.
             linked._metadata = state_dict._metadata  # type: ignore[attr-defined]
         # Others are copied to, as without the patch: they replace themselves.
         copies = {
@@ -183,6 +184,7 @@ def _patch_load_state_dict() -> None:
             _tie(self, names)
         return result
 
+    # PyTorch has no hook that may replace the tensors. mypy does not allow assignments to methods.
     torch.nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 

@@ -320,7 +320,7 @@ class Broker:
     def stop(self) -> None:
         """Makes ``run`` return when all sessions have ended or drained. Does not block.
 
-        If it is called again, ``run`` returns at once.
+        If it is called again, ``run`` does not wait for them, and returns within seconds.
         """
         now = time.monotonic()
         self._until = now if self._until is not None else now + self._drain
@@ -372,7 +372,8 @@ class Broker:
             end = time.monotonic() + _GRACE
             for session in sessions:
                 if not session.ended.wait(max(0.0, end - time.monotonic())):
-                    self._kill(session)
+                    with self._lock:
+                        self._kill(session)
                     # Its thread may still download a model, and does not keep this process.
                     session.ended.wait(0.1)
             self._processes.close()

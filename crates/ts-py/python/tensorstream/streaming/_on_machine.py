@@ -58,7 +58,7 @@ def from_pretrained(
     if unusable := [name for name in _OWN if arguments.hub.get(name) not in (None, False)]:
         raise ConfigurationError(
             f"invalid {unusable[0]}: the machine of {device} downloads the model, with the "
-            "settings of its own user"
+            "settings of the user there; leave it out"
         )
     if arguments.trust_remote_code:
         raise ConfigurationError(

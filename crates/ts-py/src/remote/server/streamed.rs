@@ -58,7 +58,7 @@ impl StreamedTensors {
     ///
     /// Raises:
     ///     BudgetError: The budget is too small.
-    ///     MissingTensorError: There is no tensor with one of the names.
+    ///     MissingTensorError: The checkpoint lacks one of the tensors.
     ///     StorageError: The system refuses memory or threads.
     ///
     /// Returns:
@@ -100,12 +100,6 @@ impl StreamedTensors {
         };
         let tensors = (0..).zip(described).map(tensor).collect::<PyResult<_>>()?;
         Ok((Self { inner }, tensors))
-    }
-
-    /// The bytes that were read so far.
-    #[getter]
-    fn read_bytes(&self) -> u64 {
-        self.inner.engine.stats().read_bytes.iter().map(|(_, bytes)| bytes).sum()
     }
 
     /// Whether a session still has one of the tensors.

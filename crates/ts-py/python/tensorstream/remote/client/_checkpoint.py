@@ -56,8 +56,6 @@ class RemoteCheckpoint:
             name: (dtype, shape, size) for name, dtype, shape, size in answer["tensors"]
         }
         self._streams: bool = answer["streams"]
-        #: The metadata of all files together.
-        self.metadata: dict[str, str] = answer["metadata"]
 
     def load(
         self, names: Iterable[str] | None = None, *, verify: bool = True
@@ -72,9 +70,10 @@ class RemoteCheckpoint:
             The tensors by name, sorted.
 
         Raises:
-            MissingTensorError: There is no tensor with one of the names.
+            MissingTensorError: The checkpoint lacks one of the tensors.
             ChecksumError: Data differs from its checksum.
             StorageError: Reading failed.
+            BudgetError: The machine streams weights, and what is left of its budget is too small.
             RemoteOutOfMemoryError: The machine has too little memory.
             ConnectionLost: The machine cannot be reached.
         """
@@ -97,7 +96,7 @@ class RemoteCheckpoint:
 
     def _requests(self, names: list[str]) -> list[list[str]]:
         """Divides names into groups that are loaded with one request each."""
-        if self._streams:
+        if self._streams and names:
             return [names]  # nothing is read yet, and they share an engine
         limit = _REQUEST_BYTES[_registry.KINDS.get(self._anchor.device.index, "cpu")]
         groups: list[list[str]] = []
@@ -156,9 +155,10 @@ def load_state_dict(
         CheckpointNotFoundError: The machine has no such file.
         CheckpointPermissionError: Clients of the machine may not read it.
         CheckpointError: The checkpoint is damaged.
-        MissingTensorError: There is no tensor with one of the names.
+        MissingTensorError: The checkpoint lacks one of the tensors.
         ChecksumError: Data differs from its checksum.
         StorageError: Reading, or downloading from the Hub, failed.
+        BudgetError: The machine streams weights, and what is left of its budget is too small.
         RemoteOutOfMemoryError: The machine has too little memory.
         ConnectionLost: The machine cannot be reached.
 

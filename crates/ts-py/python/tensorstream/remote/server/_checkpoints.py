@@ -64,9 +64,8 @@ class Checkpoints:
 
         Returns:
             A JSON object: "number" for the other methods; "tensors" with name, safetensors name of
-            the dtype, shape and size in bytes of each tensor, in the order of the files;
-            "metadata"; and "streams", whether the tensors are streamed. Or that of an error: see
-            ``_failure``.
+            the dtype, shape and size in bytes of each tensor, in the order of the files; and
+            "streams", whether the tensors are streamed. Or that of an error: see ``_failure``.
         """
         try:
             if len(self._open) >= _MAX_OPEN:
@@ -79,11 +78,8 @@ class Checkpoints:
             return json.dumps(_failure(error))
         number = next(self._numbers)
         self._open[number] = checkpoint
-        metadata: dict[str, str] = {}
-        for _, _, of_file in checkpoint.files():
-            metadata |= of_file
-        opened = {"number": number, "tensors": tensors, "metadata": metadata}
-        return json.dumps({**opened, "streams": self._budget is not None})
+        streams = self._budget is not None
+        return json.dumps({"number": number, "tensors": tensors, "streams": streams})
 
     def _opened(self, source: str, lenient: bool) -> _native.Checkpoint:
         first = self._exchange.open(source)
@@ -137,15 +133,15 @@ class Checkpoints:
         self._engines = [(engine, part) for engine, part in self._engines if engine.in_use]
         left = self._budget - sum(part for _, part in self._engines)
         sizes = {name: _described(checkpoint, name)[3] for name in names}
-        small: list[str] = []
+        small: set[str] = set()
         rest = left // _SMALL_PART
         for name in sorted(sizes, key=sizes.__getitem__):
             if sizes[name] > min(rest, _SMALL_BYTES):
                 break
-            small.append(name)
+            small.add(name)
             rest -= sizes[name]
         if len(small) == len(sizes):
-            small = []  # an engine keeps account of them
+            small = set()  # an engine keeps account of them
         large = [name for name in sizes if name not in small]
         total = sum(sizes.values())
         # A checkpoint that does not fit leaves a part to those that are loaded later.
@@ -161,7 +157,7 @@ class Checkpoints:
                 "with a larger --budget"
             ) from error
         self._engines.append((engine, part))
-        loaded = _read(checkpoint, small, torch.device("cpu"), verify) if small else {}
+        loaded = _read(checkpoint, sorted(small), torch.device("cpu"), verify) if small else {}
         return {**loaded, **dict(zip(large, streamed, strict=True))}
 
     def close(self, number: int) -> None:
