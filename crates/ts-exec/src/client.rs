@@ -356,6 +356,22 @@ impl<S: Sink + Send + 'static> Client<S> {
         self.inner.queue().ended.is_some()
     }
 
+    /// Returns whether the link was lost, and is being replaced. Does not block.
+    pub fn is_reconnecting(&self) -> bool {
+        self.inner.reconnecting.load(Ordering::Relaxed)
+    }
+
+    /// Ends the session without the server, for example because its process has ended.
+    ///
+    /// Calls that wait return [`Error::Closed`] with this reason within about 100 ms, or when an
+    /// attempt to reconnect ends. Blocks until then. Does nothing if the session has ended.
+    pub fn abandon(&self, reason: &str) {
+        let error = Error::Closed { reason: reason.into() };
+        // A thread that reconnects has locked the connection until it notices this.
+        let error = self.inner.abandoned.get_or_init(|| error);
+        self.inner.end(&mut self.inner.connection(), error);
+    }
+
     /// Returns the counters of the session.
     pub fn stats(&self) -> ClientStats {
         let (requests, batches, uploaded_bytes) = {

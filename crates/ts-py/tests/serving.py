@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SERVE", "Serving"]
+__all__ = ["SERVE", "Serving", "children", "is_running"]
 
 SERVE = [sys.executable, "-m", "tensorstream.serve"]
 

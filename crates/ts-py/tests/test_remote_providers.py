@@ -6,11 +6,12 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import pytest
 import tensorstream as ts
 import torch
 from conftest import Llama
-from serving import Serving, is_running
+from raycluster import RayCluster
+from serving import Serving, children, is_running
 from sshd import SKIP_REASON, Sshd
 from tensorstream.errors import (
     ConfigurationError,
@@ -28,9 +30,11 @@ from tensorstream.errors import (
     ProviderConnectionError,
     ProviderError,
 )
-from tensorstream.remote import RemoteMachine, providers
+from tensorstream.remote import RemoteMachine, create_ray_machines, providers
 from tensorstream.remote.providers._gpus import GPUS
+from tensorstream.remote.providers._ray import RayServer
 from tensorstream.remote.providers._ssh import _error, _Forwarded, _shell, _tunnel_script
+from tensorstream.remote.providers._this_computer import ProcessServer
 from torch import nn
 
 needs_sshd = pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))
@@ -43,7 +47,13 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
         yield server
 
 
-@pytest.fixture(params=["mock", "local", "tcp", pytest.param("ssh", marks=needs_sshd)])
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RayCluster]:
+    with RayCluster() as running:
+        yield running
+
+
+@pytest.fixture(params=["mock", "local", "tcp", pytest.param("ssh", marks=needs_sshd), "ray"])
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     """Returns a function that starts a machine of each provider."""
     kind = request.param
@@ -55,6 +65,8 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
             options = {"address": stack.enter_context(Serving({"--weights": "any"})).address}
         elif kind == "ssh":
             options = request.getfixturevalue("sshd").options()
+        elif kind == "ray":
+            options = request.getfixturevalue("cluster").options()
         yield lambda **more: stack.enter_context(RemoteMachine(kind, **options, **more))
 
 
@@ -112,6 +124,48 @@ def test_a_machine_stops_and_starts_again(start: Start) -> None:
     machine.start()
     assert machine.device() == device
     assert torch.ones(3, device=device).sum().item() == 3.0
+
+
+def test_a_lost_link_is_replaced(start: Start) -> None:
+    """The server cuts the connection in the middle of queued operators."""
+    machine = start(retry=20.0)
+    total = torch.zeros(64, device=machine.device())
+    cut = _server_socket_of_this_process(machine)
+    for turn in range(3):
+        for _ in range(100):
+            total += 1
+        cut()
+        for _ in range(100):
+            total += 1
+        assert total[turn].item() == 200.0 * (turn + 1)
+    assert machine.stats()["reconnects"] >= 3
+    assert machine.status == "running"
+
+
+def _server_socket_of_this_process(machine: RemoteMachine) -> Callable[[], None]:
+    """Returns a function that shuts down this process's connections to a machine."""
+    server = machine._server
+    assert server is not None
+
+    def cut() -> None:
+        before = machine.stats()["reconnects"]
+        for entry in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                if not os.readlink(entry).startswith("socket:"):
+                    continue
+                with socket.socket(fileno=os.dup(int(entry.name))) as each:
+                    if _address_of(each.getpeername()) == server.address:
+                        each.shutdown(socket.SHUT_RDWR)
+        end = time.monotonic() + 10
+        while machine.stats()["reconnects"] == before:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    return cut
+
+
+def _address_of(name: Any) -> str:
+    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else f"unix:{name}"
 
 
 def _tunnel(machine: RemoteMachine) -> _Forwarded:
@@ -258,6 +312,124 @@ def test_a_wheel_is_copied_once(sshd: Sshd, tmp_path: Path, monkeypatch: Any) ->
         times.append(copied.stat().st_mtime_ns)
         assert (copied / "only_in_the_wheel.py").exists()
     assert times[0] == times[1]
+
+
+def test_a_dead_actor_is_noticed_at_once(cluster: RayCluster) -> None:
+    import ray
+
+    statuses: list[str] = []
+    starting = RemoteMachine("ray", **cluster.options(), retry=60.0, start=False)
+    starting.on_status(statuses.append)
+    with starting as machine:
+        x = torch.ones(3, device=machine.device())
+        assert x.sum().item() == 3.0
+        server = machine._server
+        assert isinstance(server, RayServer)
+        begin = time.monotonic()
+        ray.kill(server.actor)
+        with pytest.raises(ConnectionLost, match="Ray actor died|the server was stopped"):
+            while True:
+                x.sum().item()
+        assert time.monotonic() - begin < 30  # and not `retry`
+        assert machine.status == "lost"
+        machine.start()
+        assert torch.ones(3, device=machine.device()).sum().item() == 3.0
+    _await_statuses(statuses, ["running", "lost", "stopped", "running", "stopped"])
+
+
+def test_the_server_of_an_actor_ends_with_it(cluster: RayCluster) -> None:
+    import ray
+
+    with RemoteMachine("ray", **cluster.options()) as machine:
+        server = machine._server
+        assert isinstance(server, RayServer)
+        process = ray.get(server.actor.process.remote())
+        (zygote,) = children(process)
+        assert torch.ones(3, device=machine.device()).sum().item() == 3.0
+        session = children(zygote)
+        assert session
+        os.kill(process, signal.SIGKILL)
+        end = time.monotonic() + 20
+        while any(map(is_running, (process, zygote, *session))):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def test_machines_on_all_nodes_of_a_cluster_share_tensors(cluster: RayCluster) -> None:
+    machines = create_ray_machines(**cluster.options())
+    try:
+        assert len(machines) == 2 and machines[0].name != machines[1].name
+        one, other = (machine.device() for machine in machines)
+        x = torch.arange(4096.0, device=one)
+        before = [machine.stats() for machine in machines]
+        y = x.to(other)
+        assert torch.equal(y.cpu(), torch.arange(4096.0))
+        after = [machine.stats() for machine in machines]
+        assert after[0]["downloaded_bytes"] == before[0]["downloaded_bytes"]
+        assert after[1]["uploaded_bytes"] == before[1]["uploaded_bytes"]
+    finally:
+        for machine in machines:
+            machine.stop()
+
+
+def test_ray_refusals_are_typed(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = cluster.options()
+    for changed, error, words in (
+        ({"num_cpus": 999, "start_timeout": 2}, ProviderCapacityError, "needs 999 CPU"),
+        ({"resources": {"x": 1}, "start_timeout": 2}, ProviderCapacityError, "and 1 x"),
+        ({"node": "ab" * 28}, ProviderCapacityError, "not schedulable"),
+        ({"device_type": "A100", "start_timeout": 2}, ProviderCapacityError, "1 A100; of 16 CPU"),
+        ({"num_cpus": 0}, ConfigurationError, "at least 1"),
+        ({"start_timeout": float("nan")}, ConfigurationError, "above 0"),
+        ({"budget": "nothing"}, ConfigurationError, "budget"),
+        ({"cpus": 1}, ConfigurationError, "'cpus'"),
+    ):
+        with pytest.raises(error, match=words):
+            RemoteMachine("ray", **{**options, **changed})
+    with pytest.raises(ProviderCapacityError, match="none of the 2 nodes has 1 GPUs"):
+        create_ray_machines("cuda", **options)
+    program = """
+from tensorstream.errors import ProviderConnectionError
+from tensorstream.remote import RemoteMachine
+try:
+    RemoteMachine("ray", address="127.0.0.1:1")
+except ProviderConnectionError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "ray start --head" in ran.stdout, ran
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert providers.available()["ray"] == "Ray is not installed: `pip install ray`"
+
+
+def _await_statuses(got: list[str], expected: list[str]) -> None:
+    end = time.monotonic() + 5
+    while got != expected:
+        assert time.monotonic() < end, got
+        time.sleep(0.05)
+
+
+def test_a_killed_process_is_noticed_without_a_call() -> None:
+    statuses: list[str] = []
+    starting = RemoteMachine.local(start=False)
+    remove = starting.on_status(statuses.append)
+    with starting as machine:
+        machine.on_status(lambda status: statuses[99])  # fails, and is logged
+        server = machine._server
+        assert isinstance(server, ProcessServer)
+        assert machine.status == "running"
+        server.process.kill()
+        _await_statuses(statuses, ["running", "lost"])
+        with pytest.raises(ConnectionLost):
+            torch.ones(3, device=machine.device()).sum().item()
+        remove()
+        machine.start()
+        machine.pause()
+        assert machine.status == "paused"
+        machine.resume()
+        assert machine.status == "running"
+    assert machine.status == "stopped" and statuses == ["running", "lost"]
 
 
 def test_types_of_gpus_are_checked() -> None:

@@ -7,8 +7,8 @@
 
 use std::collections::HashSet;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -53,6 +53,10 @@ pub(super) struct ClientInner<S: Sink + Send> {
     pub(super) closing: AtomicBool,
     /// Whether a thread needed the connection while another thread had locked it.
     pub(super) contended: AtomicBool,
+    /// Whether a lost link is being replaced.
+    pub(super) reconnecting: AtomicBool,
+    /// The error with which the caller gave the session up.
+    pub(super) abandoned: OnceLock<Error>,
     /// The numbers of replies that no caller will wait for.
     pub(super) forgotten: Mutex<HashSet<u64>>,
     options: ClientOptions<S>,
@@ -72,6 +76,8 @@ impl<S: Sink + Send> ClientInner<S> {
             flusher_asleep: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             contended: AtomicBool::new(false),
+            reconnecting: AtomicBool::new(false),
+            abandoned: OnceLock::new(),
             forgotten: Mutex::default(),
             options,
             session,
@@ -256,33 +262,47 @@ impl<S: Sink + Send> ClientInner<S> {
         if matches!(error.kind(), ErrorKind::Network | ErrorKind::TimedOut | ErrorKind::Refused)
             && !closed
         {
-            let end = Instant::now() + self.options.reconnect_timeout;
-            let mut backoff = Backoff::new(FIRST_RETRY, MAX_RETRY);
-            connection.detach();
-            while !self.closing.load(Ordering::Relaxed) && Instant::now() < end {
-                match connection.connect(&self.options, self.session) {
-                    Ok(()) => {
-                        connection.reconnects += 1;
-                        return Ok(());
-                    }
-                    // The server refuses the session, for example because it has dropped the
-                    // session.
-                    Err(refused @ Error::Closed { .. }) => {
-                        error = refused;
-                        break;
-                    }
-                    // Nothing listens at the address any more.
-                    Err(Error::Io { source, .. })
-                        if !self.options.retry_refused && is_refused(&source) =>
-                    {
-                        break;
-                    }
-                    Err(_) => thread::sleep(backoff.next_delay()),
-                }
+            self.reconnecting.store(true, Ordering::Relaxed);
+            let connected = self.connect_again(connection);
+            self.reconnecting.store(false, Ordering::Relaxed);
+            match connected {
+                Ok(()) => return Ok(()),
+                Err(refused) => error = refused.unwrap_or(error),
             }
+        }
+        if let Some(reason) = self.abandoned.get() {
+            error = reason.clone();
         }
         self.end(connection, &error);
         Err(error)
+    }
+
+    /// Tries to connect until the reconnect timeout. Blocks. If the server refuses the session, for
+    /// example because it has dropped the session, returns the refusal.
+    fn connect_again(&self, connection: &mut ConnectionState<S>) -> Result<(), Option<Error>> {
+        let end = Instant::now() + self.options.reconnect_timeout;
+        let mut backoff = Backoff::new(FIRST_RETRY, MAX_RETRY);
+        connection.detach();
+        while !self.closing.load(Ordering::Relaxed)
+            && self.abandoned.get().is_none()
+            && Instant::now() < end
+        {
+            match connection.connect(&self.options, self.session) {
+                Ok(()) => {
+                    connection.reconnects += 1;
+                    return Ok(());
+                }
+                Err(refused @ Error::Closed { .. }) => return Err(Some(refused)),
+                // Nothing listens at the address any more.
+                Err(Error::Io { source, .. })
+                    if !self.options.retry_refused && is_refused(&source) =>
+                {
+                    break;
+                }
+                Err(_) => thread::sleep(backoff.next_delay()),
+            }
+        }
+        Err(None)
     }
 
     /// Ends the session with `error`, unless it has already ended. Later calls return the error

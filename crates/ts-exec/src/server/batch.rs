@@ -143,7 +143,10 @@ impl<E: Executor> BatchRunner<'_, E> {
         let (request, failure) = match (cause, self.op_failures.get(call.op as usize)) {
             // An argument is poisoned. The request that poisoned it has already reported the
             // failure.
-            (Some(cause), _) => cause,
+            (Some(cause), _) => {
+                self.executor.skip(call, &cause.1);
+                cause
+            }
             (None, Some(None)) => match self.executor.call(call) {
                 Ok(values) => match call.reply {
                     Some(reply) => return self.reply(&Reply::Answer { reply, values }),

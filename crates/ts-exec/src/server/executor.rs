@@ -115,6 +115,11 @@ pub trait Executor {
     /// Returns a failure if the operator fails. The call then creates no output.
     fn call(&mut self, call: &Call) -> Result<Vec<Value>, OpFailure>;
 
+    /// Notes that a call is not run, because one of its arguments is poisoned by `failure`.
+    fn skip(&mut self, call: &Call, failure: &OpFailure) {
+        let _ = (call, failure);
+    }
+
     /// Returns a tuple for each storage: its number, its length in bytes, the index of its device,
     /// and whether it was ever written to.
     fn storages(&self) -> Vec<(u64, u64, u32, bool)>;

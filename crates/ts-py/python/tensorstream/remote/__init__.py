@@ -26,14 +26,15 @@ from ..errors import (
     StaleReferenceError,
 )
 from .client._checkpoint import load_huggingface_state_dicts, load_state_dict
-from .client._machine import (
-    RemoteMachine,
-    Wait,
+from .client._create import (
     create_local_machine,
     create_mock_machine,
+    create_ray_machine,
+    create_ray_machines,
     create_ssh_machine,
     create_tcp_machine,
 )
+from .client._machine import RemoteMachine, Wait
 from .client._trace import Event, Trace, metadata_hash, storage_id, trace
 
 __all__ = [
@@ -53,6 +54,8 @@ __all__ = [
     "Wait",
     "create_local_machine",
     "create_mock_machine",
+    "create_ray_machine",
+    "create_ray_machines",
     "create_ssh_machine",
     "create_tcp_machine",
     "load_huggingface_state_dicts",

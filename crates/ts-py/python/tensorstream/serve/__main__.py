@@ -8,18 +8,14 @@ import datetime
 import json
 import logging
 import re
-import resource
 import signal
 import sys
 from typing import Any
 
 from .. import _native
 from ..errors import TensorStreamError
-from ..wire._connection import LIMIT_BYTES, _settings
-from ._broker import Broker
-from ._peers import Peers
+from ._broker import Broker, broker_of
 from ._status import StatusPages
-from ._weights import Weights
 
 _log = logging.getLogger("tensorstream.remote")
 
@@ -82,38 +78,19 @@ def serve(text: str) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     with contextlib.ExitStack() as stack:
         try:
-            broker, address = _broker(options)
+            broker, address = broker_of(options)
             if options["metrics"] is not None:
                 pages = stack.enter_context(StatusPages(options["metrics"], broker))
                 _log.info("metrics at http://%s/metrics", pages.address)
         except (TensorStreamError, RuntimeError, OSError, ValueError) as error:
             print(f"tensorstream serve: {_with_options(str(error))}", file=sys.stderr)
             return 2
-        # Each session needs file descriptors, and so does each tensor that it offers.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: broker.stop())
         _warn_of_open_doors(options, broker)
         print(f"listening at {address}", flush=True)
         broker.run()
     return 0
-
-
-def _broker(options: dict[str, Any]) -> tuple[Broker, str]:
-    """Creates the broker. Returns it and its address."""
-    token = options["token"]
-    tls = {"cert": options["cert"], "key": options["key"]}
-    peers = Peers(tuple(options["peers"]), token, {"ca": options["peer_ca"], **tls})
-    weights = Weights(tuple(options["weights"]))
-    settings = _settings(token, 30.0, 300.0, True, None, LIMIT_BYTES)
-    dispatcher = _native.Dispatcher(
-        options["listen"], settings, options["insecure"], ca=options["ca"], **tls
-    )
-    sessions = {name: options[name] for name in ("device", "devices", "threads", "sandbox")}
-    sessions |= {"memory": options["session_memory"], "budget": options["budget"]}
-    limits = {name: options[name] for name in ("max_sessions", "drain", "once")}
-    return Broker(dispatcher, peers, weights, sessions, **limits), dispatcher.address
 
 
 def _warn_of_open_doors(options: dict[str, Any], broker: Broker) -> None:

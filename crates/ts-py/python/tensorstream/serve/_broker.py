@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from typing import Any
 
 from .. import _native
 from ..errors import StorageError, TensorStreamError
+from ..wire._connection import LIMIT_BYTES, _settings
 from ._messages import MAX_MESSAGE, is_sealed, pair, receive, send
 from ._peers import Peers
 from ._weights import Weights
@@ -647,6 +649,38 @@ class Broker:
             direct, alignment = opened.direct or (None, 0)
             answer = {"name": opened.name, "alignment": alignment}
             send(session.requests, answer, opened.file, direct, wait=False)
+
+
+def broker_of(options: dict[str, Any]) -> tuple[Broker, str]:
+    """Creates the broker of a server, and raises this process's limit of open files.
+
+    Args:
+        options: The options of ``tensorstream serve``. See crates/tensorstream/src/cli/
+            serve_device.rs.
+
+    Returns:
+        The broker, and the address at which it listens.
+
+    Raises:
+        TensorStreamError: An option is invalid, or the address cannot be used.
+        OSError: A file cannot be read, or the system cannot create a process.
+        RuntimeError: This computer does not have the devices.
+    """
+    # Each session needs file descriptors, and so does each tensor that it offers.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    token = options["token"]
+    tls = {"cert": options["cert"], "key": options["key"]}
+    peers = Peers(tuple(options["peers"]), token, {"ca": options["peer_ca"], **tls})
+    weights = Weights(tuple(options["weights"]))
+    settings = _settings(token, 30.0, 300.0, True, None, LIMIT_BYTES)
+    dispatcher = _native.Dispatcher(
+        options["listen"], settings, options["insecure"], ca=options["ca"], **tls
+    )
+    sessions = {name: options[name] for name in ("device", "devices", "threads", "sandbox")}
+    sessions |= {"memory": options["session_memory"], "budget": options["budget"]}
+    limits = {name: options[name] for name in ("max_sessions", "drain", "once")}
+    return Broker(dispatcher, peers, weights, sessions, **limits), dispatcher.address
 
 
 def _refusal(session: _Session, source: str, error: Exception) -> dict[str, Any]:

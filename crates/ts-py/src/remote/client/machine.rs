@@ -89,6 +89,20 @@ impl PySession {
         self.session.is_over()
     }
 
+    /// Returns whether the connection was lost, and is being replaced.
+    fn is_reconnecting(&self) -> bool {
+        self.session.is_reconnecting()
+    }
+
+    /// Ends the session because the server has ended. Blocks while an attempt to connect again
+    /// lasts.
+    ///
+    /// Later calls, and those that wait, raise ``ConnectionLost`` with this reason. Does nothing if
+    /// the session is paused or has ended.
+    fn abandon(&self, py: Python<'_>, reason: &str) {
+        self.session.abandon(py, reason);
+    }
+
     /// The index of the machine's first device in this process.
     #[getter]
     fn first(&self) -> u32 {

@@ -167,6 +167,21 @@ impl Session {
         client.as_ref().is_some_and(|client| client.has_ended())
     }
 
+    /// Returns whether the connection was lost, and is being replaced.
+    pub(super) fn is_reconnecting(&self) -> bool {
+        let client = self.client.read();
+        client.as_ref().is_some_and(|client| client.is_reconnecting())
+    }
+
+    /// Ends the session because the server has ended. Later calls, and those that wait, raise
+    /// ConnectionLost with this reason. Does nothing if the session is paused or has ended.
+    pub(super) fn abandon(&self, py: Python<'_>, reason: &str) {
+        let client = self.client.read().clone();
+        if let Some(client) = client {
+            py.detach(|| client.abandon(reason));
+        }
+    }
+
     /// Sends PyTorch's default dtype to the machine, if the machine uses another one.
     pub(super) fn send_default_dtype(&self, py: Python<'_>, dtype: ScalarType) -> PyResult<()> {
         if self.default_dtype.load(Ordering::Relaxed) == dtype.0 {

@@ -23,6 +23,7 @@ from .. import _registry, providers
 from ..providers._gpus import GPUS
 from . import _device
 from ._pause import SavedStorages
+from ._status import Watcher
 from ._trace import LOG
 
 P = ParamSpec("P")
@@ -164,6 +165,7 @@ class RemoteMachine:
         self._server: providers.Server | None = None
         self._lock = threading.RLock()
         self.name = name or self.address or f"{self.kind}-{id(self):x}"
+        self._watcher = Watcher(self, self._notice_end)
         if start:
             self.start()
 
@@ -326,6 +328,7 @@ class RemoteMachine:
             raise
         # If the session is not closed, the server keeps its tensors for a while.
         atexit.register(self.stop)
+        self._watcher.start()
         LOG.info("%s: started (%s at %s, ts:%d)", self.name, self.kind, address, first)
         return self
 
@@ -398,6 +401,58 @@ class RemoteMachine:
                 f"machine {self.name} has no device {index}: expected 0 to {self.device_count - 1}"
             )
         return torch.device("ts", session.first + index)
+
+    @property
+    def status(self) -> str:
+        """What the machine does. Does not block.
+
+        - "stopped": It was not started, or was stopped.
+        - "running": It takes operators.
+        - "reconnecting": The connection is lost, and is being replaced. Calls wait meanwhile.
+        - "paused": It was paused.
+        - "lost": Its session has ended, and so have its tensors. ``start`` begins a new one.
+        """
+        session = self._session
+        if self._paused is not None:
+            return "paused"
+        if session is None:
+            return "stopped"
+        if session.is_over():
+            return "lost"
+        return "reconnecting" if session.is_reconnecting() else "running"
+
+    def on_status(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Calls a function with the new ``status`` when it has changed.
+
+        The calls come from a thread of their own, within about 0.2 seconds. A machine that
+        reconnects in less time is not reported. Exceptions of the function are logged.
+
+        Returns:
+            A function that ends this.
+
+        Examples:
+            >>> from tensorstream.remote import RemoteMachine
+            >>> machine = RemoteMachine.mock(start=False)
+            >>> forget = machine.on_status(lambda status: print("the machine is", status))
+            >>> forget()
+        """
+        return self._watcher.add(callback)
+
+    def _notice_end(self) -> None:
+        """Ends the session if its server has ended by itself."""
+        # A call that starts or stops the server has the lock.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            session, server = self._session, self._server
+            if session is None or server is None or session.is_over():
+                return
+            reason = server.failure()
+            if reason is not None:
+                LOG.warning("%s: %s", self.name, reason)
+                session.abandon(reason)
+        finally:
+            self._lock.release()
 
     def synchronize(self) -> None:
         """Blocks until the machine has run all operators called so far.
@@ -553,12 +608,14 @@ class RemoteMachine:
         if session is None:
             return
         self._set_address(None)
+        self._watcher.note()
         self._session = None
         if self._paused is not None:
             self._paused[0].remove()
             self._paused = None
             _registry.PAUSED.pop(session.first, None)
         atexit.unregister(self.stop)
+        self._watcher.stop()
         _registry.SESSIONS.pop(session.first, None)
         try:
             failed = session.close()
@@ -626,68 +683,3 @@ def _provider(
             f"unexpected options {', '.join(options)}: pass them to {type(kind).__name__}"
         )
     return kind.name, kind
-
-
-def create_mock_machine(
-    device_type: str = "cpu", device_count: int = 1, **options: Any
-) -> RemoteMachine:
-    """Creates a machine in a thread of this process, like ``RemoteMachine("mock", ...)``.
-
-    The arguments and errors are those of ``RemoteMachine``.
-
-    Examples:
-        >>> import torch
-        >>> from tensorstream.remote import create_mock_machine
-        >>> with create_mock_machine(device_count=2) as machine:
-        ...     torch.ones(2, device=machine.device(1)).tolist()
-        [1.0, 1.0]
-    """
-    return RemoteMachine("mock", device_type=device_type, device_count=device_count, **options)
-
-
-def create_local_machine(
-    device_type: str = "cpu", device_count: int = 1, **options: Any
-) -> RemoteMachine:
-    """Creates a machine in a process on this computer, like ``RemoteMachine("local", ...)``.
-
-    The arguments and errors are those of ``RemoteMachine``.
-
-    Examples:
-        >>> from tensorstream.remote import create_local_machine
-        >>> machine = create_local_machine(device_count=2, start=False)
-        >>> machine.kind, machine.device_count
-        ('local', 2)
-    """
-    return RemoteMachine("local", device_type=device_type, device_count=device_count, **options)
-
-
-def create_ssh_machine(
-    host: str, device_type: str = "cpu", device_count: int = 1, **options: Any
-) -> RemoteMachine:
-    """Starts a server on a host that ssh reaches, like ``RemoteMachine("ssh", host, ...)``.
-
-    The arguments and errors are those of ``RemoteMachine`` and its provider.
-
-    Examples:
-        >>> from tensorstream.remote import create_ssh_machine
-        >>> machine = create_ssh_machine("user@gpu.example", "A100", start=False)
-        >>> machine.kind, machine.device_type
-        ('ssh', 'A100')
-    """
-    return RemoteMachine.ssh(host, device_type=device_type, device_count=device_count, **options)
-
-
-def create_tcp_machine(
-    address: str, device_type: str = "cpu", device_count: int = 1, **options: Any
-) -> RemoteMachine:
-    """Connects to ``tensorstream serve``, like ``RemoteMachine("tcp", address, ...)``.
-
-    The arguments and errors are those of ``RemoteMachine``.
-
-    Examples:
-        >>> from tensorstream.remote import create_tcp_machine
-        >>> machine = create_tcp_machine("gpu.example:7470", token="secret", start=False)
-        >>> machine.kind, machine.address
-        ('tcp', 'gpu.example:7470')
-    """
-    return RemoteMachine.tcp(address, device_type=device_type, device_count=device_count, **options)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...errors import ConfigurationError
 from ._base import Provider, Request, Server
+from ._ray import RayProvider
 from ._ssh import SshProvider
 from ._tcp import TcpProvider
 from ._this_computer import LocalProvider, MockProvider
@@ -23,6 +24,7 @@ __all__ = [
     "LocalProvider",
     "MockProvider",
     "Provider",
+    "RayProvider",
     "Request",
     "Server",
     "SshProvider",
@@ -32,7 +34,7 @@ __all__ = [
 ]
 
 _BUILTIN: dict[str, type[Provider]] = {
-    each.name: each for each in (LocalProvider, MockProvider, SshProvider, TcpProvider)
+    each.name: each for each in (LocalProvider, MockProvider, RayProvider, SshProvider, TcpProvider)
 }
 
 

@@ -50,6 +50,14 @@ class Server(ABC):
     cert: str | os.PathLike[str] | None = None
     key: str | os.PathLike[str] | None = None
 
+    def failure(self) -> str | None:
+        """Returns why the server has ended by itself, or ``None``. Does not block.
+
+        A machine asks several times a second. When the server has ended, the calls that wait for it
+        fail at once, with this reason. The default is ``None``: nothing is known.
+        """
+        return None
+
     @abstractmethod
     def stop(self) -> None:
         """Ends the server, if the provider has started it. Blocks. Its session is closed before."""

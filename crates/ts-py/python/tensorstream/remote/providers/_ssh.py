@@ -410,6 +410,10 @@ class _Forwarded(Server):
             return was_open, True, ProviderError(f"the server on {self._host} has ended: {text}")
         return was_open, False, _error(self._host, 255 if status < 0 else status, output)
 
+    def failure(self) -> str | None:
+        """Returns why the tunnel was given up, with the last messages of the server."""
+        return None if self._failure is None else str(self._failure)
+
     def stop(self) -> None:
         """Ends the server, unless it has ended with its session, and closes the tunnel."""
         with self._lock:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -137,7 +138,7 @@ class ProcessServer(Server):
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         assert self.process.stdout is not None and self.process.stderr is not None
-        stderr = _StderrReader(self.process.stderr)
+        self._stderr = _StderrReader(self.process.stderr)
         slow = threading.Timer(
             _SLOW_START, _log.warning, ("%s: still starting; importing PyTorch may be slow", name)
         )
@@ -150,8 +151,16 @@ class ProcessServer(Server):
         if not line.startswith(b"listening"):
             self.stop()
             raise ConnectionLost(
-                f"cannot start machine {name}: its process ended: {stderr.last_lines()}"
+                f"cannot start machine {name}: its process ended: {self._stderr.last_lines()}"
             )
+
+    def failure(self) -> str | None:
+        """Returns how the process has ended, with its last messages."""
+        status = self.process.poll()
+        if status is None:
+            return None
+        how = f"exit status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+        return f"its process has ended ({how}): {self._stderr.last_lines()}"
 
     def stop(self) -> None:
         """Ends the process. Blocks until it has ended, and kills it after 10 seconds."""

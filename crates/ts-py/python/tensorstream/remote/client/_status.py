@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Watches a machine: calls back when its status changes, and notices when its server ends."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ._trace import LOG
+
+if TYPE_CHECKING:
+    from ._machine import RemoteMachine
+
+#: The time between two looks at a machine, in seconds.
+_INTERVAL = 0.2
+
+
+class Watcher:
+    """A thread that looks at a machine several times a second, from its start until its stop.
+
+    Args:
+        machine: The machine.
+        look: Called at each look.
+    """
+
+    def __init__(self, machine: RemoteMachine, look: Callable[[], None]) -> None:
+        self._machine, self._look = machine, look
+        self._callbacks: list[Callable[[str], None]] = []
+        self._last = machine.status
+        #: The statuses that were not reported yet.
+        self._changes: deque[str] = deque()
+        self._lock, self._reporting = threading.Lock(), threading.Lock()
+        #: Ends the thread. ``None`` if there is no thread.
+        self._stopped: threading.Event | None = None
+
+    def add(self, callback: Callable[[str], None]) -> Callable[[], None]:
+        """Adds a callback. Returns a function that removes it."""
+        with self._lock:
+            self._callbacks.append(callback)
+
+        def remove() -> None:
+            with self._lock:
+                if callback in self._callbacks:
+                    self._callbacks.remove(callback)
+
+        return remove
+
+    def start(self) -> None:
+        """Starts the thread, unless it runs."""
+        self.note()
+        if self._stopped is None:
+            self._stopped = threading.Event()
+            name = f"tensorstream-watch-{self._machine.name}"
+            threading.Thread(
+                target=self._run, args=(self._stopped,), name=name, daemon=True
+            ).start()
+
+    def stop(self) -> None:
+        """Makes the thread report the last change, and end. Does not wait for it."""
+        self.note()
+        if self._stopped is not None:
+            self._stopped.set()
+            self._stopped = None
+
+    def note(self) -> None:
+        """Notes the status now. The thread reports it, if it is another one."""
+        with self._lock:
+            status = self._machine.status
+            if status != self._last:
+                self._last = status
+                self._changes.append(status)
+
+    def _run(self, stopped: threading.Event) -> None:
+        while not stopped.wait(_INTERVAL):
+            try:
+                self._look()
+            except Exception:  # of a provider, which may be of another package
+                LOG.exception("%s: its provider failed", self._machine.name)
+            self.note()
+            self._report()
+        self._report()
+
+    def _report(self) -> None:
+        """Calls the callbacks for each change."""
+        with self._reporting:
+            while True:
+                with self._lock:
+                    if not self._changes:
+                        return
+                    status, callbacks = self._changes.popleft(), list(self._callbacks)
+                for callback in callbacks:
+                    try:
+                        callback(status)
+                    except Exception:  # the program's code
+                        LOG.exception("%s: a status callback failed", self._machine.name)
