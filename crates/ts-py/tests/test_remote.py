@@ -635,16 +635,16 @@ def test_a_failed_draw_does_not_change_the_device_generator(device: torch.device
 def test_a_host_generator_does_not_affect_other_draws(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorstream.remote.client import _kernels
+    from tensorstream.remote.client import _server_operators as _operators
 
-    receive, others = _kernels._RECEIVE_GENERATOR, []
+    receive, others = _operators.RECEIVE_GENERATOR, []
 
     def draw_first(anchor: torch.Tensor) -> torch.Tensor:
         # Another thread may draw before the state is received.
         others.append(torch.rand(3, device=device))
         return receive(anchor)
 
-    monkeypatch.setattr(_kernels, "_RECEIVE_GENERATOR", draw_first)
+    monkeypatch.setattr(_operators, "RECEIVE_GENERATOR", draw_first)
     torch.manual_seed(3)
     expected = [torch.rand(3) for _ in range(2)]
     torch.manual_seed(3)

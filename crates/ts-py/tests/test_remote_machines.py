@@ -208,7 +208,9 @@ def test_the_token_is_not_sent_in_the_clear(trusted: dict[str, Path]) -> None:
         peers = Peers(
             (address,), "sesame", {"cert": trusted["cert"], "key": trusted["key"], "ca": None}
         )
-        assert "--peer-ca" in LocalExchange(peers.fetch).fetch(torch.ones(1), address, "ticket")
+        assert "--peer-ca" in LocalExchange(peers.fetch).fetch(
+            torch.ones(1), address, "ticket", torch.float32
+        )
         listener.settimeout(0.2)
         with pytest.raises(TimeoutError):
             listener.accept()
@@ -239,6 +241,11 @@ def test_copies_between_machines_bypass_the_client(
         narrow = x.t().to(other.device(), torch.float16)
         assert (machine.stats()["downloaded_bytes"], other.stats()["uploaded_bytes"]) == (down, up)
         assert torch.equal(copied.cpu(), x.cpu()) and torch.equal(narrow.cpu(), x.cpu().t().half())
+        # Once a copy has succeeded, others do not wait.
+        before = machine.stats()["waits"] + other.stats()["waits"]
+        copies = [(x + turn).to(other.device()) for turn in range(5)]
+        assert machine.stats()["waits"] + other.stats()["waits"] == before
+        assert [copy[0, 0].item() - x[0, 0].item() for copy in copies] == pytest.approx(range(5))
         # Copies between devices of one machine do not wait.
         waits = other.stats()["waits"]
         moved = copied.to(other.device(1))
@@ -247,21 +254,76 @@ def test_copies_between_machines_bypass_the_client(
         assert torch.equal(moved.to(third.device()).cpu(), x.cpu())
         assert third.stats()["uploaded_bytes"] == x.nbytes
         bad = x.index_select(0, torch.tensor([999], device=device))
+        lost = bad.to(other.device())
+        with pytest.raises(RemoteTensorError, match=r"cannot copy the tensor from .*index"):
+            lost.cpu()
         with pytest.raises(RemoteTensorError, match="index"):
-            bad.to(other.device())
+            machine.synchronize()
+        assert torch.equal(x.to(other.device()).cpu(), x.cpu())
+        many = [torch.full((3,), turn, device=device).to(other.device()) for turn in range(100)]
+        assert [copy[0].item() for copy in many] == list(range(100))
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_copy_waits_for_a_machine_that_computes(kill: bool) -> None:
+    """It is asked again and again, until it is lost."""
+    from tensorstream.serve import _offers
+
+    size = 700
+    with RemoteMachine.local(threads=1) as source, RemoteMachine.local(threads=1) as target:
+        eye = torch.eye(size, dtype=torch.float64, device=source.device())
+        assert torch.ones(2, device=source.device()).to(target.device()).sum().item() == 2.0
+
+        def work(turns: int) -> torch.Tensor:
+            product = eye
+            for _ in range(turns):
+                product = product @ eye
+            return product
+
+        begin = time.monotonic()
+        work(20)[0, 0].item()
+        turns = 20 * 1.5 * _offers.CLAIM_WAIT / (time.monotonic() - begin)
+        copied = work(int(turns)).to(target.device())
+        if not kill:
+            assert torch.equal(copied.cpu(), torch.eye(size, dtype=torch.float64))
+            return
+        assert isinstance(source._server, ProcessServer)
+        source._server.process.kill()
+        with pytest.raises(RemoteTensorError, match="cannot copy the tensor from"):
+            copied.cpu()
 
 
 def test_claims_need_a_valid_ticket(machine: RemoteMachine, device: torch.device) -> None:
-    from tensorstream.remote.client import _kernels
+    from tensorstream.remote.client._server_operators import CLAIM, OFFER, WITHDRAW
+
+    offered = torch.ones(2, device=device)
+
+    def claim(ticket: str, like: torch.Tensor = offered) -> list[float]:
+        into = torch.empty_like(like)
+        CLAIM(into, ticket)
+        numbers: list[float] = into.tolist()
+        return numbers
 
     with pytest.raises(RemoteTensorError, match="no session offers this tensor"):
-        _kernels.CLAIM(torch.empty(0, dtype=torch.uint8, device=device), "guess")
-    offered = torch.ones(2, device=device)
-    ticket = _kernels._OFFER(offered)
-    assert _kernels.CLAIM(offered, ticket).tolist() == [1.0, 1.0]
-    _kernels._WITHDRAW(offered, ticket)
+        claim("guess")
+    OFFER(offered, "a")
+    offered += 1  # the offer is of the former values
+    assert claim("a") == [1.0, 1.0]
     with pytest.raises(RemoteTensorError, match="no session offers this tensor"):
-        _kernels.CLAIM(offered, ticket)
+        claim("a")  # once only
+    OFFER(offered, "b")
+    WITHDRAW(offered, "b")
+    with pytest.raises(RemoteTensorError, match="no session offers this tensor"):
+        claim("b")
+    OFFER(offered, "c")
+    with pytest.raises(RemoteTensorError, match=r"has shape \[2\] and torch.float32"):
+        claim("c", offered.half())
+    failed = offered.index_select(0, torch.tensor([9], device=device))
+    OFFER(failed, "d")
+    with pytest.raises(RemoteTensorError, match="index"):
+        machine.synchronize()
+    with pytest.raises(RemoteTensorError, match="index"):
+        claim("d")
 
 
 def test_a_pause_keeps_errors_and_restores_only_used_storages(
@@ -375,7 +437,7 @@ def test_sessions_of_one_machine_are_separate(machine: RemoteMachine, device: to
         )
         offered = {storage for storage, *_ in machine._get_session().storages()}
         with pytest.raises(RemoteTensorError, match="index"):
-            x.to(other.device())
+            x.to(other.device()).cpu()
         del bad
         # The failed copy leaves no offer.
         assert {storage for storage, *_ in machine._get_session().storages()} <= offered

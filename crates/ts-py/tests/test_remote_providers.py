@@ -327,7 +327,7 @@ def test_a_dead_actor_is_noticed_at_once(cluster: RayCluster) -> None:
         assert isinstance(server, RayServer)
         begin = time.monotonic()
         ray.kill(server.actor)
-        with pytest.raises(ConnectionLost, match="Ray actor died|the server was stopped"):
+        with pytest.raises(ConnectionLost, match=r"Ray actor died|the server was stopped"):
             while True:
                 x.sum().item()
         assert time.monotonic() - begin < 30  # and not `retry`

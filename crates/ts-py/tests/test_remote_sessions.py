@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from serving import Serving, cut, is_running
 from tensorstream.errors import ConnectionLost
 from tensorstream.remote import RemoteMachine
 from tensorstream.remote.server import _exchange
-from tensorstream.serve import _broker, _messages, _peers
+from tensorstream.serve import _broker, _messages, _offers, _peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sessions need Linux")
 
@@ -360,8 +359,9 @@ def _fake_session() -> tuple[_broker._Session, socket.socket]:
 
 def _broker_without_server() -> _broker.Broker:
     broker = object.__new__(_broker.Broker)
-    broker._lock, broker._offers, broker._sessions = threading.Lock(), {}, {}
+    broker._lock, broker._sessions = threading.Lock(), {}
     broker._peers, broker._memory = _peers.Peers(), 1000
+    broker._offers = _broker.offers(broker._memory)
     return broker
 
 
@@ -379,31 +379,27 @@ def test_a_refused_fetch_does_not_import_pytorch() -> None:
     assert "_native" in maps and "libtorch" not in maps
 
 
-def test_a_claim_succeeds_while_its_offer_is_withdrawn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_claim_waits_for_its_offer() -> None:
     broker = _broker_without_server()
     peers = dict(_fake_session() for _ in range(2))
     one, other = peers
-    ticket, secret = "0" * 32, _exchange.pack(torch.full((3,), 666.0))[1]
     tensor, packed = _exchange.pack(torch.arange(3.0))
-    broker._answer(one, {"offer": ticket, "tensor": tensor}, packed)
-    assert _messages.receive(peers[one]) is not None
-    reused = []
-
-    def withdraw_first(*arguments: Any, **options: Any) -> None:
-        broker._answer(one, {"withdraw": ticket}, None)
-        # The next new descriptor reuses the number of the closed one.
-        reused.append(os.dup(secret))
-        _messages.send(*arguments, **options)
-
-    monkeypatch.setattr(_broker, "send", withdraw_first)
-    broker._answer(other, {"claim": ticket}, None)
-    answer, received = _messages.receive(peers[other]) or ({}, -1)
-    assert received is not None
-    assert torch.equal(_exchange.unpack(answer, received), torch.arange(3.0))
-    for descriptor in (secret, packed, *reused):
-        os.close(descriptor)
+    for offer, refusal in (
+        ({"offer": "0" * 32, "tensor": tensor}, ""),
+        ({"refuse": "1" * 32, "reason": "it failed"}, "it failed"),
+    ):
+        ticket = offer.get("offer") or offer["refuse"]
+        claim = threading.Thread(target=broker._answer, args=(other, {"claim": ticket}, None))
+        claim.start()
+        time.sleep(0.1)
+        assert claim.is_alive()
+        broker._answer(one, offer, packed)
+        claim.join()
+        answer, received = _messages.receive(peers[other]) or ({}, None)
+        assert answer.get("refused", "") == refusal
+        if received is not None:
+            assert torch.equal(_exchange.unpack(answer, received), torch.arange(3.0))
+    os.close(packed)
 
 
 def test_the_broker_validates_the_requests_of_sessions() -> None:
@@ -430,23 +426,36 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
         assert "invalid offer" in str(ask(one, message, descriptor))
     assert ask(one, {"offer": ticket, "tensor": tensor}, packed) == ""
     assert "already in use" in str(ask(other, {"offer": ticket, "tensor": tensor}, packed))
-    # Another session can claim the tensor, but cannot withdraw it.
+    # Another session can claim the tensor, once, but cannot withdraw it.
     broker._answer(other, {"withdraw": ticket}, None)
     assert torch.equal(ask(other, {"claim": ticket}), torch.arange(6.0).view(2, 3))
-    broker._answer(one, {"withdraw": ticket}, None)
     assert "no session offers" in str(ask(other, {"claim": ticket}))
-    for number in range(_broker._MAX_OFFERED + 1):
+    for number in range(_offers.MAX_OFFERED + 1):
         full = ask(one, {"offer": f"{number:032x}", "tensor": tensor}, packed)
     assert "16 tensors at a time" in str(full)
-    broker._memory = 10
-    big, packed_big = _exchange.pack(torch.ones(100))
-    assert "would offer 400 bytes" in str(
+    for number in range(100):  # refusals are limited, too
+        broker._answer(one, {"refuse": f"{number + 100:032x}", "reason": "x" * 9999}, None)
+    assert len(broker._offers._offers) == 2 * _offers.MAX_OFFERED
+    broker._offers.drop(one)
+    assert not broker._offers._offers
+    big, packed_big = _exchange.pack(torch.ones(300))
+    assert "would offer 1200 bytes" in str(
         ask(other, {"offer": "f" * 32, "tensor": big}, packed_big)
     )
     os.close(packed_big)
-    assert "not allowed to fetch from" in str(ask(one, {"fetch": ticket, "from": "127.0.0.1:1"}))
+    fetch = {"fetch": ticket, "from": "127.0.0.1:1", "tensor": tensor}
+    assert "not allowed to fetch from" in str(ask(one, fetch))
+    broker._peers = _peers.Peers(("any",))
+    for metadata, refusal in (
+        ({"dtype": "float32", "sizes": [2**40]}, "too large"),
+        ({"dtype": "float32", "sizes": [2**40] * 4}, "too large"),
+        ({"dtype": "float32", "sizes": [-1]}, "invalid offer"),
+        ({}, "invalid offer"),
+    ):
+        assert refusal in str(ask(one, {**fetch, "tensor": metadata}))
     for invalid in (
-        {}, {"offer": 1}, {"claim": None}, {"fetch": ticket}, {"x": "y"}, {"failed": "\nforged"},
+        {}, {"offer": 1}, {"claim": None}, {"fetch": ticket, "from": "x"}, {"x": "y"},
+        {"failed": "\nforged"},
         {"disconnected": []}, {"disconnected": [1, 2]}, {"disconnected": ["a", "b"]},
     ):  # fmt: skip
         with pytest.raises(_broker._InvalidRequest) as raised:
@@ -455,7 +464,7 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
     # The broker does not wait for a process that does not receive its answers.
     with pytest.raises(BlockingIOError):
         for _ in range(100_000):
-            broker._answer(one, {"claim": ticket}, None)
+            broker._answer(one, fetch | {"tensor": {}}, None)
     os.close(packed)
     os.close(unsealed)
 

@@ -30,6 +30,7 @@ from .. import _native
 from ..errors import StorageError, TensorStreamError
 from ..wire._connection import LIMIT_BYTES, _settings
 from ._messages import MAX_MESSAGE, is_sealed, pair, receive, send
+from ._offers import Offers
 from ._peers import Peers
 from ._weights import Weights
 
@@ -38,10 +39,6 @@ _log = logging.getLogger("tensorstream.remote")
 #: The service that a client requests: a session with a name, to which it can reconnect, or a new
 #: session without a name.
 _SERVICE = re.compile(r"exec(/[0-9a-f]{32})?")
-#: The most tensors that one session can offer at a time.
-_MAX_OFFERED = 16
-#: The most tensors that all sessions together can offer at a time.
-_MAX_OFFERED_TOTAL = 1024
 #: The most connections of one session at a time. A client uses one. The others are lost connections
 #: whose end the session has not noticed yet.
 _MAX_CONNECTIONS = 8
@@ -100,8 +97,6 @@ class _Session:
         #: The number of open connections, and the time when a connection most recently closed.
         self.connections = 0
         self.idle_since = 0.0
-        #: The tickets of the tensors that the session offers.
-        self.offered: set[str] = set()
         self.ended = threading.Event()
         self.is_killed = False
 
@@ -311,9 +306,9 @@ class Broker:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sessions: dict[str, _Session] = {}
-        #: Offered tensors by ticket: their metadata and memory.
-        self._offers: dict[str, tuple[dict[str, Any], int]] = {}
         self._memory: int | None = options["memory"]
+        #: The metadata and the memory of tensors.
+        self._offers: Offers[tuple[dict[str, Any], int]] = offers(self._memory)
         #: The time until which sessions may go on, once ``stop`` was called.
         self._until: float | None = None
         self._processes = _Processes(options, self._process_failed)
@@ -509,17 +504,11 @@ class Broker:
         finally:
             with self._lock:
                 self._remove(session)
-                for ticket in session.offered:
-                    self._forget(ticket)
                 self._kill(session)
+            self._offers.drop(session)
             session.requests.close()
             session.ended.set()
             _log.info("session %d: ended", session.number)
-
-    def _forget(self, ticket: str) -> None:
-        offer = self._offers.pop(ticket, None)
-        if offer is not None:
-            os.close(offer[1])
 
     def _answer(self, session: _Session, message: dict[str, Any], descriptor: int | None) -> None:
         """Handles a request.
@@ -539,17 +528,16 @@ class Broker:
                 )
             case {"claim": str(ticket)}:
                 self._claim(session, ticket)
-            case {"fetch": str(ticket), "from": str(address)}:
-                self._fetch(session, address, ticket)
+            case {"refuse": str(ticket), "reason": str(reason)}:
+                self._offers.refuse(session, ticket, reason[:1000])
+            case {"fetch": str(ticket), "from": str(address), "tensor": dict(tensor)}:
+                self._fetch(session, address, ticket, tensor)
             case {"open": str(source), "beside": str(beside)}:
                 self._open(session, source, beside)
             case {"directories": str(source)}:
                 self._list(session, source)
             case {"withdraw": str(ticket)}:
-                with self._lock:
-                    if ticket in session.offered:
-                        session.offered.discard(ticket)
-                        self._forget(ticket)
+                self._offers.withdraw(session, ticket)
             case {"disconnected": [str(peer), str(reason)]}:
                 with self._lock:
                     if not session.connections:
@@ -574,56 +562,37 @@ class Broker:
             or not is_sealed(descriptor)
         ):
             return "invalid offer: expected a ticket of 32 hexadecimal digits and sealed memory"
-        with self._lock:
-            if ticket in self._offers:
-                return "invalid offer: its ticket is already in use"
-            if len(session.offered) >= _MAX_OFFERED:
-                return (
-                    f"a session can offer {_MAX_OFFERED} tensors at a time; try again when another "
-                    "copy from this session has ended"
-                )
-            if len(self._offers) >= _MAX_OFFERED_TOTAL:
-                return (
-                    f"all sessions together can offer {_MAX_OFFERED_TOTAL} tensors at a time; try "
-                    "again later"
-                )
-            sizes = [os.fstat(self._offers[offered][1]).st_size for offered in session.offered]
-            total = sum(sizes) + os.fstat(descriptor).st_size
-            if self._memory is not None and total > self._memory:
-                return (
-                    f"the session would offer {total} bytes at a time, and the limit of "
-                    f"--session-memory is {self._memory}"
-                )
-            self._offers[ticket] = tensor, os.dup(descriptor)
-            session.offered.add(ticket)
-        return ""
+        copy = os.dup(descriptor)
+        refusal = self._offers.add(session, ticket, (tensor, copy))
+        if refusal:
+            os.close(copy)
+        return refusal
 
     def _claim(self, session: _Session, ticket: str) -> None:
         """Sends a session the tensor that is offered under a ticket, or a refusal."""
-        with self._lock:
-            offer = self._offers.get(ticket)
-            # The descriptor is copied, because the other session can withdraw its offer at any
-            # time, which closes the original.
-            copy = None if offer is None else os.dup(offer[1])
         try:
-            answer = {"refused": "no session offers this tensor"} if offer is None else offer[0]
-            send(session.requests, answer, copy, wait=False)
+            tensor, descriptor = self._offers.take(ticket)
+        except LookupError as error:
+            return send(session.requests, {"refused": str(error)}, wait=False)
+        try:
+            send(session.requests, tensor, descriptor, wait=False)
         finally:
-            if copy is not None:
-                os.close(copy)
+            os.close(descriptor)
 
-    def _fetch(self, session: _Session, address: str, ticket: str) -> None:
+    def _fetch(self, session: _Session, address: str, ticket: str, tensor: dict[str, Any]) -> None:
         """Sends a session a copy of another machine's tensor, or the reason for a failure."""
         try:
-            fetched = self._peers.fetch(address, ticket, self._memory)
+            fetched = self._peers.fetch(
+                address, ticket, tensor, self._memory, lambda: not session.is_killed
+            )
             # `fetch` has imported PyTorch. The broker does not need PyTorch otherwise.
             from ..remote.server._exchange import pack
 
-            tensor, descriptor = pack(fetched)
+            packed, descriptor = pack(fetched)
         except (RuntimeError, OSError, MemoryError) as error:
             return send(session.requests, {"refused": str(error)[:1000]}, wait=False)
         try:
-            send(session.requests, tensor, descriptor, wait=False)
+            send(session.requests, packed, descriptor, wait=False)
         finally:
             os.close(descriptor)
 
@@ -649,6 +618,11 @@ class Broker:
             direct, alignment = opened.direct or (None, 0)
             answer = {"name": opened.name, "alignment": alignment}
             send(session.requests, answer, opened.file, direct, wait=False)
+
+
+def offers(memory: int | None) -> Offers[tuple[dict[str, Any], int]]:
+    """Returns the offers of sessions whose tensors are in files of memory."""
+    return Offers(lambda item: os.close(item[1]), lambda item: os.fstat(item[1]).st_size, memory)
 
 
 def broker_of(options: dict[str, Any]) -> tuple[Broker, str]:

@@ -21,6 +21,9 @@ const OWN_PREFIX: &str = "tensorstream::";
 /// The operator that sets the default dtype of a session.
 const DEFAULT_DTYPE: &str = "tensorstream::default_dtype";
 
+/// The operator that offers a tensor to other sessions, under a ticket.
+const OFFER: &str = "tensorstream::offer";
+
 /// The executor of one session.
 pub(super) struct TorchExecutor {
     storages: Storages,
@@ -188,6 +191,22 @@ impl Executor for TorchExecutor {
             let message = format!("{}\n  in {op}({})", failure.message, arguments.join(", "));
             OpFailure::new(failure.kind, message)
         })
+    }
+
+    fn skip(&mut self, call: &Call, failure: &OpFailure) {
+        let Some(Some(op)) = self.ops.get(call.op as usize) else { return };
+        // Another session may wait for the tensor that cannot be offered.
+        if let (OFFER, [_, Value::Text(ticket)]) = (op.name.as_str(), call.args.as_slice()) {
+            Python::attach(|py| {
+                let told = self.session(py).and_then(|session| {
+                    let arguments = (ticket, &failure.message);
+                    session.call_method1(intern!(py, "skipped_offer"), arguments)
+                });
+                if let Err(error) = told {
+                    error.write_unraisable(py, None);
+                }
+            });
+        }
     }
 
     fn storages(&self) -> Vec<(u64, u64, u32, bool)> {

@@ -19,7 +19,7 @@ from ...errors import (
     TensorStreamError,
 )
 from .. import _registry
-from . import _kernels
+from . import _server_operators as _operators
 
 Path = str | os.PathLike[str]
 
@@ -45,9 +45,9 @@ class RemoteCheckpoint:
     """
 
     def __init__(self, source: Path, device: torch.device, *, lenient: bool = False) -> None:
-        self._anchor = _kernels.anchor(_registry.index_of(device))
+        self._anchor = _operators.anchor(_registry.index_of(device))
         self._source = source_on(source, self._anchor.device.index)
-        text = _kernels.OPEN_CHECKPOINT(self._anchor, self._source, lenient)
+        text = _operators.OPEN_CHECKPOINT(self._anchor, self._source, lenient)
         answer = _answered(text, self._anchor.device, self._source)
         self._number: int = answer["number"]
         #: The safetensors name of the dtype, the shape, and the size in bytes of each tensor, in
@@ -85,7 +85,9 @@ class RemoteCheckpoint:
         bar = _native.Progress("loading", sum(self.tensors[name][2] for name in wanted))
         try:
             for group in self._requests([name for name in self.tensors if name in wanted]):
-                tensors, failure = _kernels.LOAD_TENSORS(self._anchor, self._number, group, verify)
+                tensors, failure = _operators.LOAD_TENSORS(
+                    self._anchor, self._number, group, verify
+                )
                 if failure:
                     _answered(failure, self._anchor.device, self._source)
                 loaded.update(zip(group, tensors, strict=True))
@@ -111,7 +113,7 @@ class RemoteCheckpoint:
 
     def close(self) -> None:
         """Makes the machine close the files. The tensors stay valid."""
-        _kernels.CLOSE_CHECKPOINT(self._anchor, self._number)
+        _operators.CLOSE_CHECKPOINT(self._anchor, self._number)
 
     def __enter__(self) -> RemoteCheckpoint:
         return self
@@ -199,8 +201,8 @@ def load_huggingface_state_dicts(
     if revision and not is_name:
         raise ConfigurationError(f"invalid revision: {repo} is not a name; use hf://NAME@REVISION")
     source = f"hf://{repo}{at}" if is_name else repo
-    anchor = _kernels.anchor(_registry.index_of(device))
-    answer = _answered(_kernels.DIRECTORIES(anchor, source), anchor.device, source)
+    anchor = _operators.anchor(_registry.index_of(device))
+    answer = _answered(_operators.DIRECTORIES(anchor, source), anchor.device, source)
     if not answer["directories"]:
         raise CheckpointNotFoundError(f"{source} has no directory with a checkpoint")
     return {
@@ -216,9 +218,10 @@ def read_text(source: Path, beside: str, device: torch.device) -> str:
         CheckpointNotFoundError: The machine has no such file.
         CheckpointPermissionError: Clients of the machine may not read it.
     """
-    anchor = _kernels.anchor(_registry.index_of(device))
+    anchor = _operators.anchor(_registry.index_of(device))
     source = source_on(source, anchor.device.index)
-    text: str = _answered(_kernels.READ_TEXT(anchor, source, beside), anchor.device, source)["text"]
+    answer = _answered(_operators.READ_TEXT(anchor, source, beside), anchor.device, source)
+    text: str = answer["text"]
     return text
 
 

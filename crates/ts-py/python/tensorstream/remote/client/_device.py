@@ -16,6 +16,7 @@ from ...errors import ConfigurationError, ConnectionLost
 from .. import _accelerator, _patches, _registry
 from .._registry import current_device, index_of, set_device
 from . import _bridge, _kernels
+from . import _server_operators as _operators
 
 
 class _DeviceContext:
@@ -48,7 +49,7 @@ def manual_seed(seed: int) -> None:
 
 def seed_of(index: int, seed: int) -> None:
     """Seeds the generator of a device. ``seed`` has 64 bits, signed or unsigned."""
-    _kernels.SEED(_kernels.anchor(index), (int(seed) + 2**63) % 2**64 - 2**63)
+    _operators.SEED(_operators.anchor(index), (int(seed) + 2**63) % 2**64 - 2**63)
 
 
 def kind_of(index: int) -> tuple[str, int]:
@@ -57,25 +58,25 @@ def kind_of(index: int) -> tuple[str, int]:
     Returns:
         The type, "cpu" or "cuda", and the number.
     """
-    tensor = _kernels.anchor(index)
-    return _kernels.KIND(tensor), _kernels.DEVICES(tensor)
+    tensor = _operators.anchor(index)
+    return _operators.KIND(tensor), _operators.DEVICES(tensor)
 
 
 def gpu_of(index: int) -> tuple[str, int]:
     """Returns the name and the memory in bytes of the GPU that is a device of a machine. Blocks."""
-    tensor = _kernels.anchor(index)
-    return _kernels.GPU_NAME(tensor), _kernels.GPU_BYTES(tensor)
+    tensor = _operators.anchor(index)
+    return _operators.GPU_NAME(tensor), _operators.GPU_BYTES(tensor)
 
 
 def get_rng_state(device: Any = "ts") -> torch.Tensor:
     """Returns the state of a device's generator, as a tensor on the host. Blocks."""
-    return _kernels.RNG_STATE(_kernels.anchor(index_of(device))).cpu()
+    return _operators.RNG_STATE(_operators.anchor(index_of(device))).cpu()
 
 
 def set_rng_state(state: torch.Tensor, device: Any = "ts") -> None:
     """Sets the state of a device's generator to one that ``get_rng_state`` returned."""
     index = index_of(device)
-    _kernels.SET_RNG_STATE(_kernels.anchor(index), state.to(torch.device("ts", index)))
+    _operators.SET_RNG_STATE(_operators.anchor(index), state.to(torch.device("ts", index)))
 
 
 def synchronize(device: Any = None) -> None:
@@ -109,7 +110,7 @@ def empty_cache() -> None:
     for index in list(_registry.ADDRESSES):
         if not _registry.runs_on_cpu(index):
             with contextlib.suppress(ConnectionLost):  # the others do so nevertheless
-                _kernels.EMPTY_CACHE(_kernels.anchor(index))
+                _operators.EMPTY_CACHE(_operators.anchor(index))
 
 
 def get_device_name(device: Any = None) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +19,11 @@ from torch._prims_common import suggest_memory_format
 from ... import _native
 from .. import _registry
 from . import _autocast
+from . import _server_operators as _operators
 from ._composites import COMPOSITES
-from ._schema import is_view, overload, returns, tensor_positions
-from ._trace import LOG
+from ._direct import copy_directly, note_failure
+from ._kernel import kernel
+from ._schema import is_view, overload
 from ._views import META, as_strided, flat_view, is_ours, replace, reshape
 
 aten = torch.ops.aten
@@ -30,55 +31,9 @@ aten = torch.ops.aten
 #: Keeps the libraries alive. PyTorch removes the kernels of a library when it is deleted.
 _LIBRARIES: list[torch.library.Library] = []
 
-#: Operators that accept tensors of indices on the host.
-_ACCEPTS_HOST_INDICES = {
-    f"aten::{name}"
-    for name in (
-        "index.Tensor", "index.Tensor_out", "_unsafe_index.Tensor", "index_put", "index_put_",
-        "_index_put_impl_",
-        "_unsafe_index_put",
-    )
-}  # fmt: skip
-
-#: Operators whose results have other shapes on a CPU than on meta tensors. The shapes depend only
-#: on the signature of the call, so the machine reports them once for each signature.
-_SHAPES_FROM_MACHINE = {
-    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
-    "cudnn_batch_norm",
-    "_batch_norm_with_update", "_batch_norm_no_update", "_embedding_bag",
-    "_embedding_bag_forward_only",
-    "mkldnn_rnn_layer", "multilabel_margin_loss_forward", "native_layer_norm",
-    "native_layer_norm_backward",
-    "native_batch_norm_backward", "batch_norm_backward",
-}  # fmt: skip
-
 #: Composite operators that are sent to the machine as one operator, because their decomposition
 #: depends on the device.
 _UNDECOMPOSED = ["aten::convolution", "aten::convolution_backward", "aten::_convolution"]
-
-
-def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
-    """Returns a kernel that sends an operator to the machine."""
-    name = op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else "")
-    kinds = [str(argument.type) for argument in op._schema.arguments]
-    # Without tensors, the shapes of the results depend on the values of the arguments.
-    by_value = not any("Tensor" in kind for kind in kinds)
-    from_machine = op._schema.name.removeprefix("aten::") in _SHAPES_FROM_MACHINE
-    # Some operators in `_SHAPES_FROM_MACHINE` write to arguments that their schemas do not mark.
-    writes = from_machine or op._schema.is_mutable
-    positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
-    generator = positional.index("generator") if "generator" in positional else None
-    return _native.RemoteKernel(
-        name,
-        op,
-        by_value,
-        name in _ACCEPTS_HOST_INDICES,
-        from_machine,
-        writes,
-        generator,
-        tensor_positions(op),
-        returns(op),
-    )
 
 
 def _contiguous_strides(sizes: Any) -> list[int]:
@@ -191,10 +146,14 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
             or source_machine[0] == target_machine[0]
         ):
             _COPY(to, source)
-        elif not _copy_directly(source, to, source_machine[1], target_machine[1]):
-            host = torch.empty(source.shape, dtype=source.dtype)
-            download(source, host)
-            _copy_from(host, to)
+        else:
+            reason = copy_directly(source, to, source_machine[1], target_machine[1])
+            if reason is not None:
+                host = torch.empty(source.shape, dtype=source.dtype)
+                download(source, host)
+                _copy_from(host, to)
+                # The machine has the tensor, so it was the copy that failed.
+                note_failure(source_machine[1], target_machine[1], reason)
         return to
     if is_ours(to):
         if to.is_neg() or to.is_conj():
@@ -220,35 +179,6 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
     if host is not to:
         to.copy_(host)
     return to
-
-
-#: By the addresses of the source and the target machine: the earliest time of the next attempt to
-#: copy directly. Set when an attempt fails.
-_RETRY_DIRECT: dict[tuple[str, str], float] = {}
-#: The time between a failure and the next attempt, in seconds.
-_RETRY_AFTER = 60.0
-
-
-def _copy_directly(
-    source: torch.Tensor, to: torch.Tensor, source_address: str, target_address: str
-) -> bool:
-    """Copies from one machine to another, without sending the data through this process.
-
-    Returns:
-        Whether the tensor was copied.
-    """
-    addresses = source_address, target_address
-    if _RETRY_DIRECT.get(addresses, 0.0) > time.monotonic() or not source.numel():
-        return False
-    ticket = _OFFER(source)
-    try:
-        reason = _FETCH(to, source_address, ticket)
-    finally:
-        _WITHDRAW(source, ticket)
-    if reason:
-        _RETRY_DIRECT[addresses] = time.monotonic() + _RETRY_AFTER
-        LOG.info("copies from %s to %s go through this process: %s", *addresses, reason)
-    return not reason
 
 
 def _copy_to_lazy(source: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
@@ -380,60 +310,6 @@ _COPY = kernel(aten.copy_.default)
 _CLONE = kernel(aten.clone.default)
 _HISTC = kernel(aten.histc.default)
 
-# Operators that only the server implements, not PyTorch (remote/server/_server.py).
-_SERVER_LIBRARY = torch.library.Library("tensorstream", "DEF")
-_SERVER_LIBRARY.define("manual_seed(Tensor anchor, int seed) -> ()")
-_SERVER_LIBRARY.define("rng_state(Tensor anchor) -> Tensor")
-_SERVER_LIBRARY.define("set_rng_state(Tensor anchor, Tensor state) -> ()")
-_SERVER_LIBRARY.define("give_generator(Tensor anchor, Tensor state) -> ()")
-_SERVER_LIBRARY.define("given_generator(Tensor anchor) -> Tensor")
-_SERVER_LIBRARY.define("kind(Tensor anchor) -> str")
-_SERVER_LIBRARY.define("devices(Tensor anchor) -> int")
-_SERVER_LIBRARY.define("gpu_name(Tensor anchor) -> str")
-_SERVER_LIBRARY.define("gpu_bytes(Tensor anchor) -> int")
-_SERVER_LIBRARY.define("empty_cache(Tensor anchor) -> ()")
-_SERVER_LIBRARY.define("offer(Tensor tensor) -> str")
-_SERVER_LIBRARY.define("withdraw(Tensor anchor, str ticket) -> ()")
-_SERVER_LIBRARY.define("claim(Tensor anchor, str ticket) -> Tensor")
-_SERVER_LIBRARY.define("fetch(Tensor(a!) into, str address, str ticket) -> str")
-_SERVER_LIBRARY.define("open_checkpoint(Tensor anchor, str source, bool lenient) -> str")
-_SERVER_LIBRARY.define(
-    "load_tensors(Tensor anchor, int number, str[] names, bool verify) -> (Tensor[], str)"
-)
-_SERVER_LIBRARY.define("close_checkpoint(Tensor anchor, int number) -> ()")
-_SERVER_LIBRARY.define("read_text(Tensor anchor, str source, str beside) -> str")
-_SERVER_LIBRARY.define("directories(Tensor anchor, str source) -> str")
-_SERVER_LIBRARY.impl("close_checkpoint", lambda anchor, number: None, "Meta")
-_SERVER_LIBRARY.impl("withdraw", lambda anchor, ticket: None, "Meta")
-_SERVER_LIBRARY.impl("manual_seed", lambda anchor, seed: None, "Meta")
-_SERVER_LIBRARY.impl("empty_cache", lambda anchor: None, "Meta")
-_SERVER_LIBRARY.impl("set_rng_state", lambda anchor, state: None, "Meta")
-_SERVER_LIBRARY.impl("give_generator", lambda anchor, state: None, "Meta")
-KIND = kernel(torch.ops.tensorstream.kind.default)
-DEVICES = kernel(torch.ops.tensorstream.devices.default)
-GPU_NAME = kernel(torch.ops.tensorstream.gpu_name.default)
-GPU_BYTES = kernel(torch.ops.tensorstream.gpu_bytes.default)
-EMPTY_CACHE = kernel(torch.ops.tensorstream.empty_cache.default)
-CLAIM = kernel(torch.ops.tensorstream.claim.default)
-OPEN_CHECKPOINT = kernel(torch.ops.tensorstream.open_checkpoint.default)
-LOAD_TENSORS = kernel(torch.ops.tensorstream.load_tensors.default)
-CLOSE_CHECKPOINT = kernel(torch.ops.tensorstream.close_checkpoint.default)
-READ_TEXT = kernel(torch.ops.tensorstream.read_text.default)
-DIRECTORIES = kernel(torch.ops.tensorstream.directories.default)
-_OFFER = kernel(torch.ops.tensorstream.offer.default)
-_WITHDRAW = kernel(torch.ops.tensorstream.withdraw.default)
-_FETCH = kernel(torch.ops.tensorstream.fetch.default)
-SEED = kernel(torch.ops.tensorstream.manual_seed.default)
-RNG_STATE = kernel(torch.ops.tensorstream.rng_state.default)
-SET_RNG_STATE = kernel(torch.ops.tensorstream.set_rng_state.default)
-_SEND_GENERATOR = kernel(torch.ops.tensorstream.give_generator.default)
-_RECEIVE_GENERATOR = kernel(torch.ops.tensorstream.given_generator.default)
-
-
-def anchor(index: int) -> torch.Tensor:
-    """Returns an empty tensor on a device, for operators without other tensor arguments."""
-    return torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
-
 
 @functools.cache
 def kernel_of(op: torch._ops.OpOverload) -> _native.RemoteKernel:
@@ -495,11 +371,11 @@ def draw(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
             f"{op}: the generator is for {generator.device}, but the machine runs operators on "
             f'{kind}; pass torch.Generator("{kind}")'
         )
-    of_device = anchor(index)
+    of_device = _operators.anchor(index)
     with _draw_lock:
-        _SEND_GENERATOR(of_device, generator.get_state().to(of_device.device))
+        _operators.SEND_GENERATOR(of_device, generator.get_state().to(of_device.device))
         result = kernel_of(op)(*args, **{**kwargs, "generator": "given"})
-        generator.set_state(_RECEIVE_GENERATOR(of_device).cpu())
+        generator.set_state(_operators.RECEIVE_GENERATOR(of_device).cpu())
     return result
 
 
@@ -531,4 +407,4 @@ def register() -> None:
     fallbacks.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for key, (tensors, instead) in _UNSUPPORTED.items():
         fallbacks.fallback(_unsupported(tensors, instead), key)
-    _LIBRARIES.extend([library, fallbacks, _SERVER_LIBRARY])
+    _LIBRARIES.extend([library, fallbacks])

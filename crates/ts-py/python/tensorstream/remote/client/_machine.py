@@ -21,7 +21,7 @@ from ...errors import ConfigurationError
 from ...wire._connection import LIMIT_BYTES, _settings
 from .. import _registry, providers
 from ..providers._gpus import GPUS
-from . import _device
+from . import _device, _direct
 from ._pause import SavedStorages
 from ._status import Watcher
 from ._trace import LOG
@@ -335,6 +335,10 @@ class RemoteMachine:
     def _set_address(self, address: str | None) -> None:
         """Sets the address from which other machines can copy tensors. None removes it."""
         first = self._get_session().first
+        _, former = _registry.ADDRESSES.get(first, (first, None))
+        if former is not None and former != address:
+            with contextlib.suppress(RuntimeError):  # the machine that has the offers is lost
+                _direct.forget(former)
         for index in range(first, first + self.device_count):
             if address is None:
                 _registry.ADDRESSES.pop(index, None)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """What sessions get from outside: tensors of other sessions and machines, and open files.
 
-A session offers a tensor under a ticket, a random secret. Any session of the same machine can claim
-the tensor with the ticket. Another machine fetches the tensor: it connects to this machine and
-claims the tensor. If each session has its own process, tensors are passed as descriptors of memory
-via the broker (``tensorstream.serve._broker``), and only the broker connects to other machines. The
-broker also opens the files of checkpoints, and passes their descriptors.
+A session offers a tensor under a ticket, a random secret of the client. Any session of the same
+machine can claim the tensor with the ticket, once. Another machine fetches the tensor: it connects
+to this machine and claims the tensor. If each session has its own process, tensors are passed as
+descriptors of memory via the broker (``tensorstream.serve._broker``), and only the broker connects
+to other machines. The broker also opens the files of checkpoints, and passes their descriptors.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import fcntl
 import math
 import mmap
 import os
-import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
@@ -25,17 +24,19 @@ import torch
 from ... import errors
 from ..._dtypes import SCALAR_TYPES
 from ...serve._messages import SEALS, receive_all, send
+from ...serve._offers import Offers
 from ...serve._weights import OpenFile, Weights
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALAR_TYPES}
 
 
 #: Returns a copy, on the CPU, of the tensor that the machine at an address offers under a ticket.
-#: Raises RuntimeError if that is not possible.
-Fetch = Callable[[str, str], torch.Tensor]
+#: The third argument is the tensor's metadata, as of ``pack``. Raises RuntimeError if that is not
+#: possible.
+Fetch = Callable[[str, str, dict[str, Any]], torch.Tensor]
 
 
-def fetch_nothing(address: str, ticket: str) -> torch.Tensor:
+def fetch_nothing(address: str, ticket: str, metadata: dict[str, Any]) -> torch.Tensor:
     """Raises RuntimeError, for machines that must not connect to others."""
     raise RuntimeError(
         f'this machine cannot fetch tensors from {address}; use a machine of kind "local", or a '
@@ -46,21 +47,37 @@ def fetch_nothing(address: str, ticket: str) -> torch.Tensor:
 class Exchange(Protocol):
     """The operations that a session needs for direct copies and checkpoints."""
 
-    def offer(self, tensor: torch.Tensor) -> str:
-        """Offers a tensor until ``withdraw``. Returns the ticket."""
+    def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str) -> str:
+        """Offers a tensor until it is claimed or withdrawn.
 
-    def withdraw(self, ticket: str) -> None:
-        """Ends an offer of this session."""
+        Returns:
+            An empty string, or the reason why it cannot be offered.
+        """
+
+    def refuse(self, session: Hashable, ticket: str, reason: str) -> None:
+        """Gives the claimant of a ticket a reason instead of a tensor."""
+
+    def withdraw(self, session: Hashable, ticket: str) -> None:
+        """Ends an offer of this session, if it was not claimed."""
+
+    def drop(self, session: Hashable) -> None:
+        """Ends all offers of this session, which has ended."""
 
     def claim(self, ticket: str) -> torch.Tensor:
-        """Returns a copy of a tensor that a session of this machine offers.
+        """Returns a copy of a tensor that a session of this machine offers. Blocks for seconds.
 
         Raises:
             LookupError: No session offers a tensor under this ticket.
         """
 
-    def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
+    def fetch(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> str:
         """Fetches a tensor that another machine offers, and copies it to ``into``. Blocks.
+
+        Args:
+            into: A tensor of the same shape.
+            address: The address of the other machine.
+            ticket: The ticket of the tensor.
+            dtype: The dtype of the tensor.
 
         Returns:
             An empty string, or the reason why the tensor could not be copied.
@@ -91,25 +108,27 @@ class LocalExchange:
 
     def __init__(self, fetch: Fetch = fetch_nothing, weights: Weights | None = None) -> None:
         self._fetch, self._weights = fetch, weights or Weights()
-        self._offered: dict[str, torch.Tensor] = {}
+        self._offers: Offers[torch.Tensor] = Offers()
 
-    def offer(self, tensor: torch.Tensor) -> str:
-        ticket = secrets.token_hex(16)
-        self._offered[ticket] = tensor
-        return ticket
+    def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str) -> str:
+        # A copy, because the session may free, resize or write to the tensor.
+        return self._offers.add(session, ticket, tensor.clone())
 
-    def withdraw(self, ticket: str) -> None:
-        self._offered.pop(ticket, None)
+    def refuse(self, session: Hashable, ticket: str, reason: str) -> None:
+        self._offers.refuse(session, ticket, reason)
+
+    def withdraw(self, session: Hashable, ticket: str) -> None:
+        self._offers.withdraw(session, ticket)
+
+    def drop(self, session: Hashable) -> None:
+        self._offers.drop(session)
 
     def claim(self, ticket: str) -> torch.Tensor:
-        if ticket not in self._offered:
-            raise LookupError("no session offers this tensor")
-        # Returns a copy, because the other session may free or resize the tensor.
-        return self._offered[ticket].clone()
+        return self._offers.take(ticket)
 
-    def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
+    def fetch(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> str:
         try:
-            into.copy_(self._fetch(address, ticket))
+            into.copy_(self._fetch(address, ticket, _metadata(dtype, into.shape)))
         except RuntimeError as error:
             return str(error)
         return ""
@@ -145,26 +164,30 @@ class BrokerExchange:
             raise RuntimeError("the server is stopping, or has ended this session")
         return answer
 
-    def offer(self, tensor: torch.Tensor) -> str:
-        ticket = secrets.token_hex(16)
+    def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str) -> str:
         packed, descriptor = pack(tensor)
         try:
             answer, _ = self._request({"offer": ticket, "tensor": packed}, descriptor)
         finally:
             os.close(descriptor)
-        if refusal := answer.get("refused"):
-            raise RuntimeError(refusal)
-        return ticket
+        return str(answer.get("refused", ""))
 
-    def withdraw(self, ticket: str) -> None:
+    def refuse(self, session: Hashable, ticket: str, reason: str) -> None:
+        self.tell({"refuse": ticket, "reason": reason[:1000]})
+
+    def withdraw(self, session: Hashable, ticket: str) -> None:
         self.tell({"withdraw": ticket})
+
+    def drop(self, session: Hashable) -> None:
+        """Does nothing, because the broker does so when this process ends."""
 
     def claim(self, ticket: str) -> torch.Tensor:
         return self._tensor({"claim": ticket}, LookupError)
 
-    def fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
+    def fetch(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> str:
+        request = {"fetch": ticket, "from": address, "tensor": _metadata(dtype, into.shape)}
         try:
-            into.copy_(self._tensor({"fetch": ticket, "from": address}, RuntimeError))
+            into.copy_(self._tensor(request, RuntimeError))
         except RuntimeError as error:
             return str(error)
         return ""
@@ -204,7 +227,6 @@ def pack(tensor: torch.Tensor) -> tuple[dict[str, Any], int]:
         owns.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    packed = {"dtype": str(tensor.dtype).removeprefix("torch."), "sizes": list(tensor.shape)}
     descriptor = os.memfd_create("tensorstream-offer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         nbytes = tensor.numel() * tensor.element_size()
@@ -219,7 +241,31 @@ def pack(tensor: torch.Tensor) -> tuple[dict[str, Any], int]:
     except BaseException:
         os.close(descriptor)
         raise
-    return packed, descriptor
+    return _metadata(tensor.dtype, tensor.shape), descriptor
+
+
+def _metadata(dtype: torch.dtype, sizes: torch.Size) -> dict[str, Any]:
+    """Returns the dtype and the sizes of a tensor, for ``layout``."""
+    return {"dtype": str(dtype).removeprefix("torch."), "sizes": list(sizes)}
+
+
+def layout(packed: dict[str, Any]) -> tuple[torch.dtype, list[int], int]:
+    """Returns the dtype and the sizes of a tensor from its metadata, and its size in bytes.
+
+    Raises:
+        RuntimeError: The metadata, which another session has sent, is invalid.
+    """
+    dtype, sizes = _DTYPES.get(str(packed.get("dtype"))), packed.get("sizes")
+    if (
+        dtype is None
+        or not isinstance(sizes, list)
+        or not all(type(size) is int and 0 <= size < 2**63 for size in sizes)
+    ):
+        raise RuntimeError(
+            f"invalid offer: expected a dtype and a list of sizes, got {packed.get('dtype')!r} and "
+            f"{sizes!r}"
+        )
+    return dtype, sizes, math.prod(sizes) * dtype.itemsize
 
 
 def unpack(packed: dict[str, Any], descriptor: int) -> torch.Tensor:
@@ -230,17 +276,7 @@ def unpack(packed: dict[str, Any], descriptor: int) -> torch.Tensor:
             memory.
     """
     try:
-        dtype, sizes = _DTYPES.get(str(packed.get("dtype"))), packed.get("sizes")
-        if (
-            dtype is None
-            or not isinstance(sizes, list)
-            or not all(type(size) is int and size >= 0 for size in sizes)
-        ):
-            raise RuntimeError(
-                f"invalid offer: expected a dtype and a list of sizes, got {packed.get('dtype')!r} "
-                f"and {sizes!r}"
-            )
-        nbytes = math.prod(sizes) * dtype.itemsize
+        dtype, sizes, nbytes = layout(packed)
         if (length := os.lseek(descriptor, 0, os.SEEK_END)) != nbytes:
             raise RuntimeError(f"invalid offer: expected memory of {nbytes} bytes, got {length}")
         if not nbytes:

@@ -27,8 +27,11 @@ SERVER_OPERATORS = frozenset({
     "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator",
     "default_dtype", "kind",
     "devices", "gpu_name", "gpu_bytes", "empty_cache", "offer", "withdraw", "claim", "fetch",
+    "take",
     "open_checkpoint", "load_tensors", "close_checkpoint", "read_text", "directories",
 })  # fmt: skip
+#: Those that write to their first argument.
+_WRITING = frozenset({"claim", "fetch", "take"})
 #: Operators that access files or the memory of other processes, and an operator whose results have
 #: no memory.
 REFUSED = frozenset({
@@ -71,12 +74,12 @@ class Session:
         #: Generators whose state the client sends from its own generators.
         self._client_generators: dict[torch.device, torch.Generator] = {}
         self._exchange = exchange or LocalExchange()
-        self._tickets: set[str] = set()
+        #: Names the session to the exchange, which does not keep it.
+        self._name = object()
         self._checkpoints = Checkpoints(self._exchange, budget)
 
     def __del__(self) -> None:
-        for ticket in self._tickets:
-            self._exchange.withdraw(ticket)
+        self._exchange.drop(self._name)
 
     def _generator(self, device: torch.device, of_client: bool = False) -> torch.Generator:
         generators = self._client_generators if of_client else self._generators
@@ -107,7 +110,7 @@ class Session:
         if namespace == "tensorstream":
             if base not in SERVER_OPERATORS:
                 raise LookupError("the machine has no such operator")
-            return getattr(self, "_" + base), [0] if base == "fetch" else [], []
+            return getattr(self, "_" + base), [0] if base in _WRITING else [], []
         packet: Any = getattr(getattr(torch.ops, namespace), base, None)
         if not isinstance(packet, torch._ops.OpOverloadPacket):
             raise LookupError(f"the machine has no such operator (PyTorch {torch.__version__})")
@@ -201,21 +204,34 @@ class Session:
     def _given_generator(self, anchor: torch.Tensor) -> torch.Tensor:
         return self._generator(anchor.device, True).get_state().to(anchor.device)
 
-    def _offer(self, tensor: torch.Tensor) -> str:
-        ticket = self._exchange.offer(tensor)
-        self._tickets.add(ticket)
-        return ticket
+    def _offer(self, tensor: torch.Tensor, ticket: str) -> None:
+        refusal = self._exchange.offer(self._name, tensor, ticket)
+        if refusal:
+            self._exchange.refuse(self._name, ticket, refusal)
+
+    def skipped_offer(self, ticket: str, reason: str) -> None:
+        """Handles an offer whose tensor was not computed. The native half calls this."""
+        self._exchange.refuse(self._name, ticket, reason)
 
     def _withdraw(self, anchor: torch.Tensor, ticket: str) -> None:
-        if ticket in self._tickets:
-            self._tickets.discard(ticket)
-            self._exchange.withdraw(ticket)
+        self._exchange.withdraw(self._name, ticket)
 
-    def _claim(self, anchor: torch.Tensor, ticket: str) -> torch.Tensor:
-        return self._exchange.claim(ticket).to(anchor.device)
+    def _claim(self, into: torch.Tensor, ticket: str) -> None:
+        tensor = self._exchange.claim(ticket)
+        if (tensor.dtype, tensor.shape) != (into.dtype, into.shape):
+            raise RuntimeError(
+                f"the tensor that is offered has shape {list(tensor.shape)} and {tensor.dtype}, "
+                f"but {list(into.shape)} and {into.dtype} are claimed"
+            )
+        into.copy_(tensor)
 
-    def _fetch(self, into: torch.Tensor, address: str, ticket: str) -> str:
-        return self._exchange.fetch(into, address, ticket)
+    def _fetch(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> str:
+        return self._exchange.fetch(into, address, ticket, dtype)
+
+    def _take(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> None:
+        reason = self._exchange.fetch(into, address, ticket, dtype)
+        if reason:
+            raise RuntimeError(f"cannot copy the tensor from {address}: {reason}")
 
     def _open_checkpoint(self, anchor: torch.Tensor, source: str, lenient: bool) -> str:
         return self._checkpoints.open(source, lenient)
