@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +63,38 @@ def drop_caches() -> None:
 
 
 @contextmanager
+def memory_group(limit: int, name: str = "") -> Iterator[Path]:
+    """Yields the directory of a memory cgroup of version 1 or 2, for at most ``limit`` bytes.
+
+    The limit includes the page cache. Processes join it with ``join_group``.
+
+    Raises:
+        OSError: This user cannot create one.
+    """
+    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    is_v1 = (v1 / "memory.limit_in_bytes").exists()
+    group = (v1 if is_v1 else v2) / f"tensorstream-{os.getpid()}{name}"
+    group.mkdir()
+    try:
+        (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(limit))
+        yield group
+    finally:
+        time.sleep(0.2)
+        group.rmdir()
+
+
+def join_group() -> None:
+    """Moves this process to the cgroup of the environment variable ``BENCH_GROUP``."""
+    Path(os.environ["BENCH_GROUP"], "cgroup.procs").write_text(str(os.getpid()))
+
+
+@contextmanager
 def memory_cap(limit: int) -> Iterator[list[str]]:
     """Yields the start of a command line that limits a program to ``limit`` bytes.
 
-    The limit includes the page cache. Uses a memory cgroup of version 1 or 2, or else a systemd
-    scope. If neither works, prints a warning and yields an empty list.
+    The limit includes the page cache. Uses a memory cgroup, or else a systemd scope. If neither
+    works, prints a warning and yields an empty list.
     """
-    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    if (v1 / "memory.limit_in_bytes").exists():
-        group, name = v1 / f"tensorstream-{os.getpid()}", "memory.limit_in_bytes"
-    else:
-        group, name = v2 / f"tensorstream-{os.getpid()}", "memory.max"
     scope = [
         "systemd-run",
         "--scope",
@@ -82,26 +103,20 @@ def memory_cap(limit: int) -> Iterator[list[str]]:
         "--property=MemorySwapMax=0",
     ]
     scope = scope if os.geteuid() == 0 else [*scope, "--user"]
-    try:
-        group.mkdir()
-        (group / name).write_text(str(limit))
-    except OSError as error:
-        with suppress(OSError):
-            group.rmdir()
-        if succeeds([*scope, "true"]):
-            yield scope
-        else:
-            print(
-                f"cannot limit memory, so programs may use all of it: {error}",
-                file=sys.stderr,
-            )
-            yield []
-        return
-    try:
+    with ExitStack() as stack:
+        try:
+            group = stack.enter_context(memory_group(limit))
+        except OSError as error:
+            if succeeds([*scope, "true"]):
+                yield scope
+            else:
+                print(
+                    f"cannot limit memory, so programs may use all of it: {error}",
+                    file=sys.stderr,
+                )
+                yield []
+            return
         yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "capped"]
-    finally:
-        time.sleep(0.2)
-        group.rmdir()
 
 
 def succeeds(command: list[str]) -> bool:

@@ -23,7 +23,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
     match name {
         "parts" | "memory" | "routing" | "streams" | "wire" => run_criterion(name),
         "broadcast" | "caps" | "codecs" | "exact" | "load" | "lora" | "overhead" | "peak"
-        | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions" | "storage"
+        | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions" | "storage" | "split"
         | "throughput" | "weights" => run_script(&python::prepared()?, name, &[]),
         "file-cache" => run_script(&python::prepared()?, "file_cache", &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
@@ -50,8 +50,8 @@ pub(crate) fn run(name: &str) -> Result<()> {
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
              wire-peers, serve, broadcast, caps, codecs, exact, file-cache, io, llama, \
-             load, lora, moe, offload, openai, overhead, peak, remote, sessions, storage, \
-             throughput or weights"
+             load, lora, moe, offload, openai, overhead, peak, remote, sessions, split, \
+             storage, throughput or weights"
         )),
     }
 }

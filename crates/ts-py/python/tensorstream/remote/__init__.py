@@ -34,6 +34,7 @@ from .client._create import (
     create_ssh_machine,
     create_tcp_machine,
 )
+from .client._dispatch import dispatch, placement
 from .client._machine import RemoteMachine, Wait
 from .client._trace import Event, Trace, metadata_hash, storage_id, trace
 
@@ -58,9 +59,11 @@ __all__ = [
     "create_ray_machines",
     "create_ssh_machine",
     "create_tcp_machine",
+    "dispatch",
     "load_huggingface_state_dicts",
     "load_state_dict",
     "metadata_hash",
+    "placement",
     "storage_id",
     "trace",
 ]

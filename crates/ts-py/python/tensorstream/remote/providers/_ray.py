@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import math
 import os
+import re
 import secrets
 import socket
 import threading
@@ -38,6 +39,8 @@ _CONNECT = 10.0
 _STOP = 10.0
 #: The most characters of Ray's messages in an error.
 _MESSAGE = 1000
+#: The codes of colours in Ray's messages.
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
 
 @functools.cache
@@ -327,8 +330,10 @@ def _error(ray: types.ModuleType, error: Exception) -> ProviderError:
 
 
 def _brief(error: BaseException) -> str:
-    """Returns the beginning of an exception's message, on one line."""
-    return " ".join(str(error).split())[:_MESSAGE] or type(error).__name__
+    """Returns the end of an exception's message, on one line, without colours and marks."""
+    words = _COLOURS.sub("", str(error)).split()
+    text = " ".join(word for word in words if word.strip("^"))
+    return text[-_MESSAGE:] or type(error).__name__
 
 
 def _text(resources: Mapping[str, float]) -> str:

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Compares a model that is split over two machines with what users would do instead.
+
+`cargo xtask bench split`. Needs Ray, and a memory cgroup for the cap.
+
+The model has 2.2 GB of weights. Each contender, except "direct", runs in processes that are capped
+at 60% of that, page cache included, with one thread each:
+
+- "split": `ts.remote.dispatch` over two machines, which two Ray actors host.
+- "ray": two Ray actors, each with half of the layers, that pass activations as Ray's objects.
+- "accelerate": one process, `device_map="auto"`, with what does not fit on disk.
+- "streamed": one process, `ts.from_pretrained` with a budget.
+- "direct": one process without a cap, which has all weights in memory.
+
+All load once. Then they decode the same tokens, in interleaved rounds. Ray's nodes are on this
+computer, so a hop costs what a message through the loopback device does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import SCRATCH, llama_1b, memory_group
+
+sys.path.append(str(Path(__file__).parents[2] / "crates/ts-py/tests"))
+
+ROUNDS = 7
+TOKENS = 9
+#: The file of a cgroup (version 1) with the most memory that its processes have used.
+PEAK = "memory.max_usage_in_bytes"
+#: The part of the cap that weights may use in one process.
+SHARE = 0.55
+
+
+def decode(step: Any) -> dict[str, Any]:
+    """Decodes greedily after a prompt. Returns the tokens, and the seconds of each but the first.
+
+    Args:
+        step: Returns the next token for the latest tokens and their position.
+    """
+    ids, position, tokens, seconds = list(range(1, 17)), 0, [], []
+    for _ in range(TOKENS):
+        begin = time.perf_counter()
+        token = step(ids, position)
+        seconds.append(time.perf_counter() - begin)
+        position += len(ids)
+        ids = [token]
+        tokens.append(token)
+    return {"tokens": tokens, "seconds": seconds[1:]}
+
+
+class Whole:
+    """A model that one call runs."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.past = model, None
+        self.device = next(iter(model.parameters())).device
+
+    def __call__(self, ids: list[int], position: int) -> int:
+        with torch.no_grad():
+            result = self.model(
+                input_ids=torch.tensor([ids]).to(self.device),
+                past_key_values=self.past if position else None,
+                use_cache=True,
+            )
+        self.past = result.past_key_values
+        return int(result.logits[0, -1].argmax())
+
+
+class Part:
+    """A Ray actor with some of a Llama's layers. The first one embeds, and the last one decides."""
+
+    def __init__(self, path: str, first: int, last: int) -> None:
+        from safetensors import safe_open
+        from transformers import AutoConfig, DynamicCache, LlamaForCausalLM
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        torch.set_num_threads(1)
+        config = AutoConfig.from_pretrained(path)
+        config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        self.layers = model.model.layers[first:last]
+        self.embed = model.model.embed_tokens if first == 0 else None
+        is_last = last == config.num_hidden_layers
+        self.norm, self.head = (model.model.norm, model.lm_head) if is_last else (None, None)
+        self.rotary, self.new_cache = LlamaRotaryEmbedding(config), DynamicCache
+        wanted = {f"model.layers.{index}." for index in range(first, last)}
+        wanted |= {"model.embed_tokens."} if self.embed is not None else set()
+        wanted |= {"model.norm.", "lm_head."} if is_last else set()
+        state = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                names = [n for n in opened.keys() if n.startswith(tuple(wanted))]  # noqa: SIM118
+                state |= {name: opened.get_tensor(name).clone() for name in names}
+        model.load_state_dict(state, strict=False, assign=True)
+
+    def step(self, value: Any, position: int) -> Any:
+        with torch.no_grad():
+            if position == 0:
+                self.cache = self.new_cache()
+            hidden = torch.tensor([value]) if self.embed is not None else value
+            hidden = self.embed(hidden) if self.embed is not None else hidden
+            positions = torch.arange(position, position + hidden.shape[1])[None]
+            rotary = self.rotary(hidden, positions)
+            for layer in self.layers:
+                hidden = layer(
+                    hidden, position_ids=positions, past_key_values=self.cache,
+                    position_embeddings=rotary, use_cache=True,
+                )  # fmt: skip
+            if self.head is None:
+                return hidden
+            return int(self.head(self.norm(hidden)[:, -1:])[0, -1].argmax())
+
+
+class Child:
+    """A contender in a process of its own, which decodes once for each line of its input."""
+
+    def __init__(self, kind: str, group: Path | None) -> None:
+        environment = {**os.environ, **({} if group is None else {"BENCH_GROUP": str(group)})}
+        self.process = subprocess.Popen(
+            [sys.executable, sys.argv[0], kind], env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        self.read()
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise RuntimeError(f"the process ended with status {self.process.wait()}")
+
+    def __call__(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
+        return self.read()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def run_child(kind: str) -> None:
+    """Runs as a ``Child``."""
+    import tensorstream as ts
+    from models import join_group
+    from transformers import AutoModelForCausalLM
+
+    path, limit = llama_1b(), cap()
+    if "BENCH_GROUP" in os.environ:
+        join_group()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as directory:
+        if kind == "streamed":
+            model = ts.from_pretrained(path, budget=int(limit * SHARE))
+        elif kind == "accelerate":
+            model = AutoModelForCausalLM.from_pretrained(
+                path, device_map="auto", max_memory={"cpu": int(limit * SHARE)},
+                offload_folder=directory,
+            )  # fmt: skip
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path)
+        step = Whole(model)
+        print("{}", flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(decode(step)), flush=True)
+
+
+def cap() -> int:
+    """Returns the most memory of each process: 60% of the weights."""
+    return int(0.6 * sum(file.stat().st_size for file in llama_1b().glob("*.safetensors")))
+
+
+def main() -> int:
+    if len(sys.argv) > 1:
+        run_child(sys.argv[1])
+        return 0
+    import ray
+    import transformers
+    from raycluster import RayCluster
+    from tensorstream.remote import RemoteMachine, dispatch
+
+    path, limit = llama_1b(), cap()
+    print(f"scratch directory: {SCRATCH}; torch {torch.__version__}, ray {ray.__version__}")
+    contenders: dict[str, Any] = {}
+    groups: list[Path] = []
+    with ExitStack() as stack:
+        cluster = stack.enter_context(RayCluster())
+
+        def grouped(name: str) -> dict[str, Any]:
+            """Returns the environment of an actor that joins a cgroup of its own."""
+            group = stack.enter_context(memory_group(limit, f"-{name}"))
+            groups.append(group)
+            modules = os.pathsep.join(
+                [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+            )
+            variables = {"BENCH_GROUP": str(group), "PYTHONPATH": modules}
+            return {"env_vars": variables, "worker_process_setup_hook": "models.join_group"}
+
+        machines = [
+            stack.enter_context(
+                RemoteMachine("ray", address=cluster.address, runtime_env=grouped(f"split{index}"))
+            )
+            for index in range(2)
+        ]
+        begin = time.perf_counter()
+        split = Whole(dispatch(path, machines))
+        loaded = time.perf_counter() - begin
+        contenders["split"] = lambda: decode(split)
+
+        actor: Any = ray.remote(Part)
+        last = transformers.AutoConfig.from_pretrained(path).num_hidden_layers
+        parts = [
+            actor.options(runtime_env=grouped(f"ray{first}")).remote(str(path), first, end)
+            for first, end in ((0, last // 2), (last // 2, last))
+        ]
+
+        def through_ray(ids: list[int], position: int) -> int:
+            hidden = parts[0].step.remote(ids, position)
+            token: int = ray.get(parts[1].step.remote(hidden, position))
+            return token
+
+        contenders["ray"] = lambda: decode(through_ray)
+        for kind in ("accelerate", "streamed", "direct"):
+            group = None if kind == "direct" else stack.enter_context(
+                memory_group(limit, f"-{kind}")
+            )  # fmt: skip
+            try:
+                child = Child(kind, group)
+            except RuntimeError as error:
+                print(f"{kind}: {error}")
+                continue
+            contenders[kind] = child
+            stack.callback(child.close)
+        report(contenders, machines, groups[:2], loaded, limit)
+        for part in parts:
+            ray.kill(part)
+    return 0
+
+
+def report(
+    contenders: dict[str, Any], machines: list[Any], groups: list[Path], loaded: float, limit: int
+) -> None:
+    seen: dict[str, list[float]] = defaultdict(list)
+    tokens: dict[str, list[int]] = {}
+    for turn in range(ROUNDS + 1):
+        for name in random.sample(list(contenders), len(contenders)):
+            result = contenders[name]()
+            assert tokens.setdefault(name, result["tokens"]) == result["tokens"], name
+            if turn:
+                seen[name].append(statistics.median(result["seconds"]))
+    begin = time.perf_counter()
+    for _ in range(200):
+        machines[1].synchronize()
+    trip = (time.perf_counter() - begin) / 200
+    print(
+        f"\ncap {limit >> 20} MiB; split loaded in {loaded:.2f} s; "
+        f"a round trip takes {1e3 * trip:.2f} ms"
+    )
+    print(f"{ROUNDS} rounds: milliseconds a token, median (least to most), and ratio to direct")
+    for name, times in seen.items():
+        ratios = [one / other for one, other in zip(times, seen["direct"], strict=True)]
+        spread = f"{1e3 * min(times):.0f} to {1e3 * max(times):.0f}"
+        print(
+            f"  {name:<11} {1e3 * statistics.median(times):7.1f} ({spread})"
+            f"   {statistics.median(ratios):.3f}   tokens equal: {tokens[name] == tokens['direct']}"
+        )
+    for machine, group in zip(machines, groups, strict=True):
+        sent = machine.stats()["uploaded_bytes"]
+        peak = int((group / PEAK).read_text()) >> 20 if (group / PEAK).exists() else None
+        print(f"  {machine.device()}: {sent} bytes uploaded by the client; peak {peak} MiB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
