@@ -22,9 +22,9 @@ pub(crate) fn smoke() -> Result<()> {
 pub(crate) fn run(name: &str) -> Result<()> {
     match name {
         "parts" | "memory" | "routing" | "streams" | "wire" => run_criterion(name),
-        "broadcast" | "caps" | "codecs" | "exact" | "load" | "lora" | "overhead" | "peak"
-        | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions" | "storage" | "split"
-        | "throughput" | "weights" => run_script(&python::prepared()?, name, &[]),
+        "broadcast" | "caps" | "codecs" | "exact" | "load" | "lora" | "neighbours" | "overhead"
+        | "peak" | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions" | "storage"
+        | "split" | "throughput" | "weights" => run_script(&python::prepared()?, name, &[]),
         "file-cache" => run_script(&python::prepared()?, "file_cache", &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "openai" => run_script(&python::prepared()?, "openai_clients", &[]),
@@ -50,7 +50,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
              wire-peers, serve, broadcast, caps, codecs, exact, file-cache, io, llama, \
-             load, lora, moe, offload, openai, overhead, peak, remote, sessions, split, \
+             load, lora, moe, neighbours, offload, openai, overhead, peak, remote, sessions, split, \
              storage, throughput or weights"
         )),
     }

@@ -81,6 +81,7 @@ pub fn service_name(session: [u8; 16]) -> String {
 /// ```
 pub struct SessionServer<E: Executor> {
     reconnect_timeout: Duration,
+    idle_timeout: Option<Duration>,
     sessions: Mutex<HashMap<[u8; 16], SessionEntry<E>>>,
     /// Notified when a thread has stopped serving a session.
     changed: Condvar,
@@ -105,7 +106,18 @@ impl<E: Executor + Send> SessionServer<E> {
     /// Creates a server without sessions. `reconnect_timeout` is how long a session is kept after
     /// its link was lost.
     pub fn new(reconnect_timeout: Duration) -> Self {
-        Self { reconnect_timeout, sessions: Mutex::default(), changed: Condvar::new() }
+        Self {
+            reconnect_timeout,
+            idle_timeout: None,
+            sessions: Mutex::default(),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Ends sessions whose connected clients send no request for this long. By default they go on.
+    #[must_use]
+    pub fn with_idle_timeout(self, timeout: Duration) -> Self {
+        Self { idle_timeout: Some(timeout), ..self }
     }
 
     /// Returns the number of sessions, with and without a link.
@@ -141,7 +153,7 @@ impl<E: Executor + Send> SessionServer<E> {
 
     /// Serves a connected client. Blocks until the client ends its session, loses its link or
     /// connects again, or until `stop` is set. Setting `stop` ends the session, and frees its
-    /// tensors.
+    /// tensors. So does the idle timeout.
     ///
     /// `make` creates the executor, if the session is new. A second thread answers pings and sends
     /// replies while operators run. [`is_stuck`](Self::is_stuck) reports an operator that still
@@ -174,7 +186,7 @@ impl<E: Executor + Send> SessionServer<E> {
             }
             None => Box::new(Session::new(make())),
         };
-        let result = session.serve(link, peer, &status, stop);
+        let result = session.serve(link, peer, &status, stop, self.idle_timeout);
         let link = session.detach();
         if let (Err(error @ Error::Protocol { .. }), Some(mut link)) = (&result, link) {
             // If the connection itself detected the error, it has already sent CLOSE.

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import SERVE, Serving, cut
 from tensorstream.errors import ConnectionLost
 from tensorstream.remote import RemoteMachine
+from tensorstream.serve import _broker
 
 PROGRAM = Path(sys.executable).parent / "tensorstream"
 
@@ -139,6 +140,90 @@ def test_a_session_that_goes_on_is_ended(again: bool) -> None:
         assert served.process.wait(20) == 0
         assert time.monotonic() - began > (0.5 if again else 2)
         machine.stop()
+
+
+def test_one_client_cannot_have_all_sessions() -> None:
+    with Serving({"--client-sessions": 2}) as served:
+        first, second = (RemoteMachine("tcp", served.address) for _ in range(2))
+        with pytest.raises(ConnectionLost, match="this client has reached its limit of 2 sessions"):
+            RemoteMachine("tcp", served.address)
+        assert torch.ones(2, device=first.device()).sum().item() == 2.0
+        second.stop()
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            try:
+                RemoteMachine("tcp", served.address).stop()
+                break
+            except ConnectionLost:
+                time.sleep(0.1)
+        else:
+            raise AssertionError("the session that ended still counts")
+        first.stop()
+
+
+def test_idle_sessions_are_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        Serving({"--idle-timeout": 2}, log=log) as served,
+        RemoteMachine("tcp", served.address, retry=5.0) as machine,
+    ):
+        x = torch.ones(3, device=machine.device())
+        for _ in range(6):  # longer than the limit, with requests
+            time.sleep(0.5)
+            assert x.sum().item() == 3.0
+        time.sleep(3.5)
+        with pytest.raises(ConnectionLost, match="sent nothing for 2 seconds"):
+            x.sum().item()
+        end = time.monotonic() + 10
+        while "of CPU time and up to" not in log.read_text():
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    assert re.search(r"session 1: ended after [3-9]\.\d s", log.read_text())
+
+
+def test_clients_share_the_cpu_time() -> None:
+    """A client with several sessions gets no more than one with a single session."""
+    broker = object.__new__(_broker.Broker)
+    shares: dict[int, int] = {}
+
+    class Processes:
+        def schedule(self, number: int, niceness: int | None = None) -> None:
+            assert niceness is not None
+            shares[number] = niceness
+
+    # Only this method of the processes is used, and they cannot run here.
+    broker._processes = Processes()  # type: ignore[assignment]
+    clients = ["10.0.0.1"] * 24
+    broker._sessions = {}
+    for number, client in enumerate(clients):
+        ends = socket.socketpair()
+        session = _broker._Session(number, str(number), *ends, client)
+        broker._sessions[session.service] = session
+        broker._share()
+    assert set(shares.values()) == {0}, "there is no other client"
+    ends = socket.socketpair()
+    broker._sessions["x"] = _broker._Session(99, "x", *ends, "10.0.0.2")
+    broker._share()
+    weight = {number: 1.25**-niceness for number, niceness in shares.items()}
+    assert shares[99] == 0
+    assert 0.4 < sum(weight[number] for number in range(24)) < 0.6
+    for peer, client in (
+        ("10.0.0.1:80", "10.0.0.1"), ("[::1]:80", "[::1]"), ("unix", "unix"),
+    ):  # fmt: skip
+        assert _broker._client_at(peer) == client
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="Linux only")
+def test_the_share_of_a_process_is_set() -> None:
+    from tensorstream import _native
+
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            _native.set_share(child.pid, 7, 0.02)
+            assert os.getpriority(os.PRIO_PROCESS, child.pid) == 7
+        finally:
+            child.kill()
+    _native.set_share(child.pid, 7, 0.02)  # it has ended
 
 
 def test_options_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,15 @@ pub(super) struct Arguments {
         long, env = "TENSORSTREAM_MAX_SESSIONS", default_value_t = 256, value_parser = at_least_one
     )]
     max_sessions: usize,
+    /// The most sessions of one client at a time. Clients are told apart by their addresses.
+    #[arg(
+        long, env = "TENSORSTREAM_CLIENT_SESSIONS", default_value_t = 64,
+        value_parser = at_least_one
+    )]
+    client_sessions: usize,
+    /// End sessions whose client sends nothing for this many seconds. Never by default.
+    #[arg(long, env = "TENSORSTREAM_IDLE_TIMEOUT", value_parser = at_least_one)]
+    idle_timeout: Option<usize>,
     /// The most memory of one session, such as 4GiB. Unlimited by default.
     #[arg(long, env = "TENSORSTREAM_SESSION_MEMORY", value_parser = budget)]
     session_memory: Option<usize>,
@@ -90,6 +99,8 @@ impl Arguments {
             "devices": self.devices,
             "threads": self.threads,
             "max_sessions": self.max_sessions,
+            "client_sessions": self.client_sessions,
+            "idle_timeout": self.idle_timeout,
             "session_memory": self.session_memory,
             "weights": self.weights,
             "budget": self.budget,

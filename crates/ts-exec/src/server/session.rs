@@ -84,6 +84,7 @@ impl<E: Executor + Send> Session<E> {
         peer: Hello,
         status: &ServingStatus,
         stop: &AtomicBool,
+        idle_timeout: Option<Duration>,
     ) -> Result<(), Error> {
         let stream = link.connection().open_stream()?;
         let hello = Hello { session: peer.session, received: self.channel.received() };
@@ -106,7 +107,7 @@ impl<E: Executor + Send> Session<E> {
                     }
                 });
             let result = match &keep_alive {
-                Ok(_) => self.run(&channel, &status.superseded, stop),
+                Ok(_) => self.run(&channel, &status.superseded, stop, idle_timeout),
                 Err(error) => {
                     Err(Error::Misuse(format!("cannot start the keep-alive thread: {error}")))
                 }
@@ -124,7 +125,9 @@ impl<E: Executor + Send> Session<E> {
         channel: &SharedChannel<E>,
         superseded: &AtomicBool,
         stop: &AtomicBool,
+        idle_timeout: Option<Duration>,
     ) -> Result<(), Error> {
+        let mut idle_since = Instant::now();
         loop {
             self.run_requests(channel)?;
             let item = if self.awaits_ack {
@@ -136,6 +139,9 @@ impl<E: Executor + Send> Session<E> {
                     None => channel.lock().next_within(SLICE)?,
                 }
             };
+            if item.is_some() || self.awaits_ack || self.upload.is_some() {
+                idle_since = Instant::now();
+            }
             match item {
                 Some(Incoming::Message(batch)) => self.batch = batch,
                 Some(Incoming::Announced(info)) => {
@@ -150,11 +156,15 @@ impl<E: Executor + Send> Session<E> {
                 }
                 None if superseded.load(Ordering::Relaxed) => return Err(link_lost()),
                 None if stop.load(Ordering::Relaxed) => {
-                    let mut channel = channel.lock();
-                    if let Some(link) = channel.link() {
-                        link.connection().close("the server was stopped");
-                        let _ = link.flush_all();
-                    }
+                    close::<E>(channel, "the server was stopped");
+                    return Ok(());
+                }
+                None if idle_timeout.is_some_and(|limit| idle_since.elapsed() >= limit) => {
+                    let limit = idle_timeout.unwrap_or_default().as_secs_f64();
+                    close::<E>(
+                        channel,
+                        &format!("the session has sent nothing for {limit} seconds"),
+                    );
                     return Ok(());
                 }
                 None => channel.lock().send_ack()?,
@@ -306,5 +316,14 @@ impl<E: Executor + Send> Session<E> {
         let mut failed = Vec::new();
         Reply::Failed { request, failure }.encode(&mut failed);
         channel.lock().send_message(&failed)
+    }
+}
+
+/// Closes the link of a session for a reason, if it has one.
+fn close<E: Executor>(channel: &SharedChannel<E>, reason: &str) {
+    let mut channel = channel.lock();
+    if let Some(link) = channel.link() {
+        link.connection().close(reason);
+        let _ = link.flush_all();
     }
 }

@@ -69,6 +69,7 @@ __all__ = [
     "remote_whole",
     "requirement",
     "sandbox",
+    "set_share",
     "shared_bytes",
     "shared_directory",
     "smallest_budget",
@@ -899,7 +900,10 @@ class RemoteServer:
     def sessions(self) -> int: ...
     @staticmethod
     def from_handoffs(
-        channel: int, hooks: SimpleNamespace, settings: dict[str, Any]
+        channel: int,
+        hooks: SimpleNamespace,
+        settings: dict[str, Any],
+        idle: float | None = None,
     ) -> RemoteServer: ...
     def run(self, log: Callable[[str, str], object] | None = None, once: bool = False) -> None: ...
     def stop(self) -> None: ...
@@ -929,3 +933,4 @@ class Handoff:
     def refuse(self, reason: str) -> None: ...
 
 def sandbox(gpu: bool = False) -> list[str]: ...
+def set_share(process: int, niceness: int, slice: float) -> None: ...

@@ -11,6 +11,7 @@ mod leases;
 mod listener;
 mod outputs;
 mod sandbox;
+mod schedule;
 mod storages;
 mod streamed;
 mod transfers;
@@ -24,5 +25,6 @@ pub(super) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<dispatcher::Dispatcher>()?;
     m.add_class::<dispatcher::Handoff>()?;
     m.add_function(wrap_pyfunction!(sandbox::sandbox, m)?)?;
+    m.add_function(wrap_pyfunction!(schedule::set_share, m)?)?;
     Ok(())
 }

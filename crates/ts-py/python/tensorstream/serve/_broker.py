@@ -14,6 +14,7 @@ import collections
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import resource
@@ -46,6 +47,9 @@ _MAX_CONNECTIONS = 8
 _FIRST = 60.0
 #: The time limit for sessions to end when the server stops, in seconds.
 _GRACE = 5.0
+#: The time slices of sessions, in seconds: of the only one of a client, which then interrupts
+#: others when it gets work, and of several.
+_SHORT_SLICE, _LONG_SLICE = 0.0001, 0.02
 #: The environment variables that sessions get. They contain no secrets.
 _ENVIRONMENT = re.compile(
     r"PATH|HOME|LANG|LC_.*|TZ|TMPDIR|VIRTUAL_ENV|PYTHON.*|LD_LIBRARY_PATH|LD_PRELOAD"
@@ -60,6 +64,7 @@ _COUNTERS = {
     "connections_total": "Connections of clients that were authenticated.",
     "failed_handshakes_total": "Connections that were not.",
     "opened_files_total": "Files of checkpoints that sessions have got.",
+    "session_cpu_seconds_total": "CPU time of sessions that have ended.",
 }
 _GAUGES = {
     "sessions": "Sessions, including those whose client is not connected.",
@@ -83,17 +88,20 @@ class _Session:
         service: The service name that further connections of the client request.
         handoffs: The socket that passes connections to the process.
         requests: The socket for requests from the process to the broker.
+        client: What distinguishes the client from others.
     """
 
     def __init__(
-        self, number: int, service: str, handoffs: socket.socket, requests: socket.socket
+        self,
+        number: int,
+        service: str,
+        handoffs: socket.socket,
+        requests: socket.socket,
+        client: str = "",
     ) -> None:
-        self.number, self.service, self.handoffs, self.requests = (
-            number,
-            service,
-            handoffs,
-            requests,
-        )
+        self.number, self.service, self.client = number, service, client
+        self.handoffs, self.requests = handoffs, requests
+        self.began = time.monotonic()
         #: The number of open connections, and the time when a connection most recently closed.
         self.connections = 0
         self.idle_since = 0.0
@@ -112,14 +120,20 @@ class _Processes:
     Args:
         options: The options of the sessions. See ``Broker``.
         on_failure: Called when the process of a session has failed.
+        on_end: Called with the CPU time, in seconds, of a session's process that has ended.
 
     Raises:
         OSError: The system cannot create a process.
         RuntimeError: The zygote has ended, or this computer does not have the devices.
     """
 
-    def __init__(self, options: dict[str, Any], on_failure: Callable[[], None]) -> None:
-        self._options, self._on_failure = json.dumps(options), on_failure
+    def __init__(
+        self,
+        options: dict[str, Any],
+        on_failure: Callable[[], None],
+        on_end: Callable[[float], None],
+    ) -> None:
+        self._options, self._on_failure, self._on_end = json.dumps(options), on_failure, on_end
         self._once = options["device"] == "cuda"
         self._lock = threading.Lock()
         self._closing = False
@@ -127,6 +141,9 @@ class _Processes:
         #: Descriptors of the processes of sessions, by session number. None if the process is to be
         #: killed as soon as its descriptor arrives.
         self._pidfds: dict[int, int | None] = {}
+        #: The processes of sessions, by session number, and how they are to be scheduled.
+        self._processes: dict[int, int] = {}
+        self._niceness: dict[int, int] = {}
         #: What the sandbox of a session blocks access to, one text for each mechanism.
         self.restrictions: list[str] = []
         self._next = self._start()
@@ -188,11 +205,9 @@ class _Processes:
         while (received := receive(orders)) is not None:
             report, pidfd = received
             if "began" in report and pidfd is not None:
-                self._began(report["began"], pidfd)
-            elif report.get("status"):
-                status = _SIGNALS.get(report["status"], f"exit status {report['status']}")
-                _log.warning("session %d: its process ended: %s", report["over"], status)
-                self._on_failure()
+                self._began(report["began"], pidfd, report["process"])
+            elif "over" in report:
+                self._over(report)
         if self._next is orders:
             with self._lock:
                 # Forgets the processes whose descriptors the ended zygote did not send.
@@ -215,13 +230,48 @@ class _Processes:
                 self._next = orders
                 return
 
-    def _began(self, number: int, pidfd: int) -> None:
+    def _began(self, number: int, pidfd: int, process: int) -> None:
         """Stores the descriptor of a session's process, or kills it if ``kill`` was called."""
         with self._lock:
             is_to_end = number in self._pidfds
             self._pidfds[number] = pidfd
+            self._processes[number] = process
         if is_to_end:
             self.kill(number)
+        else:
+            self.schedule(number)
+
+    def _over(self, report: dict[str, Any]) -> None:
+        """Handles the end of a session's process."""
+        number = report["over"]
+        with self._lock:
+            self._processes.pop(number, None)
+            self._niceness.pop(number, None)
+        self._on_end(report["cpu"])
+        _log.info(
+            "session %d: used %.1f s of CPU time and up to %d MiB",
+            number, report["cpu"], report["peak"] >> 20,
+        )  # fmt: skip
+        if report["status"]:
+            status = _SIGNALS.get(report["status"], f"exit status {report['status']}")
+            _log.warning("session %d: its process ended: %s", number, status)
+            self._on_failure()
+
+    def schedule(self, number: int, niceness: int | None = None) -> None:
+        """Sets the niceness of a session's process, by default to that which was set before.
+
+        A process that has not begun gets it when it begins.
+        """
+        with self._lock:
+            if niceness is not None and niceness == self._niceness.get(number):
+                return
+            if niceness is not None:
+                self._niceness[number] = niceness
+            process, pidfd = self._processes.get(number), self._pidfds.get(number)
+            if process is not None and pidfd is not None and number in self._niceness:
+                is_alone = self._niceness[number] == 0
+                slice = _SHORT_SLICE if is_alone else _LONG_SLICE
+                _native.set_share(process, self._niceness[number], slice)
 
     def begin(self, number: int, handoffs: socket.socket, requests: socket.socket) -> None:
         """Starts the process of a session.
@@ -275,9 +325,10 @@ class Broker:
         dispatcher: Accepts and authenticates connections.
         peers: The machines from which sessions can fetch tensors.
         weights: The checkpoints that sessions can read.
-        options: The options of the sessions: "device", "devices", "threads", "memory", "budget" and
-            "sandbox".
+        options: The options of the sessions: "device", "devices", "threads", "memory", "budget",
+            "idle_timeout" and "sandbox".
         max_sessions: The most sessions at a time.
+        client_sessions: The most sessions of one client at a time.
         drain: How long sessions may go on after ``stop``, while new ones are refused, in seconds.
         once: Whether ``run`` returns when the first session has ended, or when none has started in
             60 seconds.
@@ -295,12 +346,15 @@ class Broker:
         options: dict[str, Any],
         max_sessions: int,
         *,
+        client_sessions: int = 64,
         drain: float = 0.0,
         once: bool = False,
     ) -> None:
         self._dispatcher, self._peers, self._weights = dispatcher, peers, weights
-        self._max_sessions, self._drain, self._once = max_sessions, drain, once
+        self._max_sessions, self._client_sessions = max_sessions, client_sessions
+        self._drain, self._once = drain, once
         self._counts = collections.Counter[str]()
+        self._cpu_seconds = 0.0
         #: The session after which a server for one session ends.
         self._first: _Session | None = None
         self._numbers = itertools.count(1)
@@ -311,7 +365,7 @@ class Broker:
         self._offers: Offers[tuple[dict[str, Any], int]] = offers(self._memory)
         #: The time until which sessions may go on, once ``stop`` was called.
         self._until: float | None = None
-        self._processes = _Processes(options, self._process_failed)
+        self._processes = _Processes(options, self._process_failed, self._process_ended)
         self.restrictions = self._processes.restrictions
 
     def stop(self) -> None:
@@ -332,6 +386,7 @@ class Broker:
             connections = sum(session.connections for session in self._sessions.values())
             values = {
                 **{name: self._counts[name] for name in _COUNTERS},
+                "session_cpu_seconds_total": round(self._cpu_seconds, 3),
                 "sessions": len(self._sessions),
                 "connections": connections,
                 "max_sessions": self._max_sessions,
@@ -378,6 +433,9 @@ class Broker:
     def _process_failed(self) -> None:
         self._counts["failed_sessions_total"] += 1
 
+    def _process_ended(self, seconds: float) -> None:
+        self._cpu_seconds += seconds
+
     def _failed(self, peer: str, reason: str) -> None:
         """Notes a connection whose handshake failed."""
         self._counts["failed_handshakes_total"] += 1
@@ -396,10 +454,16 @@ class Broker:
                 '"exec", or "exec/" and 32 hexadecimal digits'
             )
         self._counts["connections_total"] += 1
+        client = _client_at(handoff.peer)
         with self._lock:
             session = self._sessions.get(service)
             if session is None and self.refuses():
                 refusal = f"{self.refuses()}; connect to another one, or try again later"
+            elif session is None and self._count_of(client) >= self._client_sessions:
+                refusal = (
+                    f"this client has reached its limit of {self._client_sessions} sessions; stop "
+                    "other machines, or try again later"
+                )
             elif session is None and not self._has_capacity():
                 refusal = (
                     f"the server has reached its limit of {self._max_sessions} sessions; try again "
@@ -415,7 +479,7 @@ class Broker:
                 )
             else:
                 try:
-                    session = session or self._begin(service, handoff.peer)
+                    session = session or self._begin(service, handoff.peer, client)
                     handoff.send_to(os.dup(session.handoffs.fileno()))
                     session.connections += 1
                 except (OSError, RuntimeError) as error:
@@ -429,7 +493,19 @@ class Broker:
                         refusal = "the server cannot start a session now; try again later"
         if refusal:
             self._counts["refused_sessions_total"] += 1
+            _log.info("%s: refused: %s", handoff.peer, refusal)
             handoff.refuse(refusal)
+
+    def _count_of(self, client: str) -> int:
+        """Returns the number of sessions of a client."""
+        return sum(session.client == client for session in self._sessions.values())
+
+    def _share(self) -> None:
+        """Divides the CPU time among clients, and that of each among its sessions."""
+        counts = collections.Counter(session.client for session in self._sessions.values())
+        for session in self._sessions.values():
+            count = counts[session.client] if len(counts) > 1 else 1
+            self._processes.schedule(session.number, _niceness_of(count))
 
     def _has_capacity(self) -> bool:
         """Returns whether a session can start.
@@ -456,7 +532,7 @@ class Broker:
             session.is_killed = True
             self._processes.kill(session.number)
 
-    def _begin(self, service: str, peer: str) -> _Session:
+    def _begin(self, service: str, peer: str, client: str) -> _Session:
         number = next(self._numbers)
         handoffs, child_handoffs = pair()
         requests, child_requests = pair()
@@ -466,9 +542,10 @@ class Broker:
             self._processes.begin(number, child_handoffs, child_requests)
         # A client cannot reconnect to a session without a name. Its key only has to be unique.
         session = _Session(
-            number, service if "/" in service else f"{service}#{number}", handoffs, requests
+            number, service if "/" in service else f"{service}#{number}", handoffs, requests, client
         )
         self._sessions[session.service] = session
+        self._share()
         self._first = self._first or session
         name = f"tensorstream-session-{number}"
         threading.Thread(target=self._serve, args=(session,), name=name, daemon=True).start()
@@ -480,6 +557,7 @@ class Broker:
         """Makes the process of a session exit. Later connections start a new session."""
         if self._sessions.get(session.service) is session:
             del self._sessions[session.service]
+            self._share()
         session.handoffs.close()
 
     def _serve(self, session: _Session) -> None:
@@ -508,7 +586,8 @@ class Broker:
             self._offers.drop(session)
             session.requests.close()
             session.ended.set()
-            _log.info("session %d: ended", session.number)
+            seconds = time.monotonic() - session.began
+            _log.info("session %d: ended after %.1f s", session.number, seconds)
 
     def _answer(self, session: _Session, message: dict[str, Any], descriptor: int | None) -> None:
         """Handles a request.
@@ -620,6 +699,22 @@ class Broker:
             send(session.requests, answer, opened.file, direct, wait=False)
 
 
+def _client_at(peer: str) -> str:
+    """Returns what distinguishes a client: its host, without the port."""
+    host, separator, port = peer.rpartition(":")
+    return host if separator and port.isdecimal() else peer
+
+
+def _niceness_of(count: int) -> int:
+    """Returns the niceness of the sessions of a client that has this many.
+
+    Together they get half the CPU time of one session at niceness 0, because they can use more CPUs
+    at a time. Each step divides the share of a process by 1.25 (sched(7) of Linux,
+    ``sched_prio_to_weight``).
+    """
+    return min(19, round(math.log(2 * count, 1.25))) if count > 1 else 0
+
+
 def offers(memory: int | None) -> Offers[tuple[dict[str, Any], int]]:
     """Returns the offers of sessions whose tensors are in files of memory."""
     return Offers(lambda item: os.close(item[1]), lambda item: os.fstat(item[1]).st_size, memory)
@@ -653,7 +748,8 @@ def broker_of(options: dict[str, Any]) -> tuple[Broker, str]:
     )
     sessions = {name: options[name] for name in ("device", "devices", "threads", "sandbox")}
     sessions |= {"memory": options["session_memory"], "budget": options["budget"]}
-    limits = {name: options[name] for name in ("max_sessions", "drain", "once")}
+    sessions |= {"idle_timeout": options["idle_timeout"]}
+    limits = {name: options[name] for name in ("max_sessions", "client_sessions", "drain", "once")}
     return Broker(dispatcher, peers, weights, sessions, **limits), dispatcher.address
 
 

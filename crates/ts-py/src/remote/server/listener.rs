@@ -82,19 +82,27 @@ impl RemoteServer {
     }
 
     /// Creates a server for connections that another process passes over the socket `channel`.
-    /// Takes ownership of `channel`.
+    /// Takes ownership of `channel`. A session ends if its client sends no request for `idle`
+    /// seconds.
     #[staticmethod]
+    #[pyo3(signature = (channel, hooks, settings, idle=None))]
     fn from_handoffs(
         py: Python<'_>,
         channel: RawFd,
         hooks: Hooks,
         settings: Settings,
+        idle: Option<f64>,
     ) -> PyResult<Self> {
         let backend = Backend::new(py, hooks)?;
         let options = settings.options(py)?.with_service(EXEC);
         let listener = Listener::from_handoffs(owned(channel), options.idle_timeout);
         let address = listener.address().to_string();
-        Ok(Self::with_listener(backend, listener, Acceptor::new(options), address))
+        let server = Self::with_listener(backend, listener, Acceptor::new(options), address);
+        let Some(idle) = idle else { return Ok(server) };
+        let idle = Duration::try_from_secs_f64(idle)
+            .map_err(|error| configuration_error(py, &format!("invalid idle {idle}: {error}")))?;
+        let sessions = SessionServer::new(SESSION_TIMEOUT).with_idle_timeout(idle);
+        Ok(Self { sessions: Arc::new(sessions), ..server })
     }
 
     /// The address to connect to, with the actual port.

@@ -196,7 +196,8 @@ class Host:
         self._broker, address = broker_of({
             "listen": f"{ray.util.get_node_ip_address()}:0", "insecure": False,
             "cert": None, "key": None, "ca": None, "peers": ["any"], "peer_ca": None,
-            "weights": ["any"], "sandbox": True, "max_sessions": 256, "drain": 0, "once": False,
+            "weights": ["any"], "sandbox": True, "max_sessions": 256,
+            "client_sessions": 256, "idle_timeout": None, "drain": 0, "once": False,
             **options,
         })  # fmt: skip
         threading.Thread(target=self._run, name="tensorstream-serve", daemon=True).start()

@@ -466,6 +466,7 @@ def session_server(
     stall_timeout: float = 300.0,
     *,
     budget: int | None = None,
+    idle: float | None = None,
 ) -> _native.RemoteServer:
     """Creates a server of one session. The broker passes the connections to this process.
 
@@ -479,10 +480,11 @@ def session_server(
             After this time, the connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails.
         budget: The most memory for weights that the session loads. See ``Checkpoints``.
+        idle: Seconds without a request after which the session ends.
     """
     settings = _settings(None, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
     return _native.RemoteServer.from_handoffs(
-        handoffs.detach(), _hooks(devices, exchange, checked=True, budget=budget), settings
+        handoffs.detach(), _hooks(devices, exchange, checked=True, budget=budget), settings, idle
     )
 
 

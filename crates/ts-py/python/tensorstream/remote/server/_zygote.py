@@ -35,6 +35,9 @@ from ._server import devices_of, session_server
 _INTERVAL = 100
 #: The most open descriptors of a session.
 _MAX_DESCRIPTORS = 4096
+#: The private memory that a session has beside tensors, in bytes: of its own threads, and of each
+#: further PyTorch thread. Measured as what is missing for tensors, with some spare.
+_OWN, _PER_THREAD = 24 << 20, 112 << 20
 #: The time limit for sessions to end after the server has ended, in seconds.
 _GRACE = 4.0
 
@@ -53,7 +56,10 @@ def _serve(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_DESCRIPTORS,) * 2)
     if options["memory"]:
-        resource.setrlimit(resource.RLIMIT_DATA, (options["memory"],) * 2)
+        # PyTorch itself has private memory, most of which is never used.
+        threads = (options["threads"] or os.cpu_count() or 1) - 1
+        limit = options["memory"] + _private_bytes() + _OWN + threads * _PER_THREAD
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         # Limits each file in memory, because RLIMIT_DATA does not include such files.
         resource.setrlimit(resource.RLIMIT_FSIZE, (options["memory"],) * 2)
     # If the system runs out of memory, it should kill a session and not the broker.
@@ -73,7 +79,9 @@ def _serve(
     devices = devices_of(options["device"], options["devices"])
     if options["threads"]:
         torch.set_num_threads(options["threads"])
-    served = session_server(handoffs, exchange, devices, budget=options["budget"])
+    served = session_server(
+        handoffs, exchange, devices, budget=options["budget"], idle=options["idle_timeout"]
+    )
     served.run(
         lambda peer, reason: exchange.tell({"disconnected": [peer, reason[:1000]]}), once=True
     )
@@ -91,6 +99,12 @@ def _session(descriptors: list[int], options: dict[str, Any], restrictions: list
     finally:
         # Skips the exit handlers, which belong to the zygote.
         os._exit(status)
+
+
+def _private_bytes() -> int:
+    """Returns what counts of this process for ``RLIMIT_DATA``, in bytes."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
 
 
 def _restrictions(options: dict[str, Any]) -> list[str]:
@@ -142,7 +156,7 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
             number = json.loads(text)["begin"]
             if once:
                 with _pidfd(os.getpid()) as pidfd:
-                    send(orders, {"began": number}, pidfd)
+                    send(orders, {"began": number, "process": os.getpid()}, pidfd)
                 _session(descriptors, options, restrictions)
             try:
                 child = os.fork()
@@ -151,7 +165,7 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
                     _session(descriptors, options, restrictions)
                 sessions[child] = number
                 with _pidfd(child) as pidfd:
-                    send(orders, {"began": number}, pidfd)
+                    send(orders, {"began": number, "process": child}, pidfd)
             except BlockingIOError:
                 # The system has too many processes. The client's connection closes, and the client
                 # reconnects.
@@ -160,10 +174,16 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
                 for descriptor in descriptors:
                     os.close(descriptor)
         while sessions:
-            child, status = os.waitpid(-1, os.WNOHANG)
+            child, status, used = os.wait4(-1, os.WNOHANG)
             if not child:
                 break
-            send(orders, {"over": sessions.pop(child), "status": os.waitstatus_to_exitcode(status)})
+            report = {
+                "over": sessions.pop(child),
+                "status": os.waitstatus_to_exitcode(status),
+                "cpu": used.ru_utime + used.ru_stime,
+                "peak": used.ru_maxrss << 10,
+            }
+            send(orders, report)
 
 
 @contextlib.contextmanager
