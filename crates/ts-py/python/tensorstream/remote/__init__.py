@@ -29,6 +29,7 @@ from .client._checkpoint import load_huggingface_state_dicts, load_state_dict
 from .client._create import (
     create_local_machine,
     create_mock_machine,
+    create_modal_machine,
     create_ray_machine,
     create_ray_machines,
     create_ssh_machine,
@@ -55,6 +56,7 @@ __all__ = [
     "Wait",
     "create_local_machine",
     "create_mock_machine",
+    "create_modal_machine",
     "create_ray_machine",
     "create_ray_machines",
     "create_ssh_machine",

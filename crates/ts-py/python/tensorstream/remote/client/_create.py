@@ -75,6 +75,20 @@ def create_tcp_machine(
     return RemoteMachine.tcp(address, device_type=device_type, device_count=device_count, **options)
 
 
+def create_modal_machine(
+    device_type: str = "cpu", device_count: int = 1, **options: Any
+) -> RemoteMachine:
+    """Starts a server in a container on Modal, like ``RemoteMachine("modal", ...)``.
+
+    The arguments and errors are those of ``RemoteMachine`` and its provider.
+
+    Examples:
+        >>> from tensorstream.remote import create_modal_machine
+        >>> machine = create_modal_machine("T4", start=False)  # doctest: +SKIP
+    """
+    return RemoteMachine("modal", device_type=device_type, device_count=device_count, **options)
+
+
 def create_ray_machine(
     device_type: str = "cpu", device_count: int = 1, **options: Any
 ) -> RemoteMachine:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...errors import ConfigurationError
 from ._base import Provider, Request, Server
+from ._modal import ModalProvider
 from ._ray import RayProvider
 from ._ssh import SshProvider
 from ._tcp import TcpProvider
@@ -23,6 +24,7 @@ from ._this_computer import LocalProvider, MockProvider
 __all__ = [
     "LocalProvider",
     "MockProvider",
+    "ModalProvider",
     "Provider",
     "RayProvider",
     "Request",
@@ -34,7 +36,8 @@ __all__ = [
 ]
 
 _BUILTIN: dict[str, type[Provider]] = {
-    each.name: each for each in (LocalProvider, MockProvider, RayProvider, SshProvider, TcpProvider)
+    each.name: each
+    for each in (LocalProvider, MockProvider, ModalProvider, RayProvider, SshProvider, TcpProvider)
 }
 
 

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The provider "modal": a container on Modal hosts the server, behind a tunnel.
+
+This has not run with an account yet. Tests construct the app, and run the function of the container
+on this computer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import math
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...budget import parse_size
+from ...errors import (
+    ConfigurationError,
+    ProviderAuthenticationError,
+    ProviderCapacityError,
+    ProviderConnectionError,
+    ProviderError,
+)
+from ._base import Provider, Request, Server
+from ._gpus import GPUS
+
+_log = logging.getLogger("tensorstream.remote")
+
+#: The port of the server in its container.
+_PORT = 7470
+#: The most GPUs of a container, and those of a type that has fewer.
+_MOST, _FEWER = 8, {"A10G": 4}
+#: What to do without credentials.
+_SET_UP = "run `modal setup`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET"
+#: The time that a server may take to stop, in seconds.
+_STOP = 10.0
+
+
+class ModalProvider(Provider):
+    """Starts a container on Modal, which hosts a server.
+
+    The client reaches the server through a tunnel of Modal, which uses TLS, and the server requires
+    a secret that only this provider and the container have. The container ends with the machine, or
+    with this process. Modal's credentials are those of its client: the file ``~/.modal.toml`` or
+    the environment.
+
+    Args:
+        wheel: A wheel of TensorStream for Linux, which is installed in the image. By default it
+            comes from PyPI, in the version here.
+        packages: More packages for the image, as ``pip`` takes them.
+        cpu: The number of CPUs, which is also that of PyTorch threads.
+        memory: The memory of the container, in bytes or such as "16GiB".
+        budget: The most memory for weights that the machine loads, in bytes or such as "4GiB".
+            Those that do not fit are streamed, on CPUs only. The default is unlimited.
+        app: The name of the app.
+        lifetime: The longest time that the container may run, in seconds, up to a day.
+        start_timeout: The longest time to wait for the container, in seconds. The first one builds
+            the image.
+
+    Raises:
+        ConfigurationError: An option is invalid.
+    """
+
+    name = "modal"
+
+    def __init__(
+        self,
+        *,
+        wheel: str | os.PathLike[str] | None = None,
+        packages: tuple[str, ...] | list[str] = (),
+        cpu: float = 2.0,
+        memory: int | str = "8GiB",
+        budget: int | str | None = None,
+        app: str = "tensorstream",
+        lifetime: float = 86400.0,
+        start_timeout: float = 900.0,
+    ) -> None:
+        if wheel is not None and not Path(wheel).is_file():
+            raise ConfigurationError(f"invalid wheel {os.fspath(wheel)!r}: there is no such file")
+        for name, value in (("cpu", cpu), ("lifetime", lifetime), ("start_timeout", start_timeout)):
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigurationError(f"invalid {name} {value!r}: expected a number above 0")
+        if isinstance(packages, str) or not all(isinstance(each, str) for each in packages):
+            raise ConfigurationError(f"invalid packages {packages!r}: expected a list of texts")
+        self._wheel = None if wheel is None else Path(wheel)
+        self._packages, self._cpu, self._app = list(packages), cpu, app
+        self._memory = parse_size(memory, "memory")
+        self._budget = None if budget is None else parse_size(budget, "budget")
+        self._lifetime, self._start_timeout = int(min(lifetime, 86400)), start_timeout
+        self._token = secrets.token_hex(32)
+
+    @classmethod
+    def probe(cls) -> str | None:
+        """Returns ``None`` if Modal's client is installed, else what to do."""
+        found = importlib.util.find_spec("modal")
+        return None if found else "Modal's client is not installed: `pip install modal`"
+
+    def device_types(self) -> Mapping[str, int]:
+        """Returns Modal's types of GPUs, and how many a container can have."""
+        return {"cpu": 127, "cuda": _MOST, **{name: _FEWER.get(name, _MOST) for name in GPUS}}
+
+    def start(self, request: Request) -> Server:
+        """Starts a container. Blocks until its server listens."""
+        import modal
+
+        function, app = self.build(request)
+        reports: Any = None
+        with ExitStack() as stack, _translated(modal):
+            reports = stack.enter_context(modal.Queue.ephemeral())
+            stack.enter_context(app.run())
+            _log.info("%s: starting a container on Modal", request.name)
+            call = function.spawn(self.options(request), reports)
+            address = reports.get(timeout=self._start_timeout)
+            if address is None:
+                raise ProviderCapacityError(
+                    f"cannot start a machine on Modal: no container was ready after "
+                    f"{self._start_timeout:g} seconds"
+                )
+            return ModalServer(address, self._token, call, stack.pop_all())
+
+    def build(self, request: Request) -> tuple[Any, Any]:
+        """Returns the function that hosts the server, and its app. Does not use the network."""
+        import modal
+        import torch
+
+        version = torch.__version__.partition("+")[0]
+        image = modal.Image.debian_slim(
+            python_version=f"{sys.version_info.major}.{sys.version_info.minor}"
+        ).pip_install(f"torch=={version}", "numpy", "safetensors", "huggingface_hub")
+        if self._wheel is None:
+            image = image.pip_install(f"tensorstream=={__version__}")
+        else:
+            inside = f"/root/{self._wheel.name}"
+            image = image.add_local_file(self._wheel, inside, copy=True).run_commands(
+                f"pip install {inside}"
+            )
+        if self._packages:
+            image = image.pip_install(*self._packages)
+        app = modal.App(self._app)
+        function = app.function(
+            image=image,
+            gpu=_gpu(request),
+            cpu=self._cpu,
+            memory=self._memory >> 20,
+            timeout=self._lifetime,
+            serialized=True,
+            name="tensorstream-serve",
+        )(serve_in_container)
+        return function, app
+
+    def options(self, request: Request) -> dict[str, Any]:
+        """Returns the options of the server."""
+        return {
+            "token": self._token,
+            "device": request.kind,
+            "devices": request.device_count,
+            "threads": max(1, int(self._cpu)),
+            "budget": self._budget,
+        }
+
+
+def _gpu(request: Request) -> str | None:
+    """Returns the GPUs of a machine, as Modal names them."""
+    if request.kind == "cpu":
+        return None
+    if request.device_type == "cuda":
+        return f"any:{request.device_count}"
+    # Without the mark, Modal may provide an H200 for an H100.
+    mark = "!" if request.device_type == "H100" else ""
+    return f"{request.device_type}{mark}:{request.device_count}"
+
+
+def serve_in_container(
+    options: dict[str, Any],
+    reports: Any,
+    forward: Callable[[int], AbstractContextManager[Any]] | None = None,
+    port: int = _PORT,
+) -> str:
+    """Hosts a server until its first session has ended. Blocks. Runs in the container.
+
+    Args:
+        options: Those of ``tensorstream serve`` that the provider sets.
+        reports: Its method ``put`` takes the address of the server.
+        forward: Opens a tunnel to a port. The default is Modal's.
+        port: The port of the server in the container.
+
+    Returns:
+        Why the server has ended.
+    """
+    from tensorstream.serve._broker import broker_of
+
+    if forward is None:
+        import modal
+
+        forward = modal.forward
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    broker, _ = broker_of({
+        # Only the tunnel, whose end is in the container, can reach the server.
+        "listen": f"127.0.0.1:{port}", "insecure": False,
+        "cert": None, "key": None, "ca": None, "peers": [], "peer_ca": None, "weights": ["any"],
+        "sandbox": True, "max_sessions": 256, "client_sessions": 256, "idle_timeout": None,
+        "session_memory": None, "drain": 0, "once": True,
+        **options,
+    })  # fmt: skip
+    with forward(port) as tunnel:
+        host, public = tunnel.tls_socket
+        reports.put(f"{host}:{public}")
+        broker.run()
+    return "its session has ended"
+
+
+class ModalServer(Server):
+    """The server of a container.
+
+    Args:
+        address: The address of its tunnel.
+        token: The secret that it requires.
+        call: The call of the function that hosts it.
+        resources: What to close when the server has ended.
+    """
+
+    def __init__(self, address: str, token: str, call: Any, resources: ExitStack) -> None:
+        self.address, self.token = address, token
+        self.ca = _authorities()
+        self._call, self._resources = call, resources
+        self._failure: str | None = None
+        threading.Thread(target=self._wait, name="tensorstream-modal", daemon=True).start()
+
+    def _wait(self) -> None:
+        try:
+            self._failure = f"the server on Modal has ended: {self._call.get()}"
+        except Exception as error:
+            self._failure = f"the container on Modal has ended: {error or type(error).__name__}"
+
+    def failure(self) -> str | None:
+        """Returns how the container has ended."""
+        return self._failure
+
+    def stop(self) -> None:
+        """Ends the container. Blocks."""
+        with contextlib.suppress(Exception):  # it may have ended
+            self._call.cancel(terminate_containers=True)
+        self._resources.close()
+
+
+@functools.cache
+def _authorities() -> str:
+    """Returns the file of certificates that Modal's client trusts."""
+    import certifi
+
+    return certifi.where()
+
+
+@contextlib.contextmanager
+def _translated(modal: Any) -> Any:
+    """Raises Modal's errors as those of providers."""
+    kinds = modal.exception
+    try:
+        yield
+    except ProviderError:
+        raise
+    except kinds.AuthError as error:
+        raise ProviderAuthenticationError(
+            f"cannot start a machine on Modal: {error}; {_SET_UP}"
+        ) from error
+    except (kinds.ConnectionError, kinds.ServiceError) as error:
+        raise ProviderConnectionError(f"cannot reach Modal: {error}; try again later") from error
+    except kinds.ResourceExhaustedError as error:
+        raise ProviderCapacityError(f"cannot start a machine on Modal: {error}") from error
+    except kinds.Error as error:
+        raise ProviderError(f"cannot start a machine on Modal: {error}") from error
