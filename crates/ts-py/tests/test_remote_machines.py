@@ -25,6 +25,7 @@ from tensorstream.remote import (
     StaleReferenceError,
     storage_id,
 )
+from tensorstream.remote.client._use import use
 from tensorstream.remote.providers._this_computer import ProcessServer
 from torch import nn
 
@@ -497,7 +498,8 @@ from tensorstream.remote import RemoteMachine
 machine = RemoteMachine("mock")
 where = sys.argv[1]
 if where == "remote":
-    os.environ["ACCELERATE_TORCH_DEVICE"] = str(machine.device())
+    from tensorstream.remote import use
+    use(machine)
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 torch.manual_seed(0)
 config = GPT2Config(
@@ -520,6 +522,14 @@ if where == "refused":
             raise SystemExit("the model was moved silently")
         except ConfigurationError as error:
             assert "ACCELERATE_TORCH_DEVICE" in str(error), error
+            assert "tensorstream.remote.use(machine)" in str(error), error
+    from tensorstream.remote import use
+    try:
+        use(machine)
+        raise SystemExit("accelerate uses another device")
+    except ConfigurationError as error:
+        assert "has chosen the device" in str(error), error
+    assert "ACCELERATE_TORCH_DEVICE" not in os.environ
     assert {p.device for p in remote.parameters()} == {machine.device()}
     assert remote.to("cpu").lm_head.weight.device.type == "cpu"  # a move by the user
 else:
@@ -535,6 +545,43 @@ def test_trainers_do_not_move_a_remote_model_silently(where: str, tmp_path: Path
     command = [sys.executable, "-c", TRAINER, where, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_is_not_supported_is_refused_by_name(machine: RemoteMachine) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    device = machine.device()
+    net, x = nn.Linear(2, 2).to(device), torch.ones(2, 2, device=device)
+    with pytest.raises(ConfigurationError, match="DistributedDataParallel does not support ts:"):
+        nn.parallel.DistributedDataParallel(net)
+    query = torch.ones(1, 1, 4, 16, device=device)
+    with pytest.raises(ValueError, match="FlexAttention is only supported"):
+        flex_attention(query, query, query)
+    table = nn.Embedding(4, 4, sparse=True).to(device)
+    with pytest.raises(NotImplementedError, match=r"sparse tensors; .*sparse=False"):
+        table(torch.tensor([1], device=device)).sum().backward()
+    with pytest.raises(Exception, match='backend="aot_eager"'):
+        torch.compile(net)(x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(net, backend="aot_eager")(x).cpu(), net(x).cpu())
+    with pytest.raises(ConfigurationError, match="no machine that runs"):
+        use(torch.device("cpu"))
+
+
+def test_generators_of_a_machine_draw_what_the_cpu_draws(machine: RemoteMachine) -> None:
+    device = machine.device()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        there = torch.Generator(device=device).manual_seed(7)
+        here = torch.Generator().manual_seed(7)
+        for _ in range(3):
+            drawn = torch.randn(5, 7, generator=there, device=device, dtype=dtype)
+            assert torch.equal(drawn.cpu(), torch.randn(5, 7, generator=here, dtype=dtype))
+        assert torch.equal(there.get_state(), here.get_state())
+        assert isinstance(there, torch.Generator) and isinstance(here, torch.Generator)
+    assert torch.Generator("cpu").device.type == "cpu"
+    with pytest.raises(RuntimeError):
+        torch.Generator("no such device")
+    assert not isinstance(3, torch.Generator)
 
 
 def test_a_dead_machine_restarts_with_the_same_device() -> None:

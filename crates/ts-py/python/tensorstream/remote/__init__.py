@@ -38,6 +38,7 @@ from .client._create import (
 from .client._dispatch import dispatch, placement
 from .client._machine import RemoteMachine, Wait
 from .client._trace import Event, Trace, metadata_hash, storage_id, trace
+from .client._use import use
 
 __all__ = [
     "ConnectionLost",
@@ -68,4 +69,5 @@ __all__ = [
     "placement",
     "storage_id",
     "trace",
+    "use",
 ]

@@ -31,6 +31,8 @@ def apply() -> None:
     _patch_module_moves()
     _patch_load_state_dict()
     _patch_safetensors()
+    _patch_generator()
+    _patch_distributed()
 
 
 def _patch_backward() -> None:
@@ -188,6 +190,68 @@ def _patch_load_state_dict() -> None:
     torch.nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
+def _patch_generator() -> None:
+    """Makes ``torch.Generator(device="ts:0")`` return a generator of the CPU, for CPU machines.
+
+    Changes ``torch.Generator`` to a class whose instances are those of the original, because
+    PyTorch cannot create generators of devices that are implemented in Python. Such a machine draws
+    the numbers of the CPU, and operators accept its generators.
+    """
+    original = torch.Generator
+
+    class Meta(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, original)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(original, name)
+
+    class Generator(metaclass=Meta):
+        __doc__ = original.__doc__
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            if not _names_device(device) or torch.device(device).type != "ts":
+                return original(device)
+            index = _registry.index_of(torch.device(device))
+            if not _registry.runs_on_cpu(index):
+                raise ConfigurationError(
+                    f"the device ts:{index} runs operators on {_registry.KINDS[index]}, whose "
+                    "generators this computer cannot create: use torch.manual_seed, which also "
+                    "seeds machines"
+                )
+            return original()
+
+    Generator.__module__, Generator.__qualname__ = original.__module__, original.__qualname__
+    # PyTorch has no hook for this. mypy does not allow assignments to a class.
+    torch.Generator = Generator  # type: ignore[misc]
+
+
+def _patch_distributed() -> None:
+    """Refuses ``DistributedDataParallel`` of remote modules, in words.
+
+    Changes its ``__init__``, which would fail in the process group.
+    """
+    parallel = torch.nn.parallel.DistributedDataParallel
+    initialise = parallel.__init__
+
+    @functools.wraps(initialise)
+    def init(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        device = next((p.device for p in module.parameters() if is_ours(p)), None)
+        if device is not None:
+            raise ConfigurationError(
+                f"DistributedDataParallel does not support {device}: process groups have no "
+                "backend for remote machines; keep a replica of the model on each machine, and "
+                "average the gradients, as in examples/ray_data_parallel.py"
+            )
+        initialise(self, module, *args, **kwargs)
+
+    # PyTorch has no hook for this. mypy does not allow assignments to methods.
+    parallel.__init__ = init  # type: ignore[method-assign]
+
+
 def _tied(module: torch.nn.Module) -> list[list[str]]:
     """Returns the names of each parameter that has several."""
     names: dict[int, list[str]] = {}
@@ -308,8 +372,9 @@ def _refuse_trainers(model: str, device: torch.device) -> None:
         if name in _TRAINERS:
             library = name.partition(".")[0]
             raise ConfigurationError(
-                f"{library} would move {model} from {device} to this computer; set the environment "
-                f'variable ACCELERATE_TORCH_DEVICE="{device}" before the first Accelerator or '
+                f"{library} would move {model} from {device} to this computer; call "
+                "tensorstream.remote.use(machine), or set the environment variable "
+                f'ACCELERATE_TORCH_DEVICE="{device}", before the first Accelerator or '
                 "TrainingArguments is created"
             )
         # mypy infers that ``frame`` is never None, but ``f_back`` of the outermost frame is None.
