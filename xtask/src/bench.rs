@@ -28,6 +28,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
         "file-cache" => run_script(&python::prepared()?, "file_cache", &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "openai" => run_script(&python::prepared()?, "openai_clients", &[]),
+        "links" => run_script(&python::prepared()?, "cut_links", &[]),
         "remote" => {
             let venv = python::prepared()?;
             run::run(venv.python().args(["-m", "pip", "install", "--quiet", "ray"]))?;
@@ -49,8 +50,8 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
-             wire-peers, serve, broadcast, caps, codecs, exact, file-cache, io, llama, \
-             load, lora, moe, neighbours, offload, openai, overhead, peak, remote, sessions, split, \
+             wire-peers, serve, broadcast, caps, codecs, exact, file-cache, io, links, \
+             llama, load, lora, moe, neighbours, offload, openai, overhead, peak, remote, sessions, split, \
              storage, throughput or weights"
         )),
     }

@@ -80,14 +80,15 @@ def is_running(process: int) -> bool:
 
 
 def cut(address: str) -> None:
-    """Shuts down the sockets of this process that are connected to "HOST:PORT"."""
-    host, port = address.rsplit(":", 1)
+    """Shuts down the sockets of this process that are connected to an address."""
+    host, _, port = address.rpartition(":")
+    name = port if host == "unix" else (host, int(port))
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if connection.getpeername() == (host, int(port)):
+                if connection.getpeername() == name:
                     connection.shutdown(socket.SHUT_RDWR)
         except OSError:  # it was closed meanwhile, or is not connected
             continue

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from raycluster import RayCluster
 from test_docs import ROOT, blocks, without_numbers
 
 EXAMPLES = ROOT / "examples"
@@ -17,15 +18,17 @@ SAYS = {
     "advanced_configuration.py": "do not match their checksum",
     "huggingface_directory.py": "embeddings bit-identical to the model in memory: True",
     "comparison.py": "same tokens: True",
+    "data_parallel.py": "losses as on this computer, up to rounding: True",
     "lora_sft.py": "same losses as in memory: True",
     "lora_trainer.py": "same losses as in memory: True",
+    "pipeline.py": "losses as on this computer, up to rounding: True",
     "remote_training.py": "same losses as on this computer: True",
     "send_tensors.py": "all delivered: True",
 }
 
 
 def test_every_example_is_tested() -> None:
-    assert {file.name for file in EXAMPLES.glob("*.py")} == SAYS.keys()
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {*SAYS, "machines.py"}
 
 
 @pytest.mark.slow
@@ -42,7 +45,24 @@ def test_examples_run(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert SAYS[name] in done.stdout
+    if name == "pipeline.py":
+        assert "same tokens as on this computer: True" in done.stdout
     if name == "huggingface_directory.py":  # the demo
         shown = next(b for b in blocks(ROOT / "docs/install.md") if "embeddings" in b.code)
         printed = without_numbers(done.stdout)
         assert all(line in printed for line in without_numbers(shown.code))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data_parallel.py", "pipeline.py"])
+def test_examples_run_on_a_ray_cluster(name: str) -> None:
+    with RayCluster() as cluster:
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / name, "ray", cluster.address],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+    assert done.returncode == 0, done.stderr
+    assert SAYS[name] in done.stdout

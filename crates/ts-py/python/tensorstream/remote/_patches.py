@@ -244,7 +244,7 @@ def _patch_distributed() -> None:
             raise ConfigurationError(
                 f"DistributedDataParallel does not support {device}: process groups have no "
                 "backend for remote machines; keep a replica of the model on each machine, and "
-                "average the gradients, as in examples/ray_data_parallel.py"
+                "average the gradients, as in examples/data_parallel.py"
             )
         initialise(self, module, *args, **kwargs)
 
