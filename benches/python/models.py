@@ -29,17 +29,29 @@ def llama_1b() -> Path:
 
     Creates the model if it does not exist.
     """
-    path = SCRATCH / "llama-1.1b"
+    return _llama("llama-1.1b", 22)
+
+
+def llama_3b() -> Path:
+    """Returns the directory of one with 2.6B parameters: 5.2 GB, with 56 layers of the same size.
+
+    Creates the model if it does not exist.
+    """
+    return _llama("llama-2.6b", 56)
+
+
+def _llama(name: str, layers: int) -> Path:
+    path = SCRATCH / name
     if not (path / "model.safetensors.index.json").exists():
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        print(f"creating {path} (2.2 GB)", flush=True)
+        print(f"creating {path}", flush=True)
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=2048,
             intermediate_size=5632,
-            num_hidden_layers=22,
+            num_hidden_layers=layers,
             num_attention_heads=32,
             num_key_value_heads=4,
             vocab_size=32000,
@@ -79,8 +91,16 @@ def memory_group(limit: int, name: str = "") -> Iterator[Path]:
         (group / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(limit))
         yield group
     finally:
-        time.sleep(0.2)
-        group.rmdir()
+        _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """Removes a cgroup, when its processes have ended."""
+    end = time.monotonic() + 10
+    while (group / "cgroup.procs").read_text() and time.monotonic() < end:
+        time.sleep(0.1)
+    time.sleep(0.2)
+    group.rmdir()
 
 
 def join_group() -> None:

@@ -16,7 +16,6 @@ import os
 import re
 import secrets
 import socket
-import threading
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -29,14 +28,13 @@ from ...errors import (
     ProviderConnectionError,
     ProviderError,
 )
+from ...serve._ray_host import STOP, Host
 from ._base import Provider, Request, Server
 
 _log = logging.getLogger("tensorstream.remote")
 
 #: The time that connecting to a cluster may take, in seconds.
 _CONNECT = 10.0
-#: The time that a server may take to stop, in seconds.
-_STOP = 10.0
 #: The most characters of Ray's messages in an error.
 _MESSAGE = 1000
 #: The codes of colours in Ray's messages.
@@ -173,60 +171,6 @@ class RayProvider(Provider):
         return address
 
 
-class Host:
-    """A Ray actor that hosts a server."""
-
-    def __init__(self) -> None:
-        self._stopped = threading.Event()
-        self._broker: Any = None
-        self._failure = ""
-
-    def start(self, options: dict[str, Any]) -> str:
-        """Starts the server. Returns its address.
-
-        Args:
-            options: Those of ``tensorstream serve`` that this provider sets.
-        """
-        import ray
-
-        from ...serve._broker import broker_of
-
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-        # The server has the rights of its user, who is the client.
-        self._broker, address = broker_of({
-            "listen": f"{ray.util.get_node_ip_address()}:0", "insecure": False,
-            "cert": None, "key": None, "ca": None, "peers": ["any"], "peer_ca": None,
-            "weights": ["any"], "sandbox": True, "max_sessions": 256,
-            "client_sessions": 256, "idle_timeout": None, "drain": 0, "once": False,
-            **options,
-        })  # fmt: skip
-        threading.Thread(target=self._run, name="tensorstream-serve", daemon=True).start()
-        return address
-
-    def process(self) -> int:
-        """Returns the ID of the actor's process."""
-        return os.getpid()
-
-    def _run(self) -> None:
-        try:
-            self._broker.run()
-        except Exception as error:
-            self._failure = f": {error}"
-        finally:
-            self._stopped.set()
-
-    def wait(self) -> str:
-        """Blocks until the server has ended. Returns why."""
-        self._stopped.wait()
-        return f"the server in its Ray actor has ended{self._failure}"
-
-    def stop(self) -> None:
-        """Ends the server. Blocks."""
-        if self._broker is not None:
-            self._broker.stop()
-            self._stopped.wait(_STOP)
-
-
 class RayServer(Server):
     """The server of an actor.
 
@@ -254,7 +198,7 @@ class RayServer(Server):
         if not ray.is_initialized():
             return  # the actor has ended with the connection to Ray
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.get(self.actor.stop.remote(), timeout=_STOP)
+            ray.get(self.actor.stop.remote(), timeout=STOP)
         ray.kill(self.actor)
 
 
