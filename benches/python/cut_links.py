@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Trains over links that are cut, and over a link with a long round trip.
 
-`cargo xtask bench links [CUTS]`.
+`cargo xtask bench links`, with 1,000 cuts. `cut_links.py CUTS` makes another number.
 
 - A relay in front of `tensorstream serve` cuts each connection after a random number of bytes, in
   the handshake, in a batch of operators, in an upload or in a download: with a reset, with a clean
@@ -126,7 +126,7 @@ def through_cuts(count: int) -> None:
             there.to(machine.device())
             optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (here, there)]
             while relay.cuts.total() < count:
-                # Some are sent within a batch of requests, others as uploads of their own.
+                # Some are sent within a batch of requests, others as separate uploads.
                 rows = (1, 16, 512)[steps % 3]
                 batch = torch.randn(rows, 256, generator=draw)
                 expected = step(here, optimizers[0], batch)
@@ -149,7 +149,7 @@ def through_cuts(count: int) -> None:
 
 
 def train_at(address: str) -> None:
-    """Runs in a process of its own: prints the times of steps for each line of its input."""
+    """Runs in a separate process: prints the times of steps for each line of its input."""
     from tensorstream.remote import RemoteMachine
 
     torch.set_num_threads(1)

@@ -5,8 +5,8 @@
 one each. The hostile client has the token. It opens as many sessions as it gets. In each of them it
 runs large operators without end, allocates memory, or sends huge messages or uploads. Its own work
 has the lowest priority, because it would be on another computer. The other client repeats a step of
-small operators, and one of larger ones, and waits for each. The table has its latencies alone, and
-beside the hostile client, and the memory of the server's processes.
+small operators, and one of larger ones, and waits for each. The table has its latencies alone and
+with the hostile client, and the memory of the server's processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HUGE = 1 << 20
 
 
 def hostile(address: str) -> None:
-    """Runs in a process of its own: floods the server until it is killed."""
+    """Runs in a separate process: floods the server until it is killed."""
     os.nice(19)
     host, port = address.rsplit(":", 1)
     for index in range(2 * SESSIONS):
@@ -115,7 +115,7 @@ class Victim:
 
 
 def run_victim(address: str) -> None:
-    """Runs in a process of its own: measures once for each line of its input."""
+    """Runs in a separate process: measures once for each line of its input."""
     os.nice(-20)
     victim = Victim(address)
     victim.measure()
@@ -167,9 +167,9 @@ def main() -> int:
         assert attacker.stdout is not None
         attacker.stdout.readline()
         time.sleep(8.0)
-        beside, peaks = [], []
+        contended, peaks = [], []
         for _ in range(2):
-            beside.append(measured())
+            contended.append(measured())
             (zygote,) = children(server.pid)
             sessions = children(zygote)
             own = [server.pid, zygote]
@@ -179,7 +179,7 @@ def main() -> int:
         attacker.wait()
         time.sleep(5.0)
         alone.append(measured())
-        report(alone, beside, peaks)
+        report(alone, contended, peaks)
         begin = time.monotonic()
         os.kill(server.pid, signal.SIGTERM)
         status = server.wait(60)
@@ -206,17 +206,17 @@ def size(process: int) -> int:
 
 def report(
     alone: list[dict[str, list[float]]],
-    beside: list[dict[str, list[float]]],
+    contended: list[dict[str, list[float]]],
     peaks: list[tuple[int, int, int, int]],
 ) -> None:
     for name in ("small", "large"):
         rows = []
-        for runs in (alone, beside):
+        for runs in (alone, contended):
             times = sorted(time for run in runs for time in run[name])
             rows.append((statistics.median(times), times[int(0.99 * len(times))], len(times)))
         (own, own99, count), (other, other99, others) = rows
         print(
-            f"{name:<6} alone {1e3 * own:.2f} ms (99%: {1e3 * own99:.2f}, {count} steps), beside "
+            f"{name:<6} alone {1e3 * own:.2f} ms (99%: {1e3 * own99:.2f}, {count} steps), with it "
             f"{1e3 * other:.2f} ms (99%: {1e3 * other99:.2f}, {others}): ratio {other / own:.2f}, "
             f"99%: {other99 / own99:.2f}"
         )

@@ -3,14 +3,15 @@
 
 `cargo xtask bench split`. Needs Ray, and a memory cgroup for the cap.
 
-The model has 5.2 GB of weights. Each contender, except "direct", runs in processes that are capped
-at 60% of that, page cache included, with one thread each:
+The model has 5.2 GB of weights. Each contender runs in processes with one thread each. Those marked
+with a star are capped at 60% of the weights, page cache included:
 
-- "split": `ts.remote.dispatch` over two machines, which two Ray actors host.
-- "ray": two Ray actors, each with half of the layers, that pass activations as Ray's objects.
-- "accelerate": one process, `device_map="auto"`, with what does not fit on disk.
-- "streamed": one process, `ts.from_pretrained` with a budget.
-- "direct": one process without a cap, which has all weights in memory.
+- "split" *: `ts.remote.dispatch` over two machines, which two Ray actors host.
+- "ray": two Ray actors, each with half of the layers, that pass activations as Ray's objects. They
+  need more than the cap.
+- "accelerate" *: one process, `device_map="auto"`, with what does not fit on disk.
+- "streamed" *: one process, `ts.from_pretrained` with a budget.
+- "direct": one process which has all weights in memory.
 
 All load once. Then they decode the same tokens, in interleaved rounds: "split" and "ray" next to
 "direct", and then the others next to it, because the memory is not enough for all. Ray's nodes are
@@ -130,7 +131,7 @@ class Part:
 
 
 class Child:
-    """A contender in a process of its own, which decodes once for each line of its input."""
+    """A contender in a separate process, which decodes once for each line of its input."""
 
     def __init__(self, kind: str, group: Path | None) -> None:
         environment = {**os.environ, **({} if group is None else {"BENCH_GROUP": str(group)})}
@@ -201,7 +202,7 @@ def main() -> int:
 
     path, limit = llama_3b(), cap()
     print(f"scratch directory: {SCRATCH}; torch {torch.__version__}, ray {ray.__version__}")
-    print(f"each process is capped at {limit >> 20} MiB, but direct")
+    print(f"the cap is {limit >> 20} MiB")
     with ExitStack() as stack:
         direct = Child("direct", None)
         stack.callback(direct.close)
@@ -211,8 +212,7 @@ def main() -> int:
             scripts = Path(inner.enter_context(tempfile.TemporaryDirectory()))
             (scripts / "sitecustomize.py").write_text("import models\nmodels.join_group()\n")
             groups = [
-                inner.enter_context(memory_group(limit, f"-{name}"))
-                for name in ("split0", "split1", "ray0", "ray1")
+                inner.enter_context(memory_group(limit, f"-{name}")) for name in ("one", "other")
             ]
 
             def joining(group: Path) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def main() -> int:
                 inner.enter_context(
                     RemoteMachine("ray", address=cluster.address, runtime_env=joining(group))
                 )
-                for group in groups[:2]
+                for group in groups
             ]
             begin = time.perf_counter()
             budgets = [int(limit * share) for share in PARTS]
@@ -235,10 +235,7 @@ def main() -> int:
             actor: Any = ray.remote(Part)
             middle = round(last * PARTS[0] / sum(PARTS))
             shares = ((0, middle), (middle, last))
-            parts = [
-                actor.options(runtime_env=joining(group)).remote(str(path), *share)
-                for share, group in zip(shares, groups[2:], strict=True)
-            ]
+            parts = [actor.remote(str(path), *share) for share in shares]
 
             def through_ray(ids: list[int], position: int) -> int:
                 hidden = parts[0].step.remote(ids, position)

@@ -50,9 +50,9 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
-             wire-peers, serve, broadcast, caps, codecs, exact, file-cache, io, links, \
-             llama, load, lora, moe, neighbours, offload, openai, overhead, peak, remote, sessions, split, \
-             storage, throughput or weights"
+             wire-peers, serve, broadcast, caps, codecs, exact, file-cache, io, links, llama, \
+             load, lora, moe, neighbours, offload, openai, overhead, peak, pressure, remote, \
+             sessions, split, storage, throughput or weights"
         )),
     }
 }

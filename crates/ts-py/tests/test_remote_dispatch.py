@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tensorstream as ts
 import torch
@@ -200,6 +201,65 @@ def test_a_meta_model_gets_its_weights_from_a_checkpoint(
         with pytest.raises(CheckpointError):
             dispatch(wrong, machines[:2], checkpoint=tmp_path / path)
         assert all(tensor.is_meta for tensor in wrong.parameters())
+
+
+def test_gradients_pass_a_layer_that_was_called_without_them(
+    machines: list[RemoteMachine],
+) -> None:
+    """Copies of a pass are kept, but not those of another grad mode, or of what has changed."""
+
+    class Teacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            x = self.layers[1](self.layers[0](x))
+            with torch.no_grad():
+                taught = self.layers[2](x)
+            return self.layers[3](x) + taught
+
+    torch.manual_seed(5)
+    net = Teacher()
+    split = dispatch(copy.deepcopy(net), machines[:2])
+    x, shift = torch.randn(2, 4), torch.zeros(4)
+    for model in (net, split):
+        model(x, shift).sum().backward()
+    for here, there in zip(net.parameters(), split.parameters(), strict=True):
+        assert (here.grad is None) == (there.grad is None)
+        if here.grad is not None and there.grad is not None:
+            assert torch.equal(there.grad.cpu(), here.grad)
+    # A layer that is called by itself sees the values of now.
+    values = np.ones(4, dtype=np.float32)
+    given = torch.from_numpy(values)
+    before = split.layers[3](given)
+    values[:] = 2.0
+    after = split.layers[3](given)
+    assert not torch.equal(before.cpu(), after.cpu())
+    moves = split._tensorstream_moves
+    assert not moves._copies
+
+
+def test_modules_that_share_parameters_are_together(machines: list[RemoteMachine]) -> None:
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    layers[3].weight, layers[5].weight, layers[5].bias = (
+        layers[0].weight, layers[4].weight, layers[3].bias,
+    )  # fmt: skip
+    split = dispatch(nn.Sequential(*layers), machines)
+    placed = placement(split)
+    assert placed["0"] == placed["3"] == placed["5"] == placed["4"]
+    assert len(set(placed.values())) > 1
+
+
+def test_the_first_machine_may_be_too_small(machines: list[RemoteMachine], tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    ts.save_file(net.state_dict(), tmp_path / "a.ts")
+    with torch.device("meta"):
+        shell = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    split = dispatch(shell, machines[:2], ["1KiB", "40KiB"], checkpoint=tmp_path / "a.ts")
+    assert set(placement(split).values()) == {machines[1].device()}
+    x = torch.ones(1, 64)
+    assert torch.equal(split(x).cpu(), net(x))
 
 
 def test_budgets_bound_the_parts(machines: list[RemoteMachine], llama: Llama) -> None:

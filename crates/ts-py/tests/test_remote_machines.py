@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,42 @@ def test_a_copy_waits_for_a_machine_that_computes(kill: bool) -> None:
         source._server.process.kill()
         with pytest.raises(RemoteTensorError, match="cannot copy the tensor from"):
             copied.cpu()
+
+
+def test_a_machine_that_stops_completes_its_copies() -> None:
+    with RemoteMachine.local(threads=1) as target, RemoteMachine.local(threads=1) as source:
+        x = torch.arange(3.0, device=source.device())
+        assert x.to(target.device()).sum().item() == 3.0
+        busy = torch.eye(600, device=target.device())
+        for _ in range(50):
+            busy = busy @ busy
+        copies = [(x + turn).to(target.device()) for turn in range(3)]
+        source.stop()
+        assert [copy.sum().item() for copy in copies] == [3.0, 6.0, 9.0]
+
+
+def test_one_machine_copies_to_several() -> None:
+    with ExitStack() as stack:
+        source, *targets = (stack.enter_context(RemoteMachine.local(threads=1)) for _ in range(4))
+        x = torch.zeros(4, device=source.device())
+        waits = source.stats()["waits"]
+        copies = []
+        for turn in range(40):
+            x = x + 1
+            copies += [(turn + 1.0, x.to(target.device())) for target in targets]
+        assert all(copy[3].item() == value for value, copy in copies)
+        assert source.stats()["waits"] - waits < 40
+        # A copy into a tensor that failed claims nothing, and its offer must not stay.
+        device = targets[0].device()
+        failed = torch.ones(3, device=device).index_select(0, torch.tensor([9], device=device))
+        refused = 0
+        for _ in range(40):
+            try:
+                failed.copy_(x[:1])
+            except RemoteTensorError:
+                refused += 1
+        assert refused
+        assert x.to(targets[1].device())[0].item() == 40.0
 
 
 def test_claims_need_a_valid_ticket(machine: RemoteMachine, device: torch.device) -> None:

@@ -372,7 +372,7 @@ def test_ray_refusals_are_typed(cluster: RayCluster, monkeypatch: pytest.MonkeyP
     ):
         with pytest.raises(error, match=words):
             RemoteMachine("ray", **{**options, **changed})
-    with pytest.raises(ProviderCapacityError, match="none of the 2 nodes has 1 GPUs"):
+    with pytest.raises(ProviderCapacityError, match="none of the 2 nodes has 1 CPU and 1 GPU"):
         create_ray_machines("cuda", **options)
     program = """
 from tensorstream.errors import ProviderConnectionError

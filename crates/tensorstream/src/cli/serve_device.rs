@@ -34,7 +34,7 @@ pub(super) struct Arguments {
         long, env = "TENSORSTREAM_MAX_SESSIONS", default_value_t = 256, value_parser = at_least_one
     )]
     max_sessions: usize,
-    /// The most sessions of one client at a time. Clients are told apart by their addresses.
+    /// The most sessions of one client at a time. Clients are distinguished by their addresses.
     #[arg(
         long, env = "TENSORSTREAM_CLIENT_SESSIONS", default_value_t = 64,
         value_parser = at_least_one

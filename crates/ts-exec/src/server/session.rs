@@ -129,7 +129,10 @@ impl<E: Executor + Send> Session<E> {
     ) -> Result<(), Error> {
         let mut idle_since = Instant::now();
         loop {
-            self.run_requests(channel)?;
+            if !self.batch.is_empty() {
+                self.run_requests(channel)?;
+                idle_since = Instant::now();
+            }
             let item = if self.awaits_ack {
                 self.wait_for_ack(channel)?;
                 None

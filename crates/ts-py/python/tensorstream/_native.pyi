@@ -28,6 +28,7 @@ __all__ = [
     "Handoff",
     "Listener",
     "Pass",
+    "PeerSession",
     "PoolConfig",
     "Preview",
     "Progress",
@@ -931,6 +932,20 @@ class Handoff:
     def peer(self) -> str: ...
     def send_to(self, channel: int) -> None: ...
     def refuse(self, reason: str) -> None: ...
+
+class PeerSession:
+    def __new__(
+        cls,
+        address: str,
+        settings: dict[str, Any],
+        retry: float,
+        *,
+        ca: Any = None,
+        cert: Any = None,
+        key: Any = None,
+    ) -> PeerSession: ...
+    def claim(self, ticket: str, dtype: int, sizes: list[int], nbytes: int) -> bytes: ...
+    def close(self) -> None: ...
 
 def sandbox(gpu: bool = False) -> list[str]: ...
 def set_share(process: int, niceness: int, slice: float) -> None: ...

@@ -7,6 +7,7 @@ mod connector;
 mod devices;
 mod kernel;
 mod machine;
+mod peer;
 mod plan;
 mod replies;
 mod scalar_prefetch;
@@ -20,6 +21,7 @@ use pyo3::prelude::*;
 pub(super) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<kernel::Kernel>()?;
     m.add_class::<machine::PySession>()?;
+    m.add_class::<peer::PeerSession>()?;
     m.add_function(wrap_pyfunction!(torch::remote_setup, m)?)?;
     m.add_function(wrap_pyfunction!(torch::remote_forked, m)?)?;
     m.add_function(wrap_pyfunction!(plan::remote_cache_stats, m)?)?;

@@ -230,7 +230,7 @@ def _patch_generator() -> None:
 
 
 def _patch_distributed() -> None:
-    """Refuses ``DistributedDataParallel`` of remote modules, in words.
+    """Raises a clear error for ``DistributedDataParallel`` of remote modules.
 
     Changes its ``__init__``, which would fail in the process group.
     """

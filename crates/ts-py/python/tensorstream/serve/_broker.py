@@ -18,6 +18,7 @@ import math
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from typing import Any
 from .. import _native
 from ..errors import StorageError, TensorStreamError
 from ..wire._connection import LIMIT_BYTES, _settings
-from ._messages import MAX_MESSAGE, is_sealed, pair, receive, send
+from ._messages import MAX_MESSAGE, is_sealed, pair, receive, sealed, send
 from ._offers import Offers
 from ._peers import Peers
 from ._weights import Weights
@@ -459,7 +460,7 @@ class Broker:
             session = self._sessions.get(service)
             if session is None and self.refuses():
                 refusal = f"{self.refuses()}; connect to another one, or try again later"
-            elif session is None and self._count_of(client) >= self._client_sessions:
+            elif session is None and not self._has_capacity_for(client):
                 refusal = (
                     f"this client has reached its limit of {self._client_sessions} sessions; stop "
                     "other machines, or try again later"
@@ -496,9 +497,10 @@ class Broker:
             _log.info("%s: refused: %s", handoff.peer, refusal)
             handoff.refuse(refusal)
 
-    def _count_of(self, client: str) -> int:
-        """Returns the number of sessions of a client."""
-        return sum(session.client == client for session in self._sessions.values())
+    def _has_capacity_for(self, client: str) -> bool:
+        """Returns whether a client may have another session. May end one, as ``_make_room``."""
+        own = [session for session in self._sessions.values() if session.client == client]
+        return len(own) < self._client_sessions or self._make_room(own, "the client has too many")
 
     def _share(self) -> None:
         """Divides the CPU time among clients, and that of each among its sessions."""
@@ -508,19 +510,19 @@ class Broker:
             self._processes.schedule(session.number, _niceness_of(count))
 
     def _has_capacity(self) -> bool:
-        """Returns whether a session can start.
+        """Returns whether a session can start. May end one, as ``_make_room``."""
+        return len(self._sessions) < self._max_sessions or self._make_room(
+            list(self._sessions.values()), "the server is full"
+        )
 
-        If the server is full, ends the session that has been disconnected longest, if there is one.
-        """
-        if len(self._sessions) < self._max_sessions:
-            return True
-        idle = [session for session in self._sessions.values() if not session.connections]
+    def _make_room(self, sessions: list[_Session], why: str) -> bool:
+        """Ends the session that has been disconnected longest, if there is one."""
+        idle = [session for session in sessions if not session.connections]
         if not idle:
             return False
         oldest = min(idle, key=lambda session: session.idle_since)
         _log.info(
-            "session %d: ended: the server is full, and this session was disconnected longest",
-            oldest.number,
+            "session %d: ended: %s, and this session was disconnected longest", oldest.number, why
         )
         self._remove(oldest)
         self._kill(oldest)
@@ -661,17 +663,14 @@ class Broker:
     def _fetch(self, session: _Session, address: str, ticket: str, tensor: dict[str, Any]) -> None:
         """Sends a session a copy of another machine's tensor, or the reason for a failure."""
         try:
-            fetched = self._peers.fetch(
-                address, ticket, tensor, self._memory, lambda: not session.is_killed
+            elements = self._peers.fetch(
+                address, ticket, tensor, self._memory, lambda: not _has_ended(session)
             )
-            # `fetch` has imported PyTorch. The broker does not need PyTorch otherwise.
-            from ..remote.server._exchange import pack
-
-            packed, descriptor = pack(fetched)
+            descriptor = sealed(elements)
         except (RuntimeError, OSError, MemoryError) as error:
             return send(session.requests, {"refused": str(error)[:1000]}, wait=False)
         try:
-            send(session.requests, packed, descriptor, wait=False)
+            send(session.requests, tensor, descriptor, wait=False)
         finally:
             os.close(descriptor)
 
@@ -697,6 +696,13 @@ class Broker:
             direct, alignment = opened.direct or (None, 0)
             answer = {"name": opened.name, "alignment": alignment}
             send(session.requests, answer, opened.file, direct, wait=False)
+
+
+def _has_ended(session: _Session) -> bool:
+    """Returns whether a session was killed, or its process has ended."""
+    ends = select.poll()
+    ends.register(session.requests, 0)
+    return session.is_killed or bool(ends.poll(0))
 
 
 def _client_at(peer: str) -> str:

@@ -11,12 +11,19 @@ from __future__ import annotations
 import array
 import fcntl
 import json
+import math
 import os
 import socket
 from typing import Any
 
+from .. import _native
+
 #: The longest message, in bytes.
 MAX_MESSAGE = 32 << 10
+#: The most dimensions of a tensor.
+MAX_DIMS = 64
+#: The sizes of elements in bytes, by the names of dtypes.
+_ITEMSIZES = {name: size for name, _, _, size in _native.DTYPES}
 #: The seals of memory that can no longer change. Only Linux has them.
 SEALS = sum(getattr(fcntl, f"F_SEAL_{name}", 0) for name in ("WRITE", "SHRINK", "GROW", "SEAL"))
 
@@ -90,3 +97,37 @@ def is_sealed(descriptor: int) -> bool:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS
     except OSError:
         return False
+
+
+def sealed(data: bytes) -> int:
+    """Returns a descriptor, which the caller owns, of sealed memory with this content."""
+    descriptor = os.memfd_create("tensorstream-offer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def layout(metadata: dict[str, Any]) -> tuple[str, list[int], int]:
+    """Returns the name of the dtype, the sizes, and the size in bytes of a tensor.
+
+    Raises:
+        RuntimeError: The metadata, which another process has sent, is invalid.
+    """
+    dtype, sizes = metadata.get("dtype"), metadata.get("sizes")
+    itemsize = _ITEMSIZES.get(dtype) if isinstance(dtype, str) else None
+    if (
+        itemsize is None
+        or not isinstance(sizes, list)
+        or len(sizes) > MAX_DIMS
+        or not all(type(size) is int and 0 <= size < 2**63 for size in sizes)
+    ):
+        raise RuntimeError(
+            f"invalid offer: expected a dtype and a list of sizes, got {dtype!r} and {sizes!r}"
+        )
+    return str(dtype), sizes, math.prod(sizes) * itemsize

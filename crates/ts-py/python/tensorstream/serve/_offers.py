@@ -74,9 +74,12 @@ class Offers(Generic[Item]):
 
     def refuse(self, session: Hashable, ticket: str, reason: str) -> None:
         """Gives the claimant of a ticket a reason instead of an item."""
+        # The reason may be that of another claim, which must not make this one wait again.
+        reason = reason.replace(NOT_YET, "no session has offered the tensor in time")
         with self._changed:
             count = sum(by == session for by, _ in self._offers.values())
-            if ticket not in self._offers and count < 2 * MAX_OFFERED:
+            is_full = count >= 2 * MAX_OFFERED or len(self._offers) >= _MAX_OFFERED_TOTAL
+            if ticket not in self._offers and not is_full:
                 self._offers[ticket] = session, reason
                 self._changed.notify_all()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Fetches tensors from other machines for sessions. Imports PyTorch at the first fetch."""
+"""Fetches tensors from other machines for sessions. Does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .. import _native
+from ..errors import ConnectionLost, RemoteTensorError
+from ..wire._connection import LIMIT_BYTES, _settings
+from ._messages import layout
 from ._offers import NOT_YET
-
-if TYPE_CHECKING:
-    import torch
 
 #: The timeout of connections to other machines, in seconds.
 _TIMEOUT = 5.0
@@ -21,6 +22,41 @@ _TIMEOUT = 5.0
 _MAX_CONNECTIONS = 8
 #: The longest time that a fetch waits until the tensor is computed and offered, in seconds.
 _OFFER_TIMEOUT = 300.0
+#: PyTorch's numbers of dtypes, by their names.
+_NUMBERS = {name: number for name, _, number, _ in _native.DTYPES}
+
+
+class _Connection:
+    """A connection to a machine, which is opened when it is needed.
+
+    Args:
+        connect: Opens it.
+    """
+
+    def __init__(self, connect: Callable[[], _native.PeerSession]) -> None:
+        self._connect = connect
+        self._session: _native.PeerSession | None = None
+
+    def is_open(self) -> bool:
+        return self._session is not None
+
+    def claim(self, *arguments: Any) -> bytes:
+        """Claims a tensor. See ``_native.PeerSession.claim``.
+
+        If the connection was open before, it may be lost, so another one is tried.
+        """
+        is_new = self._session is None
+        session = self._session = self._session or self._connect()
+        try:
+            return session.claim(*arguments)
+        except RemoteTensorError:
+            raise
+        except BaseException as error:
+            self._session = None
+            session.close()
+            if is_new or not isinstance(error, ConnectionLost):
+                raise
+        return self.claim(*arguments)
 
 
 class Peers:
@@ -41,8 +77,8 @@ class Peers:
     ) -> None:
         self._allowed, self._token = allowed, token
         self._tls = {name: value for name, value in (tls or {}).items() if value is not None}
-        #: By address: the machines that no fetch uses now, and the number of all.
-        self._idle: dict[str, list[Any]] = collections.defaultdict(list)
+        #: By address: the connections that no claim uses now, and the number of all.
+        self._idle: dict[str, list[_Connection]] = collections.defaultdict(list)
         self._count: dict[str, int] = collections.defaultdict(int)
         self._freed = threading.Condition()
 
@@ -53,8 +89,8 @@ class Peers:
         metadata: dict[str, Any],
         limit: int | None = None,
         wanted: Callable[[], bool] = lambda: True,
-    ) -> torch.Tensor:
-        """Returns a copy, on the CPU, of a tensor that a machine offers or will offer. Blocks.
+    ) -> bytes:
+        """Returns the elements of a tensor that a machine offers or will offer. Blocks.
 
         Args:
             address: The address of the machine.
@@ -78,70 +114,52 @@ class Peers:
                 f"the machine cannot verify the TLS certificate of {address}; start the machine "
                 "with `--peer-ca FILE`, a file with the authority (PEM) that signed the certificate"
             )
-        from ..remote.server._exchange import layout
-
         dtype, sizes, nbytes = layout(metadata)
         if limit is not None and nbytes > limit:
             raise RuntimeError(
                 f"the tensor is too large: it has {nbytes} bytes, and the limit is {limit}"
             )
-        with self._borrowed(address) as machine:
-            return _claim(machine, ticket, dtype, sizes, wanted)
+        end = time.monotonic() + _OFFER_TIMEOUT
+        while True:
+            # A claim waits for seconds, and then others get the connection.
+            with self._borrowed(address, end) as session:
+                try:
+                    return session.claim(ticket, _NUMBERS[dtype], sizes, nbytes)
+                except RemoteTensorError as error:
+                    if NOT_YET not in str(error) or time.monotonic() > end or not wanted():
+                        raise
 
     @contextmanager
-    def _borrowed(self, address: str) -> Iterator[Any]:
-        """Connects to a machine, or takes a connection that is free.
+    def _borrowed(self, address: str, end: float) -> Iterator[_Connection]:
+        """Lends a connection to a machine, which is free or new. Waits until ``end`` for one.
 
-        Several are necessary, because a fetch may wait for its offer.
+        Several are necessary, because a claim may wait for its offer.
         """
         with self._freed:
             if not self._freed.wait_for(
-                lambda: self._idle[address] or self._count[address] < _MAX_CONNECTIONS, _TIMEOUT
+                lambda: self._idle[address] or self._count[address] < _MAX_CONNECTIONS,
+                max(0.0, end - time.monotonic()),
             ):
                 raise RuntimeError(
                     f"{_MAX_CONNECTIONS} other copies from {address} wait for their tensors"
                 )
-            machine = self._idle[address].pop() if self._idle[address] else None
-            self._count[address] += machine is None
+            connection = self._idle[address].pop() if self._idle[address] else None
+            self._count[address] += connection is None
+        connection = connection or _Connection(lambda: self._connect(address))
         try:
-            machine = machine or self._connect(address)
-            yield machine
-        except BaseException:
-            # The connection may be lost.
+            yield connection
+        finally:
             with self._freed:
-                self._count[address] -= 1
+                if connection.is_open():
+                    self._idle[address].append(connection)
+                else:
+                    self._count[address] -= 1
+                    if not self._count[address]:
+                        del self._count[address]
+                        self._idle.pop(address, None)
                 self._freed.notify()
-            if machine is not None:
-                machine.stop()
-            raise
-        with self._freed:
-            self._idle[address].append(machine)
-            self._freed.notify()
 
-    def _connect(self, address: str) -> Any:
-        from ..remote.client._machine import RemoteMachine
-
+    def _connect(self, address: str) -> _native.PeerSession:
         tls = {} if address.startswith("unix:") else self._tls
-        return RemoteMachine(
-            "tcp", address, token=self._token, idle_timeout=_TIMEOUT, retry=_TIMEOUT, **tls
-        )
-
-
-def _claim(
-    machine: Any, ticket: str, dtype: torch.dtype, sizes: list[int], wanted: Callable[[], bool]
-) -> torch.Tensor:
-    """Claims a tensor of a machine, again and again until it is offered."""
-    import torch
-
-    from ..remote.client import _server_operators as _operators
-
-    end = time.monotonic() + _OFFER_TIMEOUT
-    while True:
-        into = torch.empty(sizes, dtype=dtype, device=machine.device())
-        # Without a wait in between, the tensor comes with the answer to the claim.
-        _operators.CLAIM(into, ticket)
-        try:
-            return into.cpu()
-        except RuntimeError as error:
-            if NOT_YET not in str(error) or time.monotonic() > end or not wanted():
-                raise
+        settings = _settings(self._token, _TIMEOUT, 300.0, True, None, LIMIT_BYTES)
+        return _native.PeerSession(address, settings, _TIMEOUT, **tls)

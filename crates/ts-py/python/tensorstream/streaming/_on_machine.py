@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 
-#: The files beside the weights that this process needs.
+#: The files next to the weights that this process needs.
 _CONFIGURATION = "config.json"
 _GENERATION = "generation_config.json"
 #: Arguments for the Hub that a machine cannot use.

@@ -6,10 +6,9 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use tensorstream::exec::{Client, ClientOptions, service_name};
-use tensorstream::remote::{Address, Link, Role, Socket};
+use tensorstream::remote::{Address, Link, Role, Sink, Socket};
 
 use crate::errors::wire_error;
-use crate::memory::Target;
 use crate::wire::{Settings, tls_client};
 
 /// The parameters of connections to a machine, except for the address.
@@ -25,7 +24,11 @@ pub(super) struct Connector {
 
 impl Connector {
     /// Connects to the machine at `address` and begins a session. Blocks.
-    pub(super) fn connect(&self, py: Python<'_>, address: &str) -> PyResult<Client<Target>> {
+    pub(super) fn connect<S: Sink + Send + 'static>(
+        &self,
+        py: Python<'_>,
+        address: &str,
+    ) -> PyResult<Client<S>> {
         let to: Address = address.parse().map_err(|error| wire_error(py, &error))?;
         let session = py.import("os")?.call_method1("urandom", (16,))?.extract::<[u8; 16]>()?;
         let options = self.settings.options(py)?.with_service(service_name(session));

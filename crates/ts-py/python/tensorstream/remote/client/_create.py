@@ -6,6 +6,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ..providers import Request
 from ..providers._ray import nodes
 from ._machine import RemoteMachine
 
@@ -121,7 +122,14 @@ def create_ray_machines(
         ProviderCapacityError: No node has the devices.
         ProviderError: A node cannot start a server. Those that were started are stopped.
     """
-    found = nodes(address, 0 if device_type == "cpu" else device_count)
+    # Checks the arguments.
+    asked = RemoteMachine(
+        "ray", device_type=device_type, device_count=device_count, address=address, start=False,
+        **options,
+    )  # fmt: skip
+    kind = asked.device_type
+    request = Request("", kind, device_count)
+    found = nodes(address, request, options.get("num_cpus", 1))
     machines = [
         RemoteMachine(
             "ray", device_type=device_type, device_count=device_count, address=address, node=node,

@@ -8,6 +8,7 @@ the next ones do not wait.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -21,7 +22,8 @@ from ._trace import LOG
 
 #: The time between a failure and the next attempt, in seconds.
 _RETRY_AFTER = 60.0
-#: The most copies, and the most bytes, after which a copy waits for itself and those before it.
+#: The most copies from a machine, and the most bytes, that nothing has waited for. The machine can
+#: offer more at a time (``serve._offers.MAX_OFFERED``).
 _MAX_COPIES = 8
 _MAX_BYTES = 16 << 20
 
@@ -33,98 +35,118 @@ class _Route:
     Attributes:
         retry_at: The earliest time of the next attempt. Set when an attempt fails.
         works: Whether the last copy that waited has succeeded.
-        tickets: Those of copies that nothing has waited for.
-        nbytes: The bytes of these copies.
-        source: The index of the device that has offered last.
+        pending: The bytes of the copies that nothing has waited for, by their tickets.
     """
 
     retry_at: float = 0.0
     works: bool = False
-    tickets: list[str] = field(default_factory=list)
-    nbytes: int = 0
-    source: int = -1
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    pending: dict[str, int] = field(default_factory=dict)
 
 
-#: By the addresses of the source and the target machine.
-_ROUTES: dict[tuple[str, str], _Route] = {}
-_routes_lock = threading.Lock()
+#: By the first devices of the source and the target machine.
+_ROUTES: dict[tuple[int, int], _Route] = {}
+#: Held while the routes are used, but not during requests.
+_lock = threading.Lock()
 
 
-def copy_directly(
-    source: torch.Tensor, to: torch.Tensor, source_address: str, target_address: str
-) -> str | None:
+def copy_directly(source: torch.Tensor, to: torch.Tensor) -> str | None:
     """Copies from one machine to another, if they can. May block.
 
     Returns:
         ``None``, or the reason why the tensor must be copied in another way. It is empty if that is
         known already.
     """
-    route = _route(source_address, target_address)
-    if not source.numel() or route.retry_at > time.monotonic():
-        return ""
+    names = _machines(source, to)
     ticket = secrets.token_hex(16)
-    with route.lock:
-        route.nbytes += source.nbytes
-        route.source = source.device.index
-        waits = (
-            not route.works or len(route.tickets) + 1 >= _MAX_COPIES or route.nbytes > _MAX_BYTES
-        )
+    with _lock:
+        route = _ROUTES.setdefault(names, _Route())
+        if not source.numel() or route.retry_at > time.monotonic():
+            return ""
+        others = [each.pending for (first, _), each in _ROUTES.items() if first == names[0]]
+        count = sum(map(len, others))
+        nbytes = sum(sum(pending.values()) for pending in others)
+        waits = not route.works or count + 1 >= _MAX_COPIES or nbytes + source.nbytes > _MAX_BYTES
         if not waits:
-            route.tickets.append(ticket)
+            route.pending[ticket] = source.nbytes
+    if waits:
+        # Other targets of the source may have most of the copies.
+        _await(names[0], but=names[1])
     operators.OFFER(source, ticket)
-    session = _registry.SESSIONS.get(_registry.ADDRESSES[source.device.index][0])
-    if session is not None:
+    if session := _registry.SESSIONS.get(names[0]):
         session.flush()
+    address = _registry.ADDRESSES[names[0]][1]
     if not waits:
-        operators.TAKE(to, source_address, ticket, source.dtype)
+        operators.TAKE(to, address, ticket, source.dtype)
         return None
+    with _lock:
+        before = list(route.pending)
+    reason = "the machine is lost"
     try:
-        reason = operators.FETCH(to, source_address, ticket, source.dtype)
-    except BaseException:
-        _withdraw(route, ticket)
-        raise
-    if reason:
-        _withdraw(route, ticket)
-        return str(reason)
-    with route.lock:
-        route.works, route.nbytes = True, 0
-        route.tickets.clear()
-    return None
+        reason = operators.FETCH(to, address, ticket, source.dtype)
+    finally:
+        with _lock:
+            route.works = not reason
+        # The target has claimed the others, unless a copy has failed.
+        _withdraw(names[0], route, [*before, ticket] if reason else before)
+    return str(reason) or None
 
 
-def note_failure(source_address: str, target_address: str, reason: str) -> None:
+def note_failure(source: torch.Tensor, to: torch.Tensor, reason: str) -> None:
     """Stops direct copies for a while, because one of them has failed."""
     if reason:
-        route = _route(source_address, target_address)
-        route.retry_at = time.monotonic() + _RETRY_AFTER
+        with _lock:
+            route = _ROUTES.setdefault(_machines(source, to), _Route())
+            route.retry_at = time.monotonic() + _RETRY_AFTER
         LOG.info(
-            "copies from %s to %s go through this process: %s",
-            source_address, target_address, reason,
-        )  # fmt: skip
+            "copies from %s to %s go through this process: %s", source.device, to.device, reason
+        )
 
 
-def forget(address: str) -> None:
-    """Ends the offers to a machine that has stopped, and forgets how tensors got there."""
-    with _routes_lock:
-        routes = {names: _ROUTES.pop(names) for names in list(_ROUTES) if address in names}
-    for (_, target), route in routes.items():
-        if target == address:
-            _withdraw(route)
+def leave(first: int) -> None:
+    """Completes the copies from a machine that stops, and ends the offers to it.
+
+    Args:
+        first: The first device of the machine.
+    """
+    _await(first)
+    with _lock:
+        routes = {names: _ROUTES.pop(names) for names in list(_ROUTES) if first in names}
+    for (source, target), route in routes.items():
+        if target == first:
+            with contextlib.suppress(RuntimeError):  # that machine is lost
+                _withdraw(source, route, list(route.pending))
 
 
-def _withdraw(route: _Route, *tickets: str) -> None:
-    """Ends the offers that the target has not claimed."""
-    with route.lock:
-        tickets = (*route.tickets, *tickets)
-        route.tickets.clear()
-        route.works, route.nbytes = False, 0
-    if tickets and route.source in _registry.ADDRESSES:
-        anchor = operators.anchor(route.source)
-        for each in tickets:
-            operators.WITHDRAW(anchor, each)
+def _machines(source: torch.Tensor, to: torch.Tensor) -> tuple[int, int]:
+    return _registry.ADDRESSES[source.device.index][0], _registry.ADDRESSES[to.device.index][0]
 
 
-def _route(source_address: str, target_address: str) -> _Route:
-    with _routes_lock:
-        return _ROUTES.setdefault((source_address, target_address), _Route())
+def _await(source: int, but: int | None = None) -> None:
+    """Waits until the targets of a machine, except ``but``, have what it offers them."""
+    with _lock:
+        pending = {
+            target: list(route.pending)
+            for (first, target), route in _ROUTES.items()
+            if first == source and target != but and route.pending
+        }
+    for target, tickets in pending.items():
+        session = _registry.SESSIONS.get(target)
+        if session is not None and target not in _registry.PAUSED:
+            # Its failures are reported by the next wait for a tensor of that machine.
+            with contextlib.suppress(RuntimeError):
+                operators.DEVICES(operators.anchor(target))
+        with _lock:
+            route = _ROUTES.get((source, target), _Route())
+        with contextlib.suppress(RuntimeError):
+            _withdraw(source, route, tickets)
+
+
+def _withdraw(source: int, route: _Route, tickets: list[str]) -> None:
+    """Ends offers, if they were not claimed, and forgets them."""
+    with _lock:
+        for ticket in tickets:
+            route.pending.pop(ticket, None)
+    if tickets and source in _registry.ADDRESSES:
+        anchor = operators.anchor(source)
+        for ticket in tickets:
+            operators.WITHDRAW(anchor, ticket)

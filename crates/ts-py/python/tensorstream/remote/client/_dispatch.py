@@ -48,8 +48,9 @@ def dispatch(
 
     Args:
         model: The model, or the source of a transformers model, as for
-            ``tensorstream.from_pretrained``. A model with weights is moved. A model on the meta
-            device needs a ``checkpoint``.
+            ``tensorstream.from_pretrained``. The parameters of a model with weights are replaced by
+            copies, so create optimizers afterwards. A model on the meta device needs a
+            ``checkpoint``.
         machines: The machines, or devices of machines, in the order of the layers.
         budgets: For each machine, the most memory for weights, in bytes or such as "20GiB". Their
             ratio is also that of the parts. By default the parts have similar sizes.
@@ -163,11 +164,11 @@ def _load(
     for name, tensor in names.items():
         tied.setdefault(id(tensor), []).append(name)
     loaded: dict[str, torch.Tensor] = {}
+    unexpected: list[str] = []
     for part, part_names in sorted(wanted.items()):
         with RemoteCheckpoint(checkpoint, devices[part]) as opened:
             loaded |= opened.load([name for name in part_names if name in opened.tensors])
-            if part == 0:
-                unexpected = sorted(opened.tensors.keys() - names.keys())
+            unexpected = sorted(opened.tensors.keys() - names.keys())
     missing = sorted(
         name
         for name, tensor in names.items()
@@ -258,8 +259,12 @@ class _Moves:
         self._skipped = {skipped} if isinstance(skipped, str) else set(skipped)
         #: The devices of the layers.
         self.placement: dict[str, torch.device] = {}
-        #: By the identity of a tensor, and a device: the tensor, its version and its copy.
-        self._copies: dict[tuple[int, torch.device], tuple[torch.Tensor, int, torch.Tensor]] = {}
+        #: By the identity of a tensor, and a device: the tensor, its copy, and their versions.
+        self._copies: dict[
+            tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor, tuple[int, int]]
+        ] = {}
+        #: Whether a pass of the whole model runs. Otherwise nothing is kept.
+        self._keeps = False
 
     def add(self, unit: Unit, device: torch.device) -> None:
         """Adds a layer."""
@@ -278,12 +283,14 @@ class _Moves:
         unit.module.register_forward_pre_hook(move, with_kwargs=True)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Forgets the copies, before a pass."""
+        """Keeps the copies of a pass from now on."""
         self._copies.clear()
+        self._keeps = True
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forgets the copies, after a pass."""
+        """Forgets the copies of a pass."""
         self._copies.clear()
+        self._keeps = False
 
     def _copy(self, tensors: list[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
         """Returns copies of tensors on a device, by the identities of the tensors."""
@@ -291,10 +298,8 @@ class _Moves:
         packed: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in tensors:
             known = self._copies.get((id(tensor), device))
-            # PyTorch does not count writes to inference tensors.
-            counts = not tensor.is_inference()
-            if counts and known is not None and known[1] == tensor._version:
-                copies[id(tensor)] = known[2]
+            if known is not None and known[2] == (tensor._version, known[1]._version):
+                copies[id(tensor)] = known[1]
             elif (
                 tensor.nbytes <= _PACKED
                 and tensor.numel()
@@ -306,9 +311,12 @@ class _Moves:
                 copies[id(tensor)] = tensor.to(device)
         for group in packed.values():
             copies.update(zip(map(id, group), _together(group, device), strict=True))
-        for tensor in tensors:
-            if not tensor.is_inference():
-                self._copies[id(tensor), device] = tensor, tensor._version, copies[id(tensor)]
+        for tensor in tensors if self._keeps else ():
+            copy = copies[id(tensor)]
+            # PyTorch does not count writes to inference tensors. A copy that was made with another
+            # grad mode may lack its history.
+            if not (tensor.is_inference() or copy.is_inference() or tensor.requires_grad):
+                self._copies[id(tensor), device] = tensor, copy, (tensor._version, copy._version)
         return copies
 
 

@@ -147,13 +147,13 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
         ):
             _COPY(to, source)
         else:
-            reason = copy_directly(source, to, source_machine[1], target_machine[1])
+            reason = copy_directly(source, to)
             if reason is not None:
                 host = torch.empty(source.shape, dtype=source.dtype)
                 download(source, host)
                 _copy_from(host, to)
                 # The machine has the tensor, so it was the copy that failed.
-                note_failure(source_machine[1], target_machine[1], reason)
+                note_failure(source, to, reason)
         return to
     if is_ours(to):
         if to.is_neg() or to.is_conj():

@@ -335,10 +335,6 @@ class RemoteMachine:
     def _set_address(self, address: str | None) -> None:
         """Sets the address from which other machines can copy tensors. None removes it."""
         first = self._get_session().first
-        _, former = _registry.ADDRESSES.get(first, (first, None))
-        if former is not None and former != address:
-            with contextlib.suppress(RuntimeError):  # the machine that has the offers is lost
-                _direct.forget(former)
         for index in range(first, first + self.device_count):
             if address is None:
                 _registry.ADDRESSES.pop(index, None)
@@ -428,7 +424,7 @@ class RemoteMachine:
     def on_status(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """Calls a function with the new ``status`` when it has changed.
 
-        The calls come from a thread of their own, within about 0.2 seconds. A machine that
+        The calls come from another thread, within about 0.2 seconds. A machine that
         reconnects in less time is not reported. Exceptions of the function are logged.
 
         Returns:
@@ -533,6 +529,7 @@ class RemoteMachine:
         if self._paused is not None:
             return
         saved = SavedStorages(directory)
+        _direct.leave(session.first)
         session.pausing(True)
         try:
             session.synchronize()
@@ -611,6 +608,7 @@ class RemoteMachine:
         session = self._session
         if session is None:
             return
+        _direct.leave(session.first)
         self._set_address(None)
         self._watcher.note()
         self._session = None

@@ -63,27 +63,34 @@ def split(
     """
     units = list(_units(model, "", getattr(model, "_no_split_modules", None) or ()))
     owners: dict[int, Unit] = {}
-    followers: list[tuple[Unit, Unit]] = []
-    ordered: list[Unit] = []
+    leaders: dict[int, Unit] = {}
+
+    def leader(unit: Unit) -> Unit:
+        """Returns the first of the units that must be in one part with a unit."""
+        while leaders.get(id(unit), unit) is not unit:
+            unit = leaders[id(unit)]
+        return unit
+
+    with_parameters: set[int] = set()
+    order = {id(unit): position for position, unit in enumerate(units)}
     for unit in units:
-        owner = None
-        has_parameter = False
         for _, tensor in unit.tensors():
-            has_parameter |= isinstance(tensor, nn.Parameter)
-            if id(tensor) in owners:
-                owner = owner or owners[id(tensor)]
-                continue
-            owners[id(tensor)] = unit
-            width = itemsize if itemsize and tensor.is_floating_point() else tensor.element_size()
-            unit.nbytes += tensor.numel() * width
-        if owner is not None and owner is not unit:
-            followers.append((unit, owner))
-            owner.nbytes, unit.nbytes = owner.nbytes + unit.nbytes, 0
-        elif has_parameter:
-            ordered.append(unit)
-    _assign(ordered, weights, budgets)
-    for unit, owner in followers:
-        unit.part = owner.part
+            if isinstance(tensor, nn.Parameter):
+                with_parameters.add(id(unit))
+            if id(tensor) not in owners:
+                owners[id(tensor)] = unit
+                given = itemsize if tensor.is_floating_point() else None
+                unit.nbytes += tensor.numel() * (given or tensor.element_size())
+            pair = leader(owners[id(tensor)]), leader(unit)
+            first, second = sorted(pair, key=lambda each: order[id(each)])
+            leaders[id(second)] = first
+    loads: dict[int, int] = {}
+    for unit in units:
+        loads[id(leader(unit))] = loads.get(id(leader(unit)), 0) + unit.nbytes
+    ordered = [each for each in units if leader(each) is each and id(each) in with_parameters]
+    _assign(ordered, [loads[id(unit)] for unit in ordered], weights, budgets)
+    for unit in units:
+        unit.part = leader(unit).part
     return units
 
 
@@ -124,19 +131,22 @@ def _is_divisible(module: nn.Module, whole: Sequence[str]) -> bool:
     )
 
 
-def _assign(units: list[Unit], weights: Sequence[int], budgets: bool) -> None:
-    """Sets the parts of units."""
+def _assign(units: list[Unit], sizes: Sequence[int], weights: Sequence[int], budgets: bool) -> None:
+    """Sets the parts of units with these sizes in bytes."""
     if not units:
         return
-    low, high = 0.0, float(sum(unit.nbytes for unit in units)) / min(weights)
+    low, high = 0.0, float(sum(sizes)) / min(weights)
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        if _fill(units, [middle * weight for weight in weights]):
+        if _parts(sizes, [middle * weight for weight in weights]) is not None:
             high = middle
         else:
             low = middle
-    _fill(units, [high * weight for weight in weights])
-    loads = [sum(u.nbytes for u in units if u.part == part) for part in range(len(weights))]
+    parts = _parts(sizes, [high * weight for weight in weights]) or [0] * len(units)
+    loads = [0] * len(weights)
+    for unit, part, size in zip(units, parts, sizes, strict=True):
+        unit.part = part
+        loads[part] += size
     if budgets and any(load > budget for load, budget in zip(loads, weights, strict=True)):
         smallest = ", ".join(str(int(high * weight) + 1) for weight in weights)
         raise BudgetError(
@@ -146,14 +156,20 @@ def _assign(units: list[Unit], weights: Sequence[int], budgets: bool) -> None:
         )
 
 
-def _fill(units: list[Unit], limits: Sequence[float]) -> bool:
-    """Assigns units in order, as many to each part as its limit allows. Returns whether all fit."""
-    part, load = 0, 0
-    for unit in units:
-        while load + unit.nbytes > limits[part]:
+def _parts(sizes: Sequence[int], limits: Sequence[float]) -> list[int] | None:
+    """Divides sizes in order, as many to each part as its limit allows.
+
+    Returns:
+        The part of each, or ``None`` if the last part cannot hold the rest.
+    """
+    parts: list[int] = []
+    load = 0
+    part = 0
+    for size in sizes:
+        while load + size > limits[part]:
             if part + 1 == len(limits):
-                return False
+                return None
             part, load = part + 1, 0
-        unit.part = part
-        load += unit.nbytes
-    return True
+        parts.append(part)
+        load += size
+    return parts

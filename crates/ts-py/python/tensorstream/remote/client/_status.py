@@ -73,11 +73,14 @@ class Watcher:
                 self._changes.append(status)
 
     def _run(self, stopped: threading.Event) -> None:
+        looks = True
         while not stopped.wait(_INTERVAL):
             try:
-                self._look()
+                if looks:
+                    self._look()
             except Exception:  # of a provider, which may be of another package
-                LOG.exception("%s: its provider failed", self._machine.name)
+                LOG.exception("%s: its provider failed, and is not asked again", self._machine.name)
+                looks = False
             self.note()
             self._report()
         self._report()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The provider "modal": a container on Modal hosts the server, behind a tunnel.
+"""The provider "modal": a container on Modal hosts the server, and a tunnel leads to it.
 
 This has not run with an account yet. Tests construct the app, and run the function of the container
 on this computer.
@@ -13,9 +13,11 @@ import importlib.util
 import logging
 import math
 import os
+import queue
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -41,8 +43,8 @@ _PORT = 7470
 _MOST, _FEWER = 8, {"A10G": 4}
 #: What to do without credentials.
 _SET_UP = "run `modal setup`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET"
-#: The time that a server may take to stop, in seconds.
-_STOP = 10.0
+#: The time between two looks at a container that starts, in seconds.
+_LOOK = 5.0
 
 
 class ModalProvider(Provider):
@@ -119,13 +121,22 @@ class ModalProvider(Provider):
             stack.enter_context(app.run())
             _log.info("%s: starting a container on Modal", request.name)
             call = function.spawn(self.options(request), reports)
-            address = reports.get(timeout=self._start_timeout)
-            if address is None:
-                raise ProviderCapacityError(
-                    f"cannot start a machine on Modal: no container was ready after "
-                    f"{self._start_timeout:g} seconds"
-                )
+            address = self._await_address(reports, call)
             return ModalServer(address, self._token, call, stack.pop_all())
+
+    def _await_address(self, reports: Any, call: Any) -> str:
+        """Returns the address that the container reports."""
+        end = time.monotonic() + self._start_timeout
+        while time.monotonic() < end:
+            with contextlib.suppress(queue.Empty):
+                return str(reports.get(timeout=min(_LOOK, self._start_timeout)))
+            with contextlib.suppress(TimeoutError):
+                ended = call.get(timeout=0)  # raises the error of a container that has failed
+                raise ProviderError(f"cannot start a machine on Modal: it ended: {ended}")
+        raise ProviderCapacityError(
+            f"cannot start a machine on Modal: no container was ready after "
+            f"{self._start_timeout:g} seconds"
+        )
 
     def build(self, request: Request) -> tuple[Any, Any]:
         """Returns the function that hosts the server, and its app. Does not use the network."""

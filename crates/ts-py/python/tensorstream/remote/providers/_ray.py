@@ -126,8 +126,7 @@ class RayProvider(Provider):
         if request.kind == "cuda":
             options["num_gpus"] = request.device_count
             if request.device_type != "cuda":
-                # Ray's types are without the size of the memory, which is compared later.
-                options["accelerator_type"] = request.device_type.partition("-")[0]
+                options["accelerator_type"] = _base(request.device_type)
         if self._resources:
             options["resources"] = self._resources
         if self._runtime_env:
@@ -241,8 +240,8 @@ def _check_reachable(address: str) -> None:
         ) from error
 
 
-def nodes(address: str | None, gpus: int) -> list[str]:
-    """Returns the IDs of the nodes that run and have at least this many GPUs, sorted. Blocks.
+def nodes(address: str | None, request: Request, num_cpus: int) -> list[str]:
+    """Returns the IDs of the nodes that run and have what a machine needs, sorted. Blocks.
 
     Raises:
         ProviderCapacityError: There is no such node.
@@ -250,12 +249,27 @@ def nodes(address: str | None, gpus: int) -> list[str]:
     """
     ray = connected(address)
     running = [node for node in ray.nodes() if node["Alive"]]
-    found = sorted(n["NodeID"] for n in running if n["Resources"].get("GPU", 0) >= gpus)
+    needs: dict[str, float] = {"CPU": num_cpus}
+    if request.kind == "cuda":
+        needs["GPU"] = request.device_count
+        if request.device_type != "cuda":
+            needs[f"accelerator_type:{_base(request.device_type)}"] = 0.001
+    found = sorted(
+        node["NodeID"]
+        for node in running
+        if all(node["Resources"].get(name, 0) >= count for name, count in needs.items())
+    )
     if not found:
+        named = " and ".join(f"{count:g} {name}" for name, count in needs.items())
         raise ProviderCapacityError(
-            f"cannot start machines: none of the {len(running)} nodes has {gpus} GPUs"
+            f"cannot start machines: none of the {len(running)} nodes has {named}"
         )
     return found
+
+
+def _base(device_type: str) -> str:
+    """Returns Ray's type of a GPU. It is without the size of the memory, which is checked later."""
+    return device_type.partition("-")[0]
 
 
 def _error(ray: types.ModuleType, error: Exception) -> ProviderError:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -159,7 +158,7 @@ class ProcessServer(Server):
         status = self.process.poll()
         if status is None:
             return None
-        how = f"exit status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+        how = f"exit status {status}" if status >= 0 else f"by signal {-status}"
         return f"its process has ended ({how}): {self._stderr.last_lines()}"
 
     def stop(self) -> None:

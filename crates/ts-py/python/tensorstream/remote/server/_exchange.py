@@ -11,7 +11,6 @@ to other machines. The broker also opens the files of checkpoints, and passes th
 from __future__ import annotations
 
 import fcntl
-import math
 import mmap
 import os
 import socket
@@ -23,20 +22,20 @@ import torch
 
 from ... import errors
 from ..._dtypes import SCALAR_TYPES
-from ...serve._messages import SEALS, receive_all, send
+from ...serve._messages import SEALS, layout, receive_all, send
 from ...serve._offers import Offers
 from ...serve._weights import OpenFile, Weights
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALAR_TYPES}
 
 
-#: Returns a copy, on the CPU, of the tensor that the machine at an address offers under a ticket.
-#: The third argument is the tensor's metadata, as of ``pack``. Raises RuntimeError if that is not
+#: Returns the elements of the tensor that the machine at an address offers under a ticket. The
+#: third argument is the tensor's metadata, as of ``pack``. Raises RuntimeError if that is not
 #: possible.
-Fetch = Callable[[str, str, dict[str, Any]], torch.Tensor]
+Fetch = Callable[[str, str, dict[str, Any]], bytes]
 
 
-def fetch_nothing(address: str, ticket: str, metadata: dict[str, Any]) -> torch.Tensor:
+def fetch_nothing(address: str, ticket: str, metadata: dict[str, Any]) -> bytes:
     """Raises RuntimeError, for machines that must not connect to others."""
     raise RuntimeError(
         f'this machine cannot fetch tensors from {address}; use a machine of kind "local", or a '
@@ -128,7 +127,8 @@ class LocalExchange:
 
     def fetch(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> str:
         try:
-            into.copy_(self._fetch(address, ticket, _metadata(dtype, into.shape)))
+            elements = self._fetch(address, ticket, _metadata(dtype, into.shape))
+            into.copy_(torch.frombuffer(bytearray(elements), dtype=dtype).view(into.shape))
         except RuntimeError as error:
             return str(error)
         return ""
@@ -249,25 +249,6 @@ def _metadata(dtype: torch.dtype, sizes: torch.Size) -> dict[str, Any]:
     return {"dtype": str(dtype).removeprefix("torch."), "sizes": list(sizes)}
 
 
-def layout(packed: dict[str, Any]) -> tuple[torch.dtype, list[int], int]:
-    """Returns the dtype and the sizes of a tensor from its metadata, and its size in bytes.
-
-    Raises:
-        RuntimeError: The metadata, which another session has sent, is invalid.
-    """
-    dtype, sizes = _DTYPES.get(str(packed.get("dtype"))), packed.get("sizes")
-    if (
-        dtype is None
-        or not isinstance(sizes, list)
-        or not all(type(size) is int and 0 <= size < 2**63 for size in sizes)
-    ):
-        raise RuntimeError(
-            f"invalid offer: expected a dtype and a list of sizes, got {packed.get('dtype')!r} and "
-            f"{sizes!r}"
-        )
-    return dtype, sizes, math.prod(sizes) * dtype.itemsize
-
-
 def unpack(packed: dict[str, Any], descriptor: int) -> torch.Tensor:
     """Returns a copy, on the CPU, of a tensor in sealed memory. Closes the descriptor.
 
@@ -276,7 +257,10 @@ def unpack(packed: dict[str, Any], descriptor: int) -> torch.Tensor:
             memory.
     """
     try:
-        dtype, sizes, nbytes = layout(packed)
+        name, sizes, nbytes = layout(packed)
+        dtype = _DTYPES.get(name)
+        if dtype is None:
+            raise RuntimeError(f"invalid offer: the PyTorch of this machine has no dtype {name}")
         if (length := os.lseek(descriptor, 0, os.SEEK_END)) != nbytes:
             raise RuntimeError(f"invalid offer: expected memory of {nbytes} bytes, got {length}")
         if not nbytes:

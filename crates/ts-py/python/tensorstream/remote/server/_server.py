@@ -205,7 +205,10 @@ class Session:
         return self._generator(anchor.device, True).get_state().to(anchor.device)
 
     def _offer(self, tensor: torch.Tensor, ticket: str) -> None:
-        refusal = self._exchange.offer(self._name, tensor, ticket)
+        try:
+            refusal = self._exchange.offer(self._name, tensor, ticket)
+        except Exception as error:  # such as too little memory for the copy
+            refusal = f"cannot offer the tensor: {error}"
         if refusal:
             self._exchange.refuse(self._name, ticket, refusal)
 

@@ -35,8 +35,8 @@ from ._server import devices_of, session_server
 _INTERVAL = 100
 #: The most open descriptors of a session.
 _MAX_DESCRIPTORS = 4096
-#: The private memory that a session has beside tensors, in bytes: of its own threads, and of each
-#: further PyTorch thread. Measured as what is missing for tensors, with some spare.
+#: The private memory that a session has in addition to tensors, in bytes: for its own threads, and
+#: for each further PyTorch thread. These are measured sizes, rounded up.
 _OWN, _PER_THREAD = 24 << 20, 112 << 20
 #: The time limit for sessions to end after the server has ended, in seconds.
 _GRACE = 4.0
