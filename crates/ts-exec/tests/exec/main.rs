@@ -30,11 +30,15 @@ struct TestServer {
 
 impl TestServer {
     fn start() -> Self {
+        Self::with_sessions(SessionServer::new(Duration::from_secs(20)))
+    }
+
+    fn with_sessions(sessions: SessionServer<HostExecutor>) -> Self {
         let options = connection_options();
         let listener =
             Listener::bind(&"127.0.0.1:0".parse().unwrap(), options.idle_timeout).unwrap();
         let address = listener.address().clone();
-        let sessions = Arc::new(SessionServer::new(Duration::from_secs(20)));
+        let sessions = Arc::new(sessions);
         let stop = Arc::new(AtomicBool::new(false));
         let (served, stopped) = (sessions.clone(), stop.clone());
         let accepting = thread::spawn(move || {

@@ -232,3 +232,55 @@ fn refused_connections_are_not_retried_without_retry_refused() {
     assert!(matches!(sync(&client), Err(WaitError::Ended(_))));
     assert!(client.has_ended());
 }
+
+#[test]
+fn an_abandoned_session_ends_with_its_reason_while_it_reconnects() {
+    let server = TestServer::start();
+    let proxy = FaultyProxy::start(&server.address, vec![3000]);
+    let (address, dials) = (proxy.address.clone(), AtomicUsize::new(0));
+    let dial = move || match dials.fetch_add(1, Ordering::Relaxed) {
+        0 => Link::connect(&address, connection_options()),
+        _ => Err(Error::Io {
+            peer: "nobody".into(),
+            what: "connecting",
+            source: std::io::Error::from(std::io::ErrorKind::ConnectionReset).into(),
+        }),
+    };
+    let options = ClientOptions::new(dial).with_reconnect_timeout(Duration::from_secs(600));
+    let client = Client::<Vec<u8>>::connect(options, [92; 16]).unwrap();
+    sync(&client).unwrap();
+    assert!(!client.is_reconnecting());
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| (0..1000).try_for_each(|_| sync(&client)));
+        let end = Instant::now() + TIMEOUT;
+        while !client.is_reconnecting() && Instant::now() < end {
+            thread::sleep(Duration::from_millis(1));
+        }
+        client.abandon("its process was killed");
+        let ended = waiting.join().unwrap().unwrap_err();
+        let WaitError::Ended(Error::Closed { reason }) = ended else { panic!("{ended:?}") };
+        assert_eq!(reason, "its process was killed");
+    });
+    assert!(client.has_ended() && !client.is_reconnecting());
+    client.abandon("again");
+    assert!(submit(&client, &Request::Free { storage: 1 }).is_err());
+}
+
+#[test]
+fn a_session_that_sends_nothing_is_ended() {
+    let idle = Duration::from_millis(1500);
+    let sessions = SessionServer::new(Duration::from_secs(20)).with_idle_timeout(idle);
+    let server = TestServer::with_sessions(sessions);
+    let client = server.client();
+    for _ in 0..4 {
+        thread::sleep(idle / 3);
+        sync(&client).unwrap();
+    }
+    let end = Instant::now() + TIMEOUT;
+    while server.sessions.count() > 0 && Instant::now() < end {
+        thread::sleep(Duration::from_millis(10));
+    }
+    let ended = (0..100).try_for_each(|_| sync(&client)).unwrap_err();
+    let WaitError::Ended(Error::Closed { reason }) = ended else { panic!("{ended:?}") };
+    assert!(reason.contains("sent nothing for 1.5 seconds"), "{reason}");
+}
