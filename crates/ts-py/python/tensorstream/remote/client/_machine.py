@@ -165,7 +165,7 @@ class RemoteMachine:
         self._server: providers.Server | None = None
         self._lock = threading.RLock()
         self.name = name or self.address or f"{self.kind}-{id(self):x}"
-        self._watcher = Watcher(self, self._notice_end)
+        self._watcher = Watcher(self.name, lambda: self.status, self._notice_end)
         if start:
             self.start()
 

@@ -6,12 +6,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ._trace import LOG
-
-if TYPE_CHECKING:
-    from ._machine import RemoteMachine
 
 #: The time between two looks at a machine, in seconds.
 _INTERVAL = 0.2
@@ -21,14 +17,15 @@ class Watcher:
     """A thread that looks at a machine several times a second, from its start until its stop.
 
     Args:
-        machine: The machine.
+        name: The name of the machine.
+        status: Returns its status.
         look: Called at each look.
     """
 
-    def __init__(self, machine: RemoteMachine, look: Callable[[], None]) -> None:
-        self._machine, self._look = machine, look
+    def __init__(self, name: str, status: Callable[[], str], look: Callable[[], None]) -> None:
+        self._name, self._status, self._look = name, status, look
         self._callbacks: list[Callable[[str], None]] = []
-        self._last = machine.status
+        self._last = status()
         #: The statuses that were not reported yet.
         self._changes: deque[str] = deque()
         self._lock, self._reporting = threading.Lock(), threading.Lock()
@@ -52,7 +49,7 @@ class Watcher:
         self.note()
         if self._stopped is None:
             self._stopped = threading.Event()
-            name = f"tensorstream-watch-{self._machine.name}"
+            name = f"tensorstream-watch-{self._name}"
             threading.Thread(
                 target=self._run, args=(self._stopped,), name=name, daemon=True
             ).start()
@@ -67,7 +64,7 @@ class Watcher:
     def note(self) -> None:
         """Notes the status now. The thread reports it, if it is another one."""
         with self._lock:
-            status = self._machine.status
+            status = self._status()
             if status != self._last:
                 self._last = status
                 self._changes.append(status)
@@ -79,7 +76,7 @@ class Watcher:
                 if looks:
                     self._look()
             except Exception:  # of a provider, which may be of another package
-                LOG.exception("%s: its provider failed, and is not asked again", self._machine.name)
+                LOG.exception("%s: its provider failed, and is not asked again", self._name)
                 looks = False
             self.note()
             self._report()
@@ -97,4 +94,4 @@ class Watcher:
                     try:
                         callback(status)
                     except Exception:  # the program's code
-                        LOG.exception("%s: a status callback failed", self._machine.name)
+                        LOG.exception("%s: a status callback failed", self._name)
