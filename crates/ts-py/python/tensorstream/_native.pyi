@@ -933,6 +933,7 @@ class Handoff:
     def send_to(self, channel: int) -> None: ...
     def refuse(self, reason: str) -> None: ...
 
+@final
 class PeerSession:
     def __new__(
         cls,
