@@ -2,8 +2,8 @@
 """Copies tensors from one machine to another, without sending the data through this process.
 
 The source machine offers the tensor under a ticket, and the target machine fetches it. Both get the
-ticket at once, so a copy costs one hop from the source to the target. After a copy has succeeded,
-the next ones do not wait.
+ticket at once, so a copy costs one round trip between the machines. After a copy has succeeded, the
+next ones do not wait.
 """
 
 from __future__ import annotations
