@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -264,71 +263,6 @@ def test_copies_between_machines_bypass_the_client(
         assert torch.equal(x.to(other.device()).cpu(), x.cpu())
         many = [torch.full((3,), turn, device=device).to(other.device()) for turn in range(100)]
         assert [copy[0].item() for copy in many] == list(range(100))
-
-
-@pytest.mark.parametrize("kill", [False, True])
-def test_a_copy_waits_for_a_machine_that_computes(kill: bool) -> None:
-    """It is asked again and again, until it is lost."""
-    from tensorstream.serve import _offers
-
-    size = 700
-    with RemoteMachine.local(threads=1) as source, RemoteMachine.local(threads=1) as target:
-        eye = torch.eye(size, dtype=torch.float64, device=source.device())
-        assert torch.ones(2, device=source.device()).to(target.device()).sum().item() == 2.0
-
-        def work(turns: int) -> torch.Tensor:
-            product = eye
-            for _ in range(turns):
-                product = product @ eye
-            return product
-
-        begin = time.monotonic()
-        work(20)[0, 0].item()
-        turns = 20 * 1.5 * _offers.CLAIM_WAIT / (time.monotonic() - begin)
-        copied = work(int(turns)).to(target.device())
-        if not kill:
-            assert torch.equal(copied.cpu(), torch.eye(size, dtype=torch.float64))
-            return
-        assert isinstance(source._server, ProcessServer)
-        source._server.process.kill()
-        with pytest.raises(RemoteTensorError, match="cannot copy the tensor from"):
-            copied.cpu()
-
-
-def test_a_machine_that_stops_completes_its_copies() -> None:
-    with RemoteMachine.local(threads=1) as target, RemoteMachine.local(threads=1) as source:
-        x = torch.arange(3.0, device=source.device())
-        assert x.to(target.device()).sum().item() == 3.0
-        busy = torch.eye(600, device=target.device())
-        for _ in range(50):
-            busy = busy @ busy
-        copies = [(x + turn).to(target.device()) for turn in range(3)]
-        source.stop()
-        assert [copy.sum().item() for copy in copies] == [3.0, 6.0, 9.0]
-
-
-def test_one_machine_copies_to_several() -> None:
-    with ExitStack() as stack:
-        source, *targets = (stack.enter_context(RemoteMachine.local(threads=1)) for _ in range(4))
-        x = torch.zeros(4, device=source.device())
-        waits = source.stats()["waits"]
-        copies = []
-        for turn in range(40):
-            x = x + 1
-            copies += [(turn + 1.0, x.to(target.device())) for target in targets]
-        assert all(copy[3].item() == value for value, copy in copies)
-        assert source.stats()["waits"] - waits < 40
-        # A copy into a tensor that failed claims nothing, and its offer must not stay.
-        device = targets[0].device()
-        failed = torch.ones(3, device=device).index_select(0, torch.tensor([9], device=device))
-        refused = 0
-        for _ in range(40):
-            try:
-                failed.copy_(x[:1])
-            except RemoteTensorError:
-                refused += 1
-        assert refused
-        assert x.to(targets[1].device())[0].item() == 40.0
 
 
 def test_claims_need_a_valid_ticket(machine: RemoteMachine, device: torch.device) -> None:

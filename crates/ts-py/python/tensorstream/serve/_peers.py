@@ -22,6 +22,8 @@ _TIMEOUT = 5.0
 _MAX_CONNECTIONS = 8
 #: The longest time that a fetch waits until the tensor is computed and offered, in seconds.
 _OFFER_TIMEOUT = 300.0
+#: The most bytes of a tensor, if there is no other limit. Sizes are 64-bit numbers.
+_MAX_BYTES = 2**62
 #: PyTorch's numbers of dtypes, by their names.
 _NUMBERS = {name: number for name, _, number, _ in _native.DTYPES}
 
@@ -115,7 +117,8 @@ class Peers:
                 "with `--peer-ca FILE`, a file with the authority (PEM) that signed the certificate"
             )
         dtype, sizes, nbytes = layout(metadata)
-        if limit is not None and nbytes > limit:
+        limit = _MAX_BYTES if limit is None else limit
+        if nbytes > limit:
             raise RuntimeError(
                 f"the tensor is too large: it has {nbytes} bytes, and the limit is {limit}"
             )

@@ -20,6 +20,8 @@ use crate::wire::Settings;
 
 /// The operator that moves an offered tensor to its argument.
 const CLAIM: &str = "tensorstream::claim";
+/// The most bytes that are allocated before the server has confirmed a claim.
+const MAX_EARLY: usize = 16 << 20;
 
 /// A session with another server, for Python. One thread uses it at a time.
 #[pyclass(frozen, module = "tensorstream", name = "PeerSession")]
@@ -107,18 +109,35 @@ impl PeerSession {
         let args = vec![Value::Tensor(tensor.clone()), Value::Text(ticket.into())];
         let call = Call { op, args, kwargs: Vec::new(), outputs: Vec::new(), reply: None };
         self.submit(&Request::Call(call)).map_err(lost)?;
-        // Without a wait in between, the elements come with the answer to the claim.
-        let reply = self.client.read(tensor, vec![0; nbytes]).map_err(lost)?;
+        // Without a wait in between, the elements come with the answer to the claim. The size is
+        // what a session says, so a large one is allocated only if there is such a tensor.
+        if nbytes > MAX_EARLY {
+            let reply = self.client.new_reply();
+            self.submit(&Request::Sync { reply }).map_err(lost)?;
+            self.wait(py, reply)?;
+        }
+        let mut memory = Vec::new();
+        if memory.try_reserve_exact(nbytes).is_err() {
+            let what = format!("cannot allocate {nbytes} bytes for a tensor of {}", self.address);
+            return Err(operator_error(py, OpFailureKind::OutOfMemory, &what));
+        }
+        memory.resize(nbytes, 0);
+        let reply = self.client.read(tensor, memory).map_err(lost)?;
+        match self.wait(py, reply)? {
+            Answer::Memory(elements) | Answer::Bytes(elements) => Ok(elements),
+            _ => {
+                let what = format!("machine {}: unexpected reply", self.address);
+                Err(operator_error(py, OpFailureKind::Operator, &what))
+            }
+        }
+    }
+
+    /// Blocks until a reply arrives, and returns the answer.
+    fn wait(&self, py: Python<'_>, reply: u64) -> PyResult<Answer<Vec<u8>>> {
         loop {
-            let answer = py.detach(|| self.client.wait(reply, SIGNAL_INTERVAL));
-            match answer {
+            match py.detach(|| self.client.wait(reply, SIGNAL_INTERVAL)) {
                 Ok(None) => py.check_signals()?,
-                Ok(Some(Answer::Memory(elements))) => return Ok(elements),
-                Ok(Some(Answer::Bytes(bytes))) => return Ok(bytes),
-                Ok(Some(_)) => {
-                    let what = format!("machine {}: unexpected reply", self.address);
-                    return Err(operator_error(py, OpFailureKind::Operator, &what));
-                }
+                Ok(Some(answer)) => return Ok(answer),
                 Err(WaitError::Ended(error)) => return Err(self.lost(py, &error)),
                 Err(WaitError::Failed { failure, .. }) => {
                     let what = format!("machine {}: {}", self.address, failure.message);

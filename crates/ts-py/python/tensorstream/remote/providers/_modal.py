@@ -236,7 +236,7 @@ class ModalServer(Server):
         address: The address of its tunnel.
         token: The secret that it requires.
         call: The call of the function that hosts it.
-        resources: What to close when the server has ended.
+        resources: Is closed when the server has ended.
     """
 
     def __init__(self, address: str, token: str, call: Any, resources: ExitStack) -> None:
