@@ -30,11 +30,9 @@ pub(crate) fn run(name: &str) -> Result<()> {
         "openai" => run_script(&python::prepared()?, "openai_clients", &[]),
         "links" => run_script(&python::prepared()?, "cut_links", &[]),
         "remote" => {
-            let venv = python::prepared()?;
-            run::run(venv.python().args(["-m", "pip", "install", "--quiet", "ray"]))?;
             // mycelya-torch must be built by hand (pip install --no-build-isolation
             // mycelya-torch). The script measures it only if it is installed.
-            run_script(&venv, "remote", &["--peers"])
+            run_script(&python::prepared()?, "remote", &["--peers"])
         }
         "wire-peers" => {
             let venv = python::prepared()?;

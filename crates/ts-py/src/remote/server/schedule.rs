@@ -3,12 +3,11 @@
 
 use pyo3::prelude::*;
 
-/// Sets the niceness of a process's threads, and their time slice. Threads that start later get
-/// them from the thread that starts them. Ignores threads that end meanwhile, and what the user may
-/// not set: only some may lower a niceness.
+/// Sets the niceness and the time slice of a process's threads. Threads that they start later
+/// inherit both.
 ///
-/// Where the system has no time slices of its own for each thread (Linux before 6.12), sets only
-/// the niceness.
+/// Ignores errors: a thread may have ended, and only some users may lower a niceness. Linux before
+/// 6.12 ignores the time slice.
 ///
 /// Args:
 ///     process: The ID of the process.

@@ -73,7 +73,7 @@ class RemoteCheckpoint:
             MissingTensorError: The checkpoint lacks one of the tensors.
             ChecksumError: Data differs from its checksum.
             StorageError: Reading failed.
-            BudgetError: The machine streams weights, and what is left of its budget is too small.
+            BudgetError: The machine streams weights, and the rest of its budget is too small.
             RemoteOutOfMemoryError: The machine has too little memory.
             ConnectionLost: The machine cannot be reached.
         """
@@ -160,7 +160,7 @@ def load_state_dict(
         MissingTensorError: The checkpoint lacks one of the tensors.
         ChecksumError: Data differs from its checksum.
         StorageError: Reading, or downloading from the Hub, failed.
-        BudgetError: The machine streams weights, and what is left of its budget is too small.
+        BudgetError: The machine streams weights, and the rest of its budget is too small.
         RemoteOutOfMemoryError: The machine has too little memory.
         ConnectionLost: The machine cannot be reached.
 

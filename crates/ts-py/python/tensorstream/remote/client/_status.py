@@ -29,7 +29,7 @@ class Watcher:
         #: The statuses that were not reported yet.
         self._changes: deque[str] = deque()
         self._lock, self._reporting = threading.Lock(), threading.Lock()
-        #: Ends the thread. ``None`` if there is no thread.
+        #: The event that ends the thread, or ``None`` if no thread runs.
         self._stopped: threading.Event | None = None
 
     def add(self, callback: Callable[[str], None]) -> Callable[[], None]:
