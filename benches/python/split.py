@@ -108,7 +108,8 @@ class Part:
         state = {}
         for file in sorted(Path(path).glob("*.safetensors")):
             with safe_open(file, "pt") as opened:
-                names = [n for n in opened.keys() if n.startswith(tuple(wanted))]  # noqa: SIM118  # not a dict
+                held = opened.keys()
+                names = [name for name in held if name.startswith(tuple(wanted))]
                 state |= {name: opened.get_tensor(name).clone() for name in names}
         model.load_state_dict(state, strict=False, assign=True)
 
