@@ -297,6 +297,28 @@ pub fn checkpoint_file(dir: &Path) -> Result<PathBuf, Error> {
     }
 }
 
+/// Opens the file of the checkpoint at a URL, as [`Checkpoint::open`] does, or the file `beside` in
+/// the same directory. Blocks.
+///
+/// # Errors
+/// - [`Error::NoCheckpoint`] if the URL is a directory that contains no checkpoint.
+/// - [`Error::Io`] if the file cannot be opened.
+pub fn checkpoint_source(url: &str, beside: Option<&str>) -> Result<Arc<Source>, Error> {
+    let Some(beside) = beside else {
+        let mut opened = OpenSources::new();
+        let file = find_at_url(url, &mut opened)?;
+        return match opened.pop_first() {
+            Some((_, source)) => Ok(source),
+            None => open_source(&file.to_string_lossy()),
+        };
+    };
+    let directory = match url.rsplit_once('/') {
+        Some((directory, _)) if is_checkpoint_name(url) => directory,
+        _ => url.trim_end_matches('/'),
+    };
+    open_source(&format!("{directory}/{beside}"))
+}
+
 /// Opens a file, an object or, with the feature `remote`, a file of a weight server.
 fn open_source(name: &str) -> Result<Arc<Source>, Error> {
     #[cfg(feature = "remote")]
@@ -312,7 +334,7 @@ type OpenSources = BTreeMap<String, Arc<Source>>;
 /// Finds the file of a checkpoint at a URL. If the URL is a directory, adds the open file to
 /// `opened`.
 fn find_at_url(url: &str, opened: &mut OpenSources) -> Result<PathBuf, Error> {
-    if Path::new(url).extension().is_some_and(|e| e == "safetensors" || e == "ts" || e == "json") {
+    if is_checkpoint_name(url) {
         return Ok(url.into());
     }
     for name in [SINGLE, INDEX, CONTAINER] {
@@ -327,6 +349,11 @@ fn find_at_url(url: &str, opened: &mut OpenSources) -> Result<PathBuf, Error> {
         }
     }
     Err(Error::NoCheckpoint { path: url.into(), found: 0 })
+}
+
+/// Returns whether a name ends like that of a file, and not like that of a directory.
+fn is_checkpoint_name(name: &str) -> bool {
+    Path::new(name).extension().is_some_and(|e| e == "safetensors" || e == "ts" || e == "json")
 }
 
 /// Returns the reader of the catalog that is in a file.

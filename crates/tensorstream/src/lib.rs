@@ -101,7 +101,7 @@ mod write;
 
 #[cfg(feature = "cli")]
 pub use bar::Bar;
-pub use checkpoint::{Checkpoint, checkpoint_file};
+pub use checkpoint::{Checkpoint, checkpoint_file, checkpoint_source};
 pub use compact::{Compacted, compact};
 pub use convert::{Converted, convert};
 pub use damage::Damage;

@@ -49,6 +49,8 @@
 //! - [`Tuner`] finds the best request size and number of reads in flight for a device.
 //! - [`measure()`] measures the bandwidth of any workload.
 //! - [`DirectReader`] reads on the calling thread, into any memory.
+//! - [`Relay`] and [`RelayClient`] pass sources to a process that can neither open files nor connect
+//!   sockets.
 //! - [`Writer`] writes files.
 //! - [`conformance`] and [`fault`] test backends.
 //!
@@ -91,6 +93,8 @@ mod page_cache;
 mod progress;
 mod provider;
 mod registry;
+#[cfg(unix)]
+mod relay;
 mod remote;
 mod scatter;
 mod source;
@@ -119,6 +123,8 @@ pub use measure::measure_mapped_views;
 pub use measure::{Measurement, Workload, measure, measure_memcpy};
 pub use provider::{Availability, BackendProvider};
 pub use registry::{Choice, Registry};
+#[cfg(unix)]
+pub use relay::{Relay, RelayClient};
 pub use remote::RemoteSource;
 pub use source::{Fingerprint, Source};
 pub use tune::{Trial, Tuner, Tuning, cache_directory, file_system};

@@ -199,6 +199,16 @@ impl Source {
         self.origin.read_at(offset, buffer, DEFAULT_TIMEOUT)
     }
 
+    /// Reads like [`read_at`](Self::read_at), over the network for at most `timeout`.
+    pub(crate) fn read_at_within(
+        &self,
+        offset: u64,
+        buffer: &mut [u8],
+        timeout: Duration,
+    ) -> Result<usize, Error> {
+        self.origin.read_at(offset, buffer, timeout)
+    }
+
     /// Checks that a file is still the one that was opened, through its handle and through its
     /// path. Does nothing for other sources; reads over the network check this themselves. `offset`
     /// appears only in the error.

@@ -17,6 +17,9 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<progress::Progress>()?;
     m.add_class::<writer::FileWriter>()?;
     m.add_class::<conversion::Conversion>()?;
+    m.add_class::<passing::PassedSource>()?;
+    m.add_class::<passing::Relay>()?;
+    m.add_class::<passing::RelayClient>()?;
     m.add_function(wrap_pyfunction!(passing::open_file, m)?)?;
     m.add_function(wrap_pyfunction!(passing::checkpoint_file, m)?)?;
     m.add_function(wrap_pyfunction!(checkpoint::trim, m)?)?;

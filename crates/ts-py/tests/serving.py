@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Runs ``tensorstream serve`` in a child process."""
+"""Runs ``tensorstream serve`` and ``tensorstream serve-weights`` in child processes."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SERVE", "Serving", "children", "is_running"]
+__all__ = ["PROGRAM", "SERVE", "Serving", "children", "is_running", "served", "serving"]
 
 SERVE = [sys.executable, "-m", "tensorstream.serve"]
+PROGRAM = Path(sys.executable).parent / "tensorstream"
 
 
 class Serving:
@@ -57,6 +61,31 @@ class Serving:
         if self._log:
             self._log.close()
         assert self.process.returncode in (0, -signal.SIGKILL)
+
+
+@contextmanager
+def served(directory: Path, *arguments: str) -> Iterator[str]:
+    """Serves the files of a directory, and yields its URL. Ends the server with
+    SIGINT, as Ctrl-C would."""
+    with serving(directory, *arguments) as (url, _):
+        yield url
+
+
+@contextmanager
+def serving(directory: Path, *arguments: str) -> Iterator[tuple[str, int]]:
+    """Serves the files of a directory, and yields its URL and its process ID."""
+    command = [PROGRAM, "--json", "serve-weights", directory]
+    server = subprocess.Popen(
+        [*command, "--listen", "127.0.0.1:0", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    try:
+        yield json.loads(server.stdout.readline())["url"], server.pid
+    finally:
+        server.send_signal(signal.SIGINT)
+        rest, _ = server.communicate(timeout=20)
+    assert server.returncode == 0
+    assert json.loads(rest)["sent_bytes"] > 0
 
 
 def children(process: int) -> list[int]:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import safetensors.torch
 import tensorstream as ts
 import torch
 from conftest import Llama
-from serving import SERVE, Serving, cut
+from serving import SERVE, Serving, cut, served
 from tensorstream.errors import (
     BudgetError,
     CheckpointError,
@@ -28,12 +29,15 @@ from tensorstream.errors import (
     MissingTensorError,
     RemoteOutOfMemoryError,
     RemoteTensorError,
+    StorageError,
     TensorStreamError,
 )
 from tensorstream.remote import RemoteMachine, load_huggingface_state_dicts, load_state_dict
+from tensorstream.remote.client._checkpoint import RemoteCheckpoint
 from tensorstream.remote.providers._this_computer import ProcessServer
 from tensorstream.serve._weights import Weights
 from torch import nn
+from webserver import WebServer
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -143,7 +147,7 @@ def test_a_server_refuses_what_it_does_not_allow(
         ("nothing.safetensors", CheckpointNotFoundError, "no file or directory nothing"),
         ("pipe.safetensors", TensorStreamError, "not a regular file"),
         ("evil.index.json", TensorStreamError, "evil.index.json"),
-        ("https://example.org/a.safetensors", ConfigurationError, "unsupported URL"),
+        ("https://example.org/a.safetensors", refused, "--weights https://example.org"),
         ("a\0b", ConfigurationError, "invalid name"),
     ):
         with pytest.raises(error, match=message):
@@ -574,3 +578,110 @@ def test_a_sandboxed_session_streams(large: tuple[Path, int]) -> None:
     options = ["--budget", "1GiB", "--device", "cuda"]
     refused = subprocess.run([*SERVE, *options], capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "only on CPUs so far" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def web(root: Path, large: tuple[Path, int]) -> Iterator[WebServer]:
+    """Serves the checkpoints under "models", and a model under "large"."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "models").symlink_to(root)
+        (Path(directory) / "large").symlink_to(large[0])
+        with WebServer(Path(directory)) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def online(web: WebServer) -> Iterator[RemoteMachine]:
+    """Returns a machine that reads checkpoints at URLs, among them those of an object store."""
+    store = {"AWS_ENDPOINT_URL": web.url, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "here"}
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (store | keys).items():
+            patch.setenv(name, value)
+        places = f"{web.url}/models,s3://models/"
+        with (
+            Serving({"--weights": places}) as serving,
+            RemoteMachine.tcp(serving.address) as machine,
+        ):
+            yield machine
+
+
+@pytest.mark.parametrize("place", ["{web}/models", "s3://models"])
+def test_a_server_reads_urls(online: RemoteMachine, web: WebServer, place: str) -> None:
+    place = place.format(web=web.url)
+    before = online.stats()
+    for name in ("plain.safetensors", "coded.ts"):
+        loaded = load_state_dict(f"{place}/{name}", online.device())
+        assert same(loaded, tensors())
+        assert same(ts.load_file(f"{place}/{name}", online.device()), tensors())
+    expected = {name: tensors()[name] for name in ("a", "b.half", "large", "scalar")}
+    for _ in range(3):
+        assert same(load_state_dict(f"{place}/sharded", online.device()), expected)
+    assert online.stats()["uploaded_bytes"] == before["uploaded_bytes"]
+
+
+def test_a_server_refuses_urls_that_it_does_not_allow(
+    online: RemoteMachine, web: WebServer, root: Path
+) -> None:
+    device, requests = online.device(), list(web.requests)
+    for source, error, message in (
+        (f"{web.url}/large", CheckpointPermissionError, "--weights"),
+        (f"{web.url}/models2/a.safetensors", CheckpointPermissionError, "--weights"),
+        ("s3://other/a.safetensors", CheckpointPermissionError, "--weights s3://other"),
+        (f"{web.url}/models/../large", ConfigurationError, "unsupported URL"),
+        (f"{web.url}/models/%2e%2e/large", ConfigurationError, "unsupported URL"),
+        (f"{web.url}/models/.\t./large", ConfigurationError, "unsupported URL"),
+        (f"{web.url}/models\\..\\large", ConfigurationError, "unsupported URL"),
+        (f"{web.url}/models/a.safetensors?x=1", ConfigurationError, "unsupported URL"),
+        ("ftp://host/a.safetensors", ConfigurationError, "unsupported URL"),
+    ):
+        with pytest.raises(error, match=message):
+            load_state_dict(source, device)
+    with pytest.raises(ConfigurationError, match="cannot be listed"):
+        load_huggingface_state_dicts(f"{web.url}/models", device)
+    assert web.requests == requests
+    index = {"weight_map": {"secret": "../large/model.safetensors"}}
+    (root / "outside.index.json").write_text(json.dumps(index))
+    with pytest.raises(TensorStreamError):
+        load_state_dict(f"{web.url}/models/outside.index.json", device)
+    assert not [path for path in web.requests if "large" in path]
+    with pytest.raises(CheckpointNotFoundError):
+        load_state_dict(f"{web.url}/models/nothing.safetensors", device)
+    with pytest.raises(CheckpointNotFoundError):
+        load_state_dict(f"{web.url}/models/nothing", device)
+    assert torch.ones(2, device=device).sum().item() == 2.0
+
+
+def test_a_session_notices_that_a_file_at_a_url_changes(
+    online: RemoteMachine, web: WebServer
+) -> None:
+    url = f"{web.url}/models/plain.safetensors"
+    with RemoteCheckpoint(url, online.device()) as checkpoint:
+        web.etag = "two"
+        with pytest.raises(StorageError, match="has another version"):
+            checkpoint.load()
+    assert same(load_state_dict(url, online.device()), tensors())
+
+
+@pytest.mark.parametrize("scheme", ["http", "ts"])
+def test_a_server_streams_a_model_from_a_url(
+    large: tuple[Path, int], web: WebServer, scheme: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory, size = large
+    ids = torch.arange(6)[None]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the session
+    expected = AutoModelForCausalLM.from_pretrained(directory)(ids).logits
+    torch.set_num_threads(threads)
+    with contextlib.ExitStack() as stack:
+        url = f"{web.url}/large"
+        if scheme == "ts":
+            url = stack.enter_context(served(directory))
+        options = {"--weights": url, "--budget": size // 3}
+        serving = stack.enter_context(Serving(options))
+        machine = stack.enter_context(RemoteMachine.tcp(serving.address))
+        model = ts.from_pretrained(url, device=machine.device())
+        for _ in range(3):
+            assert torch.equal(model(ids.to(machine.device())).logits.cpu(), expected)

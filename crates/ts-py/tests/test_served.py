@@ -10,41 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import tensorstream as ts
 import torch
 from safetensors.torch import save_file
+from serving import PROGRAM, served, serving
 from torch import nn
-
-PROGRAM = Path(sys.executable).parent / "tensorstream"
-
-
-@contextmanager
-def served(directory: Path, *arguments: str) -> Iterator[str]:
-    """Runs a server, and yields its URL. Ends it with SIGINT, as Ctrl-C would."""
-    with serving(directory, *arguments) as (url, _):
-        yield url
-
-
-@contextmanager
-def serving(directory: Path, *arguments: str) -> Iterator[tuple[str, int]]:
-    """Runs a server, and yields its URL and its process ID."""
-    command = [PROGRAM, "--json", "serve-weights", directory]
-    server = subprocess.Popen(
-        [*command, "--listen", "127.0.0.1:0", *arguments], stdout=subprocess.PIPE, text=True
-    )
-    assert server.stdout is not None
-    try:
-        yield json.loads(server.stdout.readline())["url"], server.pid
-    finally:
-        server.send_signal(signal.SIGINT)
-        rest, _ = server.communicate(timeout=20)
-    assert server.returncode == 0
-    assert json.loads(rest)["sent_bytes"] > 0
 
 
 def layers() -> nn.Sequential:

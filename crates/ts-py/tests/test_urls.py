@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import tensorstream as ts
 import torch
 import transformers
+from webserver import WebServer
 
 IDS = torch.arange(5)[None]
 
@@ -32,43 +30,10 @@ def model() -> transformers.LlamaForCausalLM:
 
 @pytest.fixture
 def url(model: transformers.LlamaForCausalLM, tmp_path: Path) -> Iterator[str]:
-    """Serves the checkpoint of the model, with range requests and ETags."""
+    """Serves the checkpoint of the model."""
     model.save_pretrained(tmp_path)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            file = tmp_path / Path(self.path).name
-            content = file.read_bytes() if file.is_file() else b""
-            total = len(content)
-            wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            if wanted:
-                content = content[int(wanted[1]) : int(wanted[2] or total - 1) + 1]
-            self.send_response((206 if wanted else 200) if file.is_file() else 404)
-            if wanted:
-                end = int(wanted[1]) + len(content) - 1
-                self.send_header("Content-Range", f"bytes {wanted[1]}-{end}/{total}")
-            self.send_header("ETag", '"one"')
-            self.send_header("Accept-Ranges", "bytes")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with WebServer(tmp_path) as server:
+        yield server.url
 
 
 def test_a_model_streams_from_a_web_server(model: transformers.LlamaForCausalLM, url: str) -> None:

@@ -46,8 +46,9 @@ pub(super) struct Arguments {
     /// The most memory of one session, such as 4GiB. Unlimited by default.
     #[arg(long, env = "TENSORSTREAM_SESSION_MEMORY", value_parser = budget)]
     session_memory: Option<usize>,
-    /// Checkpoints that clients can load from here: a directory, hf:// with the beginning of the
-    /// names of models, or any. Can be given several times, or separated by commas.
+    /// Checkpoints that clients can load through this server: a directory, hf:// with the beginning
+    /// of the names of models, the beginning of URLs such as s3://BUCKET, or any for all files and
+    /// models. Can be given several times, or separated by commas.
     #[arg(long, env = "TENSORSTREAM_WEIGHTS", value_delimiter = ',')]
     weights: Vec<String>,
     /// The most memory of one session for weights that it loads from here. Those that do not fit

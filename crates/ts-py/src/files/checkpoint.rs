@@ -13,7 +13,7 @@ use tensorstream::io::{FileMapping, Source};
 use tensorstream::streams::MemoryRange;
 use tensorstream::{Error, LoadOptions, Loaded};
 
-use super::passing::passed_file;
+use super::passing::PassedSource;
 use super::progress::watched;
 use crate::dlpack::{CPU, CapsuleBytes, tensor_capsule};
 use crate::dtype::tensor_meta;
@@ -61,19 +61,22 @@ impl Checkpoint {
         Ok(Self { inner: inner.map_err(|e| to_python(py, &e))? })
     }
 
-    /// Opens a checkpoint whose files another process opens. Blocks.
+    /// Opens a checkpoint whose files ``open`` opens. Blocks.
     ///
     /// Args:
     ///     name: The name of the file, or of the shard index.
-    ///     open: Called with ``name``, or the name of a shard. Returns what ``open_file`` returns
-    ///         in the other process; this process owns the descriptors. May raise any exception.
+    ///     open: Called with ``name``, or the name of a shard. Returns a ``PassedSource``. May raise
+    ///         any exception.
     ///     lenient: Whether to accept every file that the safetensors library accepts.
     #[staticmethod]
     #[pyo3(signature = (name, open, lenient=false))]
     fn opened_by(py: Python<'_>, name: &str, open: Py<PyAny>, lenient: bool) -> PyResult<Self> {
         let mut failure = None;
         let mut open_source = |name: &str| {
-            let opened = Python::attach(|py| passed_file(py, name, open.bind(py)));
+            let opened = Python::attach(|py| -> PyResult<_> {
+                let passed = open.bind(py).call1((name,))?;
+                Ok(Arc::clone(&passed.cast::<PassedSource>()?.get().source))
+            });
             opened.map_err(|error| {
                 failure = Some(error);
                 Error::Interrupted

@@ -34,7 +34,7 @@ from ..wire._connection import LIMIT_BYTES, _settings
 from ._messages import MAX_MESSAGE, is_sealed, pair, receive, sealed, send
 from ._offers import Offers
 from ._peers import Peers
-from ._weights import Weights
+from ._weights import OpenFile, Weights
 
 _log = logging.getLogger("tensorstream.remote")
 
@@ -44,6 +44,9 @@ _SERVICE = re.compile(r"exec(/[0-9a-f]{32})?")
 #: The most connections of one session at a time. A client uses one. The others are lost connections
 #: whose end the session has not noticed yet.
 _MAX_CONNECTIONS = 8
+#: The sockets over which a session reads URLs. Each is for one read at a time, with up to 8 MiB of
+#: the broker's memory.
+_CHANNELS = 4
 #: The time limit for the only session to start, in seconds.
 _FIRST = 60.0
 #: The time limit for sessions to end when the server stops, in seconds.
@@ -108,6 +111,23 @@ class _Session:
         self.idle_since = 0.0
         self.ended = threading.Event()
         self.is_killed = False
+        #: Reads URLs for the process, once it has channels to it.
+        self._relay: _native.Relay | None = None
+
+    def relayed(self, source: _native.PassedSource) -> tuple[dict[str, Any], list[int]]:
+        """Returns the message, and the descriptors to close, that pass a source to the process.
+
+        Raises:
+            StorageError: The process has too many sources open.
+            OSError: This process has too many open files or threads.
+        """
+        relay = self._relay or _native.Relay()
+        answer = {"name": source.name, "number": relay.add(source), "length": source.length}
+        if self._relay:
+            return answer, []
+        channels = [relay.channel() for _ in range(_CHANNELS)]
+        self._relay = relay
+        return answer, channels
 
 
 class _Processes:
@@ -688,14 +708,19 @@ class Broker:
         """Sends a session a file of a checkpoint, or the reason why it cannot be opened."""
         try:
             opened = self._weights.open(source, beside)
+            if isinstance(opened, OpenFile):
+                answer, descriptors = opened.passed()
+            else:
+                answer, descriptors = session.relayed(opened)
         except Exception as error:
             return send(session.requests, _refusal(session, source, error), wait=False)
         self._counts["opened_files_total"] += 1
         _log.info("session %d: reads %s", session.number, opened.name)
-        with opened.closing():
-            direct, alignment = opened.direct or (None, 0)
-            answer = {"name": opened.name, "alignment": alignment}
-            send(session.requests, answer, opened.file, direct, wait=False)
+        try:
+            send(session.requests, answer, *descriptors, wait=False)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 def _has_ended(session: _Session) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Opens checkpoints of this machine for sessions, which may not open files themselves.
+"""Opens checkpoints for sessions, which may neither open files nor connect sockets themselves.
 
 Does not import PyTorch, because the main process of ``tensorstream serve`` does not either.
 """
@@ -9,9 +9,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .. import _native
 from ..errors import (
@@ -26,6 +28,12 @@ from ..files._places import find, has_weights
 
 #: A place that stands for all files that this user can read, and all models of the Hub.
 ANY = "any"
+#: The beginnings of URLs other than those of models of the Hub.
+_URL_SCHEMES = ("s3://", "gs://", "az://", "http://", "https://", "ts://", "tss://")
+#: The places of everything that this process can read.
+EVERYTHING = (ANY, *_URL_SCHEMES)
+#: What URLs cannot contain, because it could mean another path than that which is compared.
+_UNCLEAR = re.compile(r"[\x00-\x1f\x7f\\%?#]|/\.{1,2}(/|$)")
 #: What files of weights, and the files beside them, end in.
 _SUFFIXES = (".safetensors", ".ts", ".json")
 #: The longest name, in characters.
@@ -56,22 +64,25 @@ class OpenFile:
         for descriptor in (self.file, *(self.direct or ())[:1]):
             os.close(descriptor)
 
-    @contextlib.contextmanager
-    def closing(self) -> Iterator[OpenFile]:
-        """Closes the descriptors at the end of a ``with`` block."""
-        try:
-            yield self
-        finally:
-            self.close()
+    def passed(self) -> tuple[dict[str, Any], list[int]]:
+        """Returns the message, and the descriptors to close, that pass the file to a session."""
+        direct, alignment = self.direct or (None, 0)
+        answer = {"name": self.name, "alignment": alignment}
+        return answer, [self.file] if direct is None else [self.file, direct]
+
+    def source(self) -> _native.PassedSource:
+        """Returns the file as a source, which owns the descriptors."""
+        return _native.PassedSource.of_file(self.name, self.file, self.direct)
 
 
 class Weights:
-    """The checkpoints of this machine that sessions can read.
+    """The checkpoints that sessions can read.
 
     Args:
         places: Directories, whose files are found by relative names too; "hf://", followed by the
-            beginning of the names of models on the Hugging Face Hub; or "any" for everything, where
-            relative names are those of the home directory.
+            beginning of the names of models on the Hugging Face Hub; the beginning of URLs, such as
+            "s3://bucket/models"; or "any" for all files and all models of the Hub, where relative
+            names are those of the home directory.
 
     Raises:
         ConfigurationError: A place is neither.
@@ -80,12 +91,14 @@ class Weights:
     def __init__(self, places: tuple[str, ...] = ()) -> None:
         self._all = ANY in places
         self._hub = tuple(place for place in places if place.startswith(SCHEME))
-        directories = [place for place in places if place != ANY and place not in self._hub]
+        self._urls = tuple(place for place in places if place.startswith(_URL_SCHEMES))
+        known = (ANY, *self._hub, *self._urls)
+        directories = [place for place in places if place not in known]
         for directory in directories:
             if not os.path.isdir(directory):
                 raise ConfigurationError(
                     f"{directory} is not a directory; expected a directory, hf://, hf:// with the "
-                    f"beginning of a model's name, or {ANY}"
+                    f"beginning of a model's name, the beginning of URLs, or {ANY}"
                 )
         self._roots = tuple(os.path.realpath(directory) for directory in directories)
         self._real_roots = self._roots
@@ -102,13 +115,16 @@ class Weights:
         #: The directories of models of the Hub that were opened, the latest last.
         self._snapshots: collections.OrderedDict[str, None] = collections.OrderedDict()
 
-    def open(self, source: str, beside: str = "") -> OpenFile:
+    def open(self, source: str, beside: str = "") -> OpenFile | _native.PassedSource:
         """Opens the file with the weights of a source, or the index of its shards. Blocks.
 
         Args:
-            source: A file, a directory, or "hf://" with the name of a model on the Hub, which is
-                downloaded first if necessary.
+            source: A file; a directory; "hf://" with the name of a model on the Hub, which is
+                downloaded first if necessary; or the URL of a file or directory.
             beside: The name of another file to open, in the same directory.
+
+        Returns:
+            The file, or the source at a URL.
 
         Raises:
             CheckpointNotFoundError: There is no such file.
@@ -121,7 +137,7 @@ class Weights:
         if source.startswith(SCHEME):
             return self._open_model(source, beside)
         if "://" in source:
-            raise ConfigurationError(f"unsupported URL {source}: expected a path or hf://NAME")
+            return self._open_url(source, beside)
         for path in self._paths(source):
             file = path
             if os.path.isdir(path):
@@ -151,6 +167,11 @@ class Weights:
             for name in names:
                 inside.setdefault(os.path.dirname(name), set()).add(os.path.basename(name))
             return sorted(directory for directory, files in inside.items() if has_weights(files))
+        if "://" in source:
+            raise ConfigurationError(
+                f"the directories at {source} cannot be listed; load each of them with "
+                "load_state_dict"
+            )
         for path in self._paths(source):
             if os.path.isdir(path):
                 return sorted(_directories_in(path))
@@ -197,6 +218,16 @@ class Weights:
             raise
         return opened
 
+    def _open_url(self, url: str, beside: str) -> _native.PassedSource:
+        if not url.startswith(_URL_SCHEMES) or _UNCLEAR.search(url):
+            raise ConfigurationError(
+                f"unsupported URL {url}: expected hf:// or one of {', '.join(_URL_SCHEMES)}, "
+                "without a query, a fragment, percent-encoding, or names that consist of dots"
+            )
+        if not any(_is_below(url, place) for place in self._urls):
+            raise self._refused(url)
+        return _native.PassedSource.at_url(url, beside)
+
     def _open_model(self, source: str, beside: str) -> OpenFile:
         model = self._model(source)
         with self._downloading():
@@ -239,8 +270,11 @@ class Weights:
         return model
 
     def _refused(self, source: str) -> CheckpointPermissionError:
-        allowed = ", ".join((*self._roots, *self._hub)) or "nothing"
+        anything = (ANY,) if self._all else ()
+        allowed = ", ".join((*anything, *self._roots, *self._hub, *self._urls)) or "nothing"
         example = SCHEME if source.startswith(SCHEME) else "DIRECTORY"
+        if source.startswith(_URL_SCHEMES):
+            example = source.rpartition("/")[0]
         return CheckpointPermissionError(
             f"sessions may not read {source}, but {allowed}; start the server with "
             f"`--weights {example}` to allow more"
@@ -257,6 +291,11 @@ def _begins(model: str, place: str) -> bool:
     """Returns whether the name of a model begins with all parts of the name in a place."""
     allowed = place.removeprefix(SCHEME).rstrip("/")
     return not allowed or model == allowed or model.startswith(f"{allowed}/")
+
+
+def _is_below(url: str, place: str) -> bool:
+    """Returns whether a URL begins with all parts of another."""
+    return place in _URL_SCHEMES or f"{url}/".startswith(f"{place.rstrip('/')}/")
 
 
 def _directories_in(path: str) -> Iterator[str]:

@@ -212,13 +212,14 @@ def _opened(
     """Opens the weights of a path of the machine, or else those of a model of this name."""
     text = os.fspath(path)
     subfolder, revision = arguments.hub.get("subfolder") or "", arguments.hub.get("revision")
-    sources = [] if "://" in text else [os.path.join(text, subfolder) if subfolder else text]
-    if text.startswith(SCHEME) or not os.path.isabs(text):
+    is_model = text.startswith(SCHEME)
+    sources = [] if is_model else [os.path.join(text, subfolder) if subfolder else text]
+    if is_model or not ("://" in text or os.path.isabs(text)):
         at = f"@{revision}" if revision else ""
         inner = f"/{subfolder}" if subfolder else ""
         sources.append(f"{SCHEME}{text.removeprefix(SCHEME)}{at}{inner}")
     failures: list[Exception] = []
-    for source in sources or [text]:
+    for source in sources:
         try:
             checkpoint = RemoteCheckpoint(source, device)
         except (CheckpointNotFoundError, CheckpointPermissionError) as error:

@@ -141,10 +141,11 @@ def load_state_dict(
     terminal.
 
     Args:
-        source: A file, a directory or a shard index of the machine, or "hf://" with the name of a
-            model on the Hugging Face Hub, which the machine downloads if necessary. Machines on
-            this computer have its paths. Others look for relative paths in the directories that
-            their clients may read, or in the home directory of their user.
+        source: A file, a directory or a shard index of the machine; "hf://" with the name of a
+            model on the Hugging Face Hub, which the machine downloads if necessary; or a URL as of
+            ``load_file``, which the machine reads with its own credentials. Machines on this
+            computer have its paths. Others look for relative paths in the directories that their
+            clients may read, or in the home directory of their user.
         device: The device of the tensors.
         names: The names of the tensors. By default all tensors are loaded.
         verify: Whether to verify checksums, if the files have any.

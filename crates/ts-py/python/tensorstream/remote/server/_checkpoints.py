@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from typing import Any
 
 import torch
@@ -85,15 +84,10 @@ class Checkpoints:
         first = self._exchange.open(source)
         unused = [first]
 
-        def open_file(name: str) -> tuple[int, tuple[int, int] | None]:
-            opened = unused.pop() if unused else self._exchange.open(name)
-            return opened.file, opened.direct
+        def open_file(name: str) -> _native.PassedSource:
+            return unused.pop() if unused else self._exchange.open(name)
 
-        try:
-            return _native.Checkpoint.opened_by(first.name, open_file, lenient)
-        finally:
-            for opened in unused:
-                opened.close()
+        return _native.Checkpoint.opened_by(first.name, open_file, lenient)
 
     def load(
         self, number: int, names: list[str], device: torch.device, verify: bool
@@ -171,11 +165,10 @@ class Checkpoints:
             A JSON object: "text", or that of an error.
         """
         try:
-            with self._exchange.open(source, beside).closing() as opened:
-                content = os.pread(opened.file, _MAX_TEXT + 1, 0)
-            if len(content) > _MAX_TEXT:
+            opened = self._exchange.open(source, beside)
+            if opened.length > _MAX_TEXT:
                 raise ConfigurationError(f"{opened.name} is longer than {_MAX_TEXT} bytes")
-            return json.dumps({"text": content.decode()})
+            return json.dumps({"text": opened.read().decode()})
         except (TensorStreamError, OSError, RuntimeError, ValueError) as error:
             return json.dumps(_failure(error))
 

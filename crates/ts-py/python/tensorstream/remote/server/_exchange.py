@@ -22,6 +22,7 @@ import torch
 
 from ... import errors
 from ..._dtypes import SCALAR_TYPES
+from ..._native import PassedSource, RelayClient
 from ...serve._messages import SEALS, layout, receive_all, send
 from ...serve._offers import Offers
 from ...serve._weights import OpenFile, Weights
@@ -82,7 +83,7 @@ class Exchange(Protocol):
             An empty string, or the reason why the tensor could not be copied.
         """
 
-    def open(self, source: str, beside: str = "") -> OpenFile:
+    def open(self, source: str, beside: str = "") -> PassedSource:
         """Opens a file of a checkpoint. See ``Weights.open``. Blocks.
 
         Raises:
@@ -133,8 +134,9 @@ class LocalExchange:
             return str(error)
         return ""
 
-    def open(self, source: str, beside: str = "") -> OpenFile:
-        return self._weights.open(source, beside)
+    def open(self, source: str, beside: str = "") -> PassedSource:
+        opened = self._weights.open(source, beside)
+        return opened.source() if isinstance(opened, OpenFile) else opened
 
     def directories(self, source: str) -> list[str]:
         return self._weights.directories(source)
@@ -145,6 +147,7 @@ class BrokerExchange:
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
+        self._relay: RelayClient | None = None
         # Reentrant, because the garbage collector may withdraw a session's offers at any time.
         self._sending, self._requesting = threading.RLock(), threading.RLock()
 
@@ -198,12 +201,18 @@ class BrokerExchange:
             raise refusal(answer.get("refused", "the server sent no tensor"))
         return unpack(answer, descriptors[0])
 
-    def open(self, source: str, beside: str = "") -> OpenFile:
+    def open(self, source: str, beside: str = "") -> PassedSource:
         answer, descriptors = self._request({"open": source, "beside": beside})
-        if not descriptors:
-            raise _refusal(answer)
-        direct = (descriptors[1], answer["alignment"]) if len(descriptors) > 1 else None
-        return OpenFile(answer["name"], descriptors[0], direct)
+        match answer:
+            case {"number": number, "name": name, "length": length}:
+                # The first answer of this kind has the channels.
+                self._relay = self._relay or RelayClient(descriptors)
+                return self._relay.source(number, name, length)
+            case {"name": name, "alignment": alignment}:
+                direct = (descriptors[1], alignment) if len(descriptors) > 1 else None
+                return PassedSource.of_file(name, descriptors[0], direct)
+            case _:
+                raise _refusal(answer)
 
     def directories(self, source: str) -> list[str]:
         answer, _ = self._request({"directories": source})

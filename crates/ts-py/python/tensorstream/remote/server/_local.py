@@ -14,7 +14,7 @@ import threading
 import torch
 
 from ...serve._peers import Peers
-from ...serve._weights import ANY, Weights
+from ...serve._weights import EVERYTHING, Weights
 from ._exchange import LocalExchange
 from ._server import devices_of, server
 
@@ -35,7 +35,7 @@ def main() -> None:
     try:
         devices = devices_of(options.device, options.devices)
         # The process has the rights of its user, who is the client.
-        exchange = LocalExchange(Peers(("any",)).fetch, Weights((ANY,)))
+        exchange = LocalExchange(Peers(("any",)).fetch, Weights(EVERYTHING))
         served = server(options.listen, devices=devices, exchange=exchange, budget=options.budget)
     except Exception as error:
         sys.exit(str(error))
