@@ -3,24 +3,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from contextlib import ExitStack
 
 import pytest
 import torch
-from serving import Serving
+from serving import Serving, is_running
 from tensorstream import _native
 from tensorstream.errors import RemoteTensorError
 from tensorstream.remote import RemoteMachine
+from tensorstream.remote.client import _direct
 from tensorstream.remote.providers._this_computer import ProcessServer
-from tensorstream.serve import _peers
+from tensorstream.serve import _offers, _peers
+from tensorstream.serve._messages import sealed
 
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_copy_waits_for_a_machine_that_computes(kill: bool) -> None:
     """It is asked again and again, until it is lost."""
-    from tensorstream.serve import _offers
-
     size = 700
     with RemoteMachine.local(threads=1) as source, RemoteMachine.local(threads=1) as target:
         eye = torch.eye(size, dtype=torch.float64, device=source.device())
@@ -96,6 +99,78 @@ def test_large_tensors_are_copied_through_brokers(dtype: torch.dtype) -> None:
             copied = x.to(target.device())
             assert torch.equal(copied.cpu(), x.cpu())
             assert target.stats()["uploaded_bytes"] == before
+
+
+@pytest.mark.parametrize(("peer", "is_sent"), [("any", True), ("", False)])
+def test_a_server_sends_tensors_to_those_that_it_reaches(peer: str, is_sent: bool) -> None:
+    with (
+        Serving({"--peer": peer} if peer else {}) as one,
+        Serving({"--peer": "any"}) as other,
+        RemoteMachine("tcp", one.address) as source,
+        RemoteMachine("tcp", other.address) as target,
+    ):
+        x = torch.zeros(3, device=source.device())
+        copies = []
+        for turn in range(20):
+            x = x + 1
+            copies.append((turn + 1.0, x.to(target.device())))
+        assert [copy[2].item() == value for value, copy in copies] == [True] * 20
+        route = _direct._ROUTES[source.device().index, target.device().index]
+        assert (route.works, route.is_sent) == (True, is_sent)
+        # The connections of the source are lost with their sessions, and it opens others.
+        first, *others = other.sessions()
+        for process in others:
+            os.kill(process, signal.SIGKILL)
+        copies = [(turn, (x + turn).to(target.device())) for turn in range(10)]
+        assert all(torch.equal(copy.cpu(), x.cpu() + turn) for turn, copy in copies)
+        assert is_running(first)
+
+
+def test_a_tensor_that_cannot_be_sent_is_fetched() -> None:
+    """The target refuses it, or nobody answers at its address."""
+    metadata, elements = {"dtype": "float32", "sizes": [2]}, bytes(range(8))
+    tickets = [f"{number:032x}" for number in range(_offers.MAX_OFFERED + 1)]
+    with Serving() as served:
+        peers = _peers.Peers((served.address, "127.0.0.1:1"))
+        sent = [peers.send(served.address, each, metadata, elements) for each in tickets[:-1]]
+        with pytest.raises(RuntimeError, match="a session can offer 16 tensors"):
+            peers.send(served.address, tickets[-1], metadata, elements)
+        assert peers.reaches(served.address)
+        sent[0].withdraw(tickets[0])
+        peers.send(served.address, tickets[-1], metadata, elements)
+        assert peers.fetch(served.address, tickets[-1], metadata) == elements
+        with pytest.raises(RuntimeError, match="expected 8 bytes, got 3"):
+            peers.send(served.address, tickets[0], metadata, b"abc")
+    offers = _offers.Offers[int]()
+    sender = _peers.Sender(peers, offers)
+    offers.add("session", tickets[0], 7, is_sent=True)
+    with pytest.raises(LookupError, match=_offers.SENT):
+        offers.take(tickets[0])
+    sender.send("127.0.0.1:1", tickets[0], metadata, sealed(elements))
+    for _ in range(200):
+        with contextlib.suppress(LookupError):
+            assert offers.take(tickets[0], 0.0) == 7
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("the tensor is still being sent")
+    assert not peers.reaches("127.0.0.1:1")
+    sender.close()
+
+
+def test_an_offer_that_ends_while_it_is_sent_leaves_nothing() -> None:
+    discarded: list[int] = []
+    offers = _offers.Offers[int](discarded.append)
+    for end in (offers.withdraw, lambda session, ticket: offers.drop(session)):
+        assert offers.add("one", "ticket", 7, is_sent=True) == ""
+        offers.withdraw("other", "ticket")
+        assert offers.add("one", "ticket", 8) == "invalid offer: its ticket is already in use"
+        end("one", "ticket")
+        assert not offers.remove("ticket")
+        offers.keep("ticket")
+        with pytest.raises(LookupError, match=_offers.NOT_YET):
+            offers.take("ticket", 0.0)
+    assert discarded == [7, 7]
 
 
 def test_the_size_of_a_tensor_that_nobody_offers_allocates_nothing() -> None:

@@ -209,9 +209,8 @@ def test_the_token_is_not_sent_in_the_clear(trusted: dict[str, Path]) -> None:
         peers = Peers(
             (address,), "sesame", {"cert": trusted["cert"], "key": trusted["key"], "ca": None}
         )
-        assert "--peer-ca" in LocalExchange(peers.fetch).fetch(
-            torch.ones(1), address, "ticket", torch.float32
-        )
+        refusal, _ = LocalExchange(peers).fetch(torch.ones(1), address, "ticket", torch.float32)
+        assert "--peer-ca" in refusal
         listener.settimeout(0.2)
         with pytest.raises(TimeoutError):
             listener.accept()
@@ -278,20 +277,20 @@ def test_claims_need_a_valid_ticket(machine: RemoteMachine, device: torch.device
 
     with pytest.raises(RemoteTensorError, match="no session offers this tensor"):
         claim("guess")
-    OFFER(offered, "a")
+    OFFER(offered, "a", "")
     offered += 1  # the offer is of the former values
     assert claim("a") == [1.0, 1.0]
     with pytest.raises(RemoteTensorError, match="no session offers this tensor"):
         claim("a")  # once only
-    OFFER(offered, "b")
+    OFFER(offered, "b", "")
     WITHDRAW(offered, "b")
     with pytest.raises(RemoteTensorError, match="no session offers this tensor"):
         claim("b")
-    OFFER(offered, "c")
+    OFFER(offered, "c", "")
     with pytest.raises(RemoteTensorError, match=r"has shape \[2\] and torch.float32"):
         claim("c", offered.half())
     failed = offered.index_select(0, torch.tensor([9], device=device))
-    OFFER(failed, "d")
+    OFFER(failed, "d", "")
     with pytest.raises(RemoteTensorError, match="index"):
         machine.synchronize()
     with pytest.raises(RemoteTensorError, match="index"):

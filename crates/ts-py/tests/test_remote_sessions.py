@@ -354,7 +354,8 @@ def test_invalid_metadata_of_an_offer_is_an_error(invalid: dict[str, object]) ->
 def _fake_session() -> tuple[_broker._Session, socket.socket]:
     """Creates a session without a process, and the socket that the process would have."""
     requests, its_requests = _messages.pair()
-    return _broker._Session(1, "exec/0", requests, requests), its_requests
+    sender = _peers.Sender(_peers.Peers(), _broker.offers(None))
+    return _broker._Session(1, "exec/0", requests, requests, "here", sender), its_requests
 
 
 def _broker_without_server() -> _broker.Broker:
@@ -385,7 +386,7 @@ def test_a_claim_waits_for_its_offer() -> None:
     one, other = peers
     tensor, packed = _exchange.pack(torch.arange(3.0))
     for offer, refusal in (
-        ({"offer": "0" * 32, "tensor": tensor}, ""),
+        ({"offer": "0" * 32, "tensor": tensor, "to": ""}, ""),
         ({"refuse": "1" * 32, "reason": "it failed"}, "it failed"),
     ):
         ticket = offer.get("offer") or offer["refuse"]
@@ -419,19 +420,21 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
         return answer.get("refused") if received is None else _exchange.unpack(answer, received)
 
     for message, descriptor in [
-        ({"offer": ticket, "tensor": tensor}, None),
-        ({"offer": ticket, "tensor": tensor}, unsealed),
-        ({"offer": "../../etc", "tensor": tensor}, packed),
+        ({"offer": ticket, "tensor": tensor, "to": ""}, None),
+        ({"offer": ticket, "tensor": tensor, "to": ""}, unsealed),
+        ({"offer": "../../etc", "tensor": tensor, "to": ""}, packed),
     ]:
         assert "invalid offer" in str(ask(one, message, descriptor))
-    assert ask(one, {"offer": ticket, "tensor": tensor}, packed) == ""
-    assert "already in use" in str(ask(other, {"offer": ticket, "tensor": tensor}, packed))
+    assert ask(one, {"offer": ticket, "tensor": tensor, "to": ""}, packed) == ""
+    assert "already in use" in str(
+        ask(other, {"offer": ticket, "tensor": tensor, "to": ""}, packed)
+    )
     # Another session can claim the tensor, once, but cannot withdraw it.
     broker._answer(other, {"withdraw": ticket}, None)
     assert torch.equal(ask(other, {"claim": ticket}), torch.arange(6.0).view(2, 3))
     assert "no session offers" in str(ask(other, {"claim": ticket}))
     for number in range(_offers.MAX_OFFERED + 1):
-        full = ask(one, {"offer": f"{number:032x}", "tensor": tensor}, packed)
+        full = ask(one, {"offer": f"{number:032x}", "tensor": tensor, "to": ""}, packed)
     assert "16 tensors at a time" in str(full)
     for number in range(100):  # refusals are limited, too
         broker._answer(one, {"refuse": f"{number + 100:032x}", "reason": "x" * 9999}, None)
@@ -440,10 +443,10 @@ def test_the_broker_validates_the_requests_of_sessions() -> None:
     assert not broker._offers._offers
     big, packed_big = _exchange.pack(torch.ones(300))
     assert "would offer 1200 bytes" in str(
-        ask(other, {"offer": "f" * 32, "tensor": big}, packed_big)
+        ask(other, {"offer": "f" * 32, "tensor": big, "to": ""}, packed_big)
     )
     os.close(packed_big)
-    fetch = {"fetch": ticket, "from": "127.0.0.1:1", "tensor": tensor}
+    fetch = {"fetch": ticket, "from": "127.0.0.1:1", "tensor": tensor, "is_sent": False}
     assert "not allowed to fetch from" in str(ask(one, fetch))
     broker._peers = _peers.Peers(("any",))
     for metadata, refusal in (

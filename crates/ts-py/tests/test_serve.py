@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import SERVE, Serving, cut
 from tensorstream.errors import ConnectionLost
 from tensorstream.remote import RemoteMachine
-from tensorstream.serve import _broker
+from tensorstream.serve import _broker, _peers
 
 PROGRAM = Path(sys.executable).parent / "tensorstream"
 
@@ -202,15 +202,16 @@ def test_clients_share_the_cpu_time() -> None:
     # Only this method of the processes is used, and they cannot run here.
     broker._processes = Processes()  # type: ignore[assignment]
     clients = ["10.0.0.1"] * 24
+    sender = _peers.Sender(_peers.Peers(), _broker.offers(None))
     broker._sessions = {}
     for number, client in enumerate(clients):
         ends = socket.socketpair()
-        session = _broker._Session(number, str(number), *ends, client)
+        session = _broker._Session(number, str(number), *ends, client, sender)
         broker._sessions[session.service] = session
         broker._share()
     assert set(shares.values()) == {0}, "there is no other client"
     ends = socket.socketpair()
-    broker._sessions["x"] = _broker._Session(99, "x", *ends, "10.0.0.2")
+    broker._sessions["x"] = _broker._Session(99, "x", *ends, "10.0.0.2", sender)
     broker._share()
     weight = {number: 1.25**-niceness for number, niceness in shares.items()}
     assert shares[99] == 0

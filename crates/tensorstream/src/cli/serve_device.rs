@@ -55,7 +55,7 @@ pub(super) struct Arguments {
     /// are streamed. Unlimited by default.
     #[arg(long, env = "TENSORSTREAM_BUDGET", value_parser = budget)]
     budget: Option<usize>,
-    /// A server with the same token, from which tensors can be copied directly. Can be given
+    /// A server with the same token, with which tensors can be copied directly. Can be given
     /// several times, or separated by commas.
     #[arg(long, env = "TENSORSTREAM_PEER", value_delimiter = ',')]
     peer: Vec<String>,

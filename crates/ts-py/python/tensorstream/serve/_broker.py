@@ -19,13 +19,9 @@ import os
 import re
 import resource
 import select
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from .. import _native
@@ -33,7 +29,8 @@ from ..errors import StorageError, TensorStreamError
 from ..wire._connection import LIMIT_BYTES, _settings
 from ._messages import MAX_MESSAGE, is_sealed, pair, receive, sealed, send
 from ._offers import Offers
-from ._peers import Peers
+from ._peers import Peers, Sender
+from ._processes import GRACE, Processes
 from ._weights import OpenFile, Weights
 
 _log = logging.getLogger("tensorstream.remote")
@@ -49,17 +46,6 @@ _MAX_CONNECTIONS = 8
 _CHANNELS = 4
 #: The time limit for the only session to start, in seconds.
 _FIRST = 60.0
-#: The time limit for sessions to end when the server stops, in seconds.
-_GRACE = 5.0
-#: The time slices of sessions, in seconds: of the only one of a client, which then interrupts
-#: others when it gets work, and of several.
-_SHORT_SLICE, _LONG_SLICE = 0.0001, 0.02
-#: The environment variables that sessions get. They contain no secrets.
-_ENVIRONMENT = re.compile(
-    r"PATH|HOME|LANG|LC_.*|TZ|TMPDIR|VIRTUAL_ENV|PYTHON.*|LD_LIBRARY_PATH|LD_PRELOAD"
-    r"|CUDA_.*|NVIDIA_.*"
-    r"|(OMP|KMP|MKL|DNNL|ONEDNN|TORCH|PYTORCH|ATEN|MALLOC|GOMP)_.*"
-)
 #: The counters of ``Broker.metrics``, and the gauges.
 _COUNTERS = {
     "sessions_total": "Sessions that have started.",
@@ -76,8 +62,6 @@ _GAUGES = {
     "max_sessions": "The most sessions at a time.",
     "stopping": "Whether new sessions are refused because the server stops.",
 }
-#: The names of signals, by the exit status of a process that they end.
-_SIGNALS = {-number: number.name for number in signal.Signals}
 
 
 class _InvalidRequest(Exception):
@@ -93,6 +77,7 @@ class _Session:
         handoffs: The socket that passes connections to the process.
         requests: The socket for requests from the process to the broker.
         client: What distinguishes the client from others.
+        sender: Sends its tensors to other machines.
     """
 
     def __init__(
@@ -101,9 +86,10 @@ class _Session:
         service: str,
         handoffs: socket.socket,
         requests: socket.socket,
-        client: str = "",
+        client: str,
+        sender: Sender,
     ) -> None:
-        self.number, self.service, self.client = number, service, client
+        self.number, self.service, self.client, self.sender = number, service, client, sender
         self.handoffs, self.requests = handoffs, requests
         self.began = time.monotonic()
         #: The number of open connections, and the time when a connection most recently closed.
@@ -128,213 +114,6 @@ class _Session:
         channels = [relay.channel() for _ in range(_CHANNELS)]
         self._relay = relay
         return answer, channels
-
-
-class _Processes:
-    """Creates the processes of sessions.
-
-    On a CPU, the processes are forked from a zygote process. GPU drivers do not support fork, so on
-    GPUs each process is started separately, and the next one is started in advance.
-
-    The constructor blocks until a session can start.
-
-    Args:
-        options: The options of the sessions. See ``Broker``.
-        on_failure: Called when the process of a session has failed.
-        on_end: Called with the CPU time, in seconds, of a session's process that has ended.
-
-    Raises:
-        OSError: The system cannot create a process.
-        RuntimeError: The zygote has ended, or this computer does not have the devices.
-    """
-
-    def __init__(
-        self,
-        options: dict[str, Any],
-        on_failure: Callable[[], None],
-        on_end: Callable[[float], None],
-    ) -> None:
-        self._options, self._on_failure, self._on_end = json.dumps(options), on_failure, on_end
-        self._once = options["device"] == "cuda"
-        self._lock = threading.Lock()
-        self._closing = False
-        self._all: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
-        #: Descriptors of the processes of sessions, by session number. None if the process is to be
-        #: killed as soon as its descriptor arrives.
-        self._pidfds: dict[int, int | None] = {}
-        #: The processes of sessions, by session number, and how they are to be scheduled.
-        self._processes: dict[int, int] = {}
-        self._niceness: dict[int, int] = {}
-        #: What the sandbox of a session blocks access to, one text for each mechanism.
-        self.restrictions: list[str] = []
-        self._next = self._start()
-        self._await_ready(self._next)
-
-    def _start(self) -> socket.socket:
-        """Starts a zygote. Returns the socket for requests to it."""
-        with self._lock:
-            self._all = [
-                (process, orders) for process, orders in self._all if process.poll() is None
-            ]
-        orders, child_orders = pair()
-        command = [
-            sys.executable,
-            "-m",
-            "tensorstream.remote.server._zygote",
-            str(child_orders.fileno()),
-            self._options,
-        ]
-        environment = {
-            name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)
-        }
-        process = subprocess.Popen(
-            [*command, "once"] if self._once else command, pass_fds=[child_orders.fileno()],
-            stdin=subprocess.DEVNULL,
-            # OpenBLAS would start threads on import, and a process with threads cannot be forked
-            # safely.
-            env={**environment, "OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
-        child_orders.close()
-        with self._lock:
-            self._all.append((process, orders))
-        return orders
-
-    def _await_ready(self, orders: socket.socket) -> None:
-        """Waits until a zygote is ready, and starts a thread that watches it.
-
-        Raises:
-            RuntimeError: The zygote has ended, or this computer does not have the devices.
-        """
-        received = receive(orders)
-        if received is None:
-            raise RuntimeError(
-                "the process that starts sessions ended before it was ready; see standard error "
-                "for the reason"
-            )
-        if "refused" in received[0]:
-            raise RuntimeError(received[0]["refused"])
-        self.restrictions = received[0]["restrictions"]
-        threading.Thread(
-            target=self._watch, args=(orders,), name="tensorstream-zygote", daemon=True
-        ).start()
-
-    def _watch(self, orders: socket.socket) -> None:
-        """Handles the reports of a zygote. Logs each failure of a session's process.
-
-        When the zygote ends, replaces it if it is the current one.
-        """
-        while (received := receive(orders)) is not None:
-            report, pidfd = received
-            if "began" in report and pidfd is not None:
-                self._began(report["began"], pidfd, report["process"])
-            elif "over" in report:
-                self._over(report)
-        if self._next is orders:
-            with self._lock:
-                # Forgets the processes whose descriptors the ended zygote did not send.
-                self._pidfds = {
-                    number: pidfd for number, pidfd in self._pidfds.items() if pidfd is not None
-                }
-            self._replace()
-
-    def _replace(self) -> None:
-        """Starts the next zygote. Retries until it is ready. Clients try to reconnect meanwhile."""
-        while not self._closing:
-            _log.info("starting a process for sessions")
-            try:
-                orders = self._start()
-                self._await_ready(orders)
-            except (OSError, RuntimeError) as error:
-                _log.error("cannot start a process for sessions: %s; trying again", error)
-                time.sleep(1.0)
-            else:
-                self._next = orders
-                return
-
-    def _began(self, number: int, pidfd: int, process: int) -> None:
-        """Stores the descriptor of a session's process, or kills it if ``kill`` was called."""
-        with self._lock:
-            is_to_end = number in self._pidfds
-            self._pidfds[number] = pidfd
-            self._processes[number] = process
-        if is_to_end:
-            self.kill(number)
-        else:
-            self.schedule(number)
-
-    def _over(self, report: dict[str, Any]) -> None:
-        """Handles the end of a session's process."""
-        number = report["over"]
-        with self._lock:
-            self._processes.pop(number, None)
-            self._niceness.pop(number, None)
-        self._on_end(report["cpu"])
-        _log.info(
-            "session %d: used %.1f s of CPU time and up to %d MiB",
-            number, report["cpu"], report["peak"] >> 20,
-        )  # fmt: skip
-        if report["status"]:
-            status = _SIGNALS.get(report["status"], f"exit status {report['status']}")
-            _log.warning("session %d: its process ended: %s", number, status)
-            self._on_failure()
-
-    def schedule(self, number: int, niceness: int | None = None) -> None:
-        """Sets the niceness of a session's process, by default to that which was set before.
-
-        A process that has not begun gets it when it begins.
-        """
-        with self._lock:
-            if niceness is not None and niceness == self._niceness.get(number):
-                return
-            if niceness is not None:
-                self._niceness[number] = niceness
-            process, pidfd = self._processes.get(number), self._pidfds.get(number)
-            if process is not None and pidfd is not None and number in self._niceness:
-                is_alone = self._niceness[number] == 0
-                slice = _SHORT_SLICE if is_alone else _LONG_SLICE
-                _native.set_share(process, self._niceness[number], slice)
-
-    def begin(self, number: int, handoffs: socket.socket, requests: socket.socket) -> None:
-        """Starts the process of a session.
-
-        Args:
-            number: The number of the session.
-            handoffs: The process's end of the socket for connections.
-            requests: The process's end of the socket for requests.
-
-        Raises:
-            OSError: The zygote has ended, and the next one is not ready yet.
-        """
-        send(self._next, {"begin": number}, handoffs.fileno(), requests.fileno())
-        if self._once:
-            self._next.shutdown(socket.SHUT_WR)
-            threading.Thread(target=self._replace, daemon=True).start()
-
-    def kill(self, number: int) -> None:
-        """Kills the process of a session if it has not ended. Must be called once per session."""
-        with self._lock:
-            pidfd = self._pidfds.pop(number, None)
-            if pidfd is None:
-                self._pidfds[number] = None
-                return
-        try:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        finally:
-            os.close(pidfd)
-
-    def close(self) -> None:
-        """Ends the zygote, or the processes of GPU sessions. Blocks."""
-        self._closing = True
-        for process, orders in self._all:
-            # `orders.close()` would not end the connection while `_watch` receives on the socket.
-            orders.shutdown(socket.SHUT_RDWR)
-            try:
-                process.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 class Broker:
@@ -386,7 +165,7 @@ class Broker:
         self._offers: Offers[tuple[dict[str, Any], int]] = offers(self._memory)
         #: The time until which sessions may go on, once ``stop`` was called.
         self._until: float | None = None
-        self._processes = _Processes(options, self._process_failed, self._process_ended)
+        self._processes = Processes(options, self._process_failed, self._process_ended)
         self.restrictions = self._processes.restrictions
 
     def stop(self) -> None:
@@ -442,7 +221,7 @@ class Broker:
             for session in sessions:
                 # The process then notifies its client that the server stops, and exits.
                 session.handoffs.close()
-            end = time.monotonic() + _GRACE
+            end = time.monotonic() + GRACE
             for session in sessions:
                 if not session.ended.wait(max(0.0, end - time.monotonic())):
                     with self._lock:
@@ -564,7 +343,12 @@ class Broker:
             self._processes.begin(number, child_handoffs, child_requests)
         # A client cannot reconnect to a session without a name. Its key only has to be unique.
         session = _Session(
-            number, service if "/" in service else f"{service}#{number}", handoffs, requests, client
+            number,
+            service if "/" in service else f"{service}#{number}",
+            handoffs,
+            requests,
+            client,
+            Sender(self._peers, self._offers),
         )
         self._sessions[session.service] = session
         self._share()
@@ -606,6 +390,7 @@ class Broker:
                 self._remove(session)
                 self._kill(session)
             self._offers.drop(session)
+            session.sender.close()
             session.requests.close()
             session.ended.set()
             seconds = time.monotonic() - session.began
@@ -621,24 +406,25 @@ class Broker:
             OSError: The process does not receive the answer.
         """
         match message:
-            case {"offer": str(ticket), "tensor": dict(tensor)}:
-                send(
-                    session.requests,
-                    {"refused": self._offer(session, ticket, tensor, descriptor)},
-                    wait=False,
-                )
+            case {"offer": str(ticket), "tensor": dict(tensor), "to": str(to)}:
+                refusal = self._offer(session, ticket, tensor, descriptor, to)
+                send(session.requests, {"refused": refusal}, wait=False)
             case {"claim": str(ticket)}:
                 self._claim(session, ticket)
             case {"refuse": str(ticket), "reason": str(reason)}:
                 self._offers.refuse(session, ticket, reason[:1000])
-            case {"fetch": str(ticket), "from": str(address), "tensor": dict(tensor)}:
-                self._fetch(session, address, ticket, tensor)
+            case {
+                "fetch": str(ticket), "from": str(address), "tensor": dict(tensor),
+                "is_sent": bool(is_sent),
+            }:  # fmt: skip
+                self._fetch(session, address, ticket, tensor, is_sent)
             case {"open": str(source), "beside": str(beside)}:
                 self._open(session, source, beside)
             case {"directories": str(source)}:
                 self._list(session, source)
             case {"withdraw": str(ticket)}:
                 self._offers.withdraw(session, ticket)
+                session.sender.withdraw(ticket)
             case {"disconnected": [str(peer), str(reason)]}:
                 with self._lock:
                     if not session.connections:
@@ -654,19 +440,26 @@ class Broker:
                 raise _InvalidRequest(f"invalid request: {str(message)[:100]!r}")
 
     def _offer(
-        self, session: _Session, ticket: str, tensor: dict[str, Any], descriptor: int | None
+        self,
+        session: _Session,
+        ticket: str,
+        tensor: dict[str, Any],
+        descriptor: int | None,
+        to: str,
     ) -> str:
-        """Stores an offered tensor. Returns an empty string, or the reason for a refusal."""
+        """Stores an offered tensor, or sends it. Returns "", or the reason for a refusal."""
         if (
             descriptor is None
             or not re.fullmatch("[0-9a-f]{32}", ticket)
             or not is_sealed(descriptor)
         ):
             return "invalid offer: expected a ticket of 32 hexadecimal digits and sealed memory"
-        copy = os.dup(descriptor)
-        refusal = self._offers.add(session, ticket, (tensor, copy))
+        copy, is_sent = os.dup(descriptor), bool(to) and self._peers.reaches(to)
+        refusal = self._offers.add(session, ticket, (tensor, copy), is_sent)
         if refusal:
             os.close(copy)
+        elif is_sent:
+            session.sender.send(to, ticket, tensor, os.dup(descriptor))
         return refusal
 
     def _claim(self, session: _Session, ticket: str) -> None:
@@ -680,17 +473,26 @@ class Broker:
         finally:
             os.close(descriptor)
 
-    def _fetch(self, session: _Session, address: str, ticket: str, tensor: dict[str, Any]) -> None:
+    def _fetch(
+        self, session: _Session, address: str, ticket: str, tensor: dict[str, Any], is_sent: bool
+    ) -> None:
         """Sends a session a copy of another machine's tensor, or the reason for a failure."""
         try:
-            elements = self._peers.fetch(
-                address, ticket, tensor, self._memory, lambda: not _has_ended(session)
+            got = self._peers.fetch(
+                address,
+                ticket,
+                tensor,
+                self._memory,
+                wanted=lambda: not _has_ended(session),
+                sent=self._offers.take,
+                is_sent=is_sent,
             )
-            descriptor = sealed(elements)
+            tensor, descriptor = (tensor, sealed(got)) if isinstance(got, bytes) else got
         except (RuntimeError, OSError, MemoryError) as error:
             return send(session.requests, {"refused": str(error)[:1000]}, wait=False)
         try:
-            send(session.requests, tensor, descriptor, wait=False)
+            answer = {**tensor, "was_sent": not isinstance(got, bytes)}
+            send(session.requests, answer, descriptor, wait=False)
         finally:
             os.close(descriptor)
 

@@ -5,18 +5,36 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
 #: The message of ``LookupError`` if a claim waited in vain. The claimant may try again.
 NOT_YET = "no session offers this tensor yet"
+#: That of a claim whose item is being sent to the claimant, where it is offered then.
+SENT = "this tensor is being sent to the machine that claims it"
 #: The longest time that a claim waits for the offer, in seconds.
 CLAIM_WAIT = 2.0
 #: The most tensors that one session can offer at a time.
 MAX_OFFERED = 16
 #: The most tensors that all sessions together can offer at a time.
 _MAX_OFFERED_TOTAL = 1024
+
+
+@dataclass
+class _Offer(Generic[Item]):
+    """An item that is offered.
+
+    Attributes:
+        session: The session that offers it.
+        item: The item, or the reason why it cannot be offered.
+        is_sent: Whether it is being sent to another machine.
+    """
+
+    session: Hashable
+    item: Item | str
+    is_sent: bool = False
 
 
 class Offers(Generic[Item]):
@@ -38,20 +56,43 @@ class Offers(Generic[Item]):
     ) -> None:
         self._discard, self._size, self._memory = discard, size, memory
         self._changed = threading.Condition()
-        #: By ticket: the session, and the item or the reason why it cannot be offered.
-        self._offers: dict[str, tuple[Hashable, Item | str]] = {}
+        #: By ticket.
+        self._offers: dict[str, _Offer[Item]] = {}
 
-    def add(self, session: Hashable, ticket: str, item: Item) -> str:
-        """Offers an item. Returns an empty string, or the reason why it cannot be offered."""
+    def add(self, session: Hashable, ticket: str, item: Item, is_sent: bool = False) -> str:
+        """Offers an item. Returns an empty string, or the reason why it cannot be offered.
+
+        Args:
+            session: The session that offers it.
+            ticket: The ticket with which it can be claimed.
+            item: The item.
+            is_sent: Whether it will be sent to the claimant's machine. It cannot be claimed here
+                until ``keep`` is called. ``remove`` ends the offer.
+        """
         with self._changed:
             if ticket in self._offers:
                 return "invalid offer: its ticket is already in use"
-            offered = [each for by, each in self._offers.values() if by == session]
+            offered = [each.item for each in self._offers.values() if each.session == session]
             refusal = self._refusal(offered, item)
             if not refusal:
-                self._offers[ticket] = session, item
+                self._offers[ticket] = _Offer(session, item, is_sent)
                 self._changed.notify_all()
         return refusal
+
+    def keep(self, ticket: str) -> None:
+        """Makes an item that could not be sent claimable."""
+        with self._changed:
+            if ticket in self._offers:
+                self._offers[ticket].is_sent = False
+                self._changed.notify_all()
+
+    def remove(self, ticket: str) -> bool:
+        """Ends an offer of any session. Returns whether there was one."""
+        with self._changed:
+            offer = self._offers.pop(ticket, None)
+        if offer and not isinstance(offer.item, str):
+            self._discard(offer.item)
+        return offer is not None
 
     def _refusal(self, offered: list[Item | str], item: Item) -> str:
         if len(offered) >= MAX_OFFERED:
@@ -77,22 +118,24 @@ class Offers(Generic[Item]):
         # The reason may be that of another claim, which must not make this one wait again.
         reason = reason.replace(NOT_YET, "no session has offered the tensor in time")
         with self._changed:
-            count = sum(by == session for by, _ in self._offers.values())
+            count = sum(each.session == session for each in self._offers.values())
             is_full = count >= 2 * MAX_OFFERED or len(self._offers) >= _MAX_OFFERED_TOTAL
             if ticket not in self._offers and not is_full:
-                self._offers[ticket] = session, reason
+                self._offers[ticket] = _Offer(session, reason)
                 self._changed.notify_all()
 
     def take(self, ticket: str, wait: float = CLAIM_WAIT) -> Item:
         """Returns the item of a ticket, which is then no longer offered. Blocks up to ``wait``.
 
         Raises:
-            LookupError: There is no such offer, or it was refused.
+            LookupError: There is no such offer, it was refused, or the item is being sent.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: ticket in self._offers, wait):
                 raise LookupError(NOT_YET)
-            _, item = self._offers.pop(ticket)
+            if self._offers[ticket].is_sent:
+                raise LookupError(SENT)
+            item = self._offers.pop(ticket).item
         if isinstance(item, str):
             raise LookupError(item)
         return item
@@ -100,15 +143,14 @@ class Offers(Generic[Item]):
     def withdraw(self, session: Hashable, ticket: str) -> None:
         """Ends an offer of a session, if it was not claimed."""
         with self._changed:
-            if ticket not in self._offers or self._offers[ticket][0] != session:
-                return
-            _, item = self._offers.pop(ticket)
-        if not isinstance(item, str):
-            self._discard(item)
+            offer = self._offers.get(ticket)
+            if offer and offer.session == session:
+                self.remove(ticket)
 
     def drop(self, session: Hashable) -> None:
         """Ends all offers of a session."""
         with self._changed:
-            tickets = [ticket for ticket, (by, _) in self._offers.items() if by == session]
+            offers = self._offers.items()
+            tickets = [ticket for ticket, each in offers if each.session == session]
         for ticket in tickets:
             self.withdraw(session, ticket)

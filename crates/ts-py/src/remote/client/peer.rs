@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A session with another server that only claims tensors. It needs no PyTorch.
+//! A session with another server that only claims and offers tensors. It needs no PyTorch.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use tensorstream::exec::{
-    Answer, Call, Client, OpFailureKind, Request, ScalarType, StorageView, TensorRef, Value,
-    WaitError,
+    Answer, Call, Client, OpFailureKind, Output, Request, ScalarType, StorageView, TensorRef,
+    Value, WaitError,
 };
-use tensorstream::remote::Error;
+use tensorstream::remote::{Bytes, Error};
 
 use super::connector::Connector;
 use super::session::SIGNAL_INTERVAL;
@@ -20,6 +21,9 @@ use crate::wire::Settings;
 
 /// The operator that moves an offered tensor to its argument.
 const CLAIM: &str = "tensorstream::claim";
+/// The operators that offer a tensor, and end an offer.
+const DEPOSIT: &str = "tensorstream::deposit";
+const WITHDRAW: &str = "tensorstream::withdraw";
 /// The most bytes that are allocated before the server has confirmed a claim.
 const MAX_EARLY: usize = 16 << 20;
 
@@ -87,6 +91,68 @@ impl PeerSession {
         elements.map(|elements| PyBytes::new(py, &elements))
     }
 
+    /// Sends a tensor, which the server then offers under a ticket. Blocks.
+    ///
+    /// Args:
+    ///     ticket: The ticket.
+    ///     dtype: PyTorch's number of the dtype.
+    ///     sizes: The sizes of the tensor.
+    ///     elements: Its elements, in row-major order.
+    ///
+    /// Returns:
+    ///     An empty string, or the reason why the server does not offer it.
+    ///
+    /// Raises:
+    ///     RemoteTensorError: The server has too little memory.
+    ///     ConnectionLost: The server cannot be reached.
+    fn deposit(
+        &self,
+        py: Python<'_>,
+        ticket: &str,
+        dtype: u8,
+        sizes: Vec<u64>,
+        elements: PyBackedBytes,
+    ) -> PyResult<String> {
+        let storage = self.storages.fetch_add(1, Ordering::Relaxed) + 1;
+        let tensor = TensorRef { storage, view: StorageView::contiguous(ScalarType(dtype), sizes) };
+        let reply = self.client.new_reply();
+        let (bytes, ticket) = (elements.len() as u64, Value::Text(ticket.into()));
+        let sent = py.detach(|| {
+            self.submit(&Request::Create { storage, bytes, device: 0 })?;
+            self.client.write(storage, 0, Bytes::from_owner(elements))?;
+            self.call(DEPOSIT, vec![Value::Tensor(tensor), ticket], Some(reply))
+        });
+        let answer = match sent {
+            Ok(()) => self.wait(py, reply),
+            Err(error) => Err(self.lost(py, &error)),
+        };
+        self.client.free(storage);
+        match answer? {
+            Answer::Values(mut values) => match values.pop() {
+                Some(Value::Text(refusal)) => Ok(refusal),
+                _ => Err(self.unexpected(py)),
+            },
+            _ => Err(self.unexpected(py)),
+        }
+    }
+
+    /// Ends the offer of a tensor that was sent, if it was not claimed. Does not wait for that.
+    ///
+    /// Raises:
+    ///     ConnectionLost: The server cannot be reached.
+    fn withdraw(&self, py: Python<'_>, ticket: &str) -> PyResult<()> {
+        let storage = self.storages.fetch_add(1, Ordering::Relaxed) + 1;
+        let view = StorageView::contiguous(ScalarType(0), vec![0]);
+        let anchor = Value::Tensor(TensorRef { storage, view });
+        let sent = py.detach(|| {
+            self.submit(&Request::Create { storage, bytes: 0, device: 0 })?;
+            self.call(WITHDRAW, vec![anchor, Value::Text(ticket.into())], None)?;
+            self.client.free(storage);
+            self.client.flush()
+        });
+        sent.map_err(|error| self.lost(py, &error))
+    }
+
     /// Ends the session. Blocks.
     fn close(&self, py: Python<'_>) {
         // The server notices a connection that is lost by itself.
@@ -105,10 +171,8 @@ impl PeerSession {
         let lost = |error: Error| self.lost(py, &error);
         let (storage, bytes) = (tensor.storage, nbytes as u64);
         self.submit(&Request::Create { storage, bytes, device: 0 }).map_err(lost)?;
-        let op = self.client.operator_id(CLAIM).map_err(lost)?;
         let args = vec![Value::Tensor(tensor.clone()), Value::Text(ticket.into())];
-        let call = Call { op, args, kwargs: Vec::new(), outputs: Vec::new(), reply: None };
-        self.submit(&Request::Call(call)).map_err(lost)?;
+        self.call(CLAIM, args, None).map_err(lost)?;
         // Without a wait in between, the elements come with the answer to the claim. The size is
         // what a session says, so a large one is allocated only if there is such a tensor.
         if nbytes > MAX_EARLY {
@@ -125,11 +189,20 @@ impl PeerSession {
         let reply = self.client.read(tensor, memory).map_err(lost)?;
         match self.wait(py, reply)? {
             Answer::Memory(elements) | Answer::Bytes(elements) => Ok(elements),
-            _ => {
-                let what = format!("machine {}: unexpected reply", self.address);
-                Err(operator_error(py, OpFailureKind::Operator, &what))
-            }
+            _ => Err(self.unexpected(py)),
         }
+    }
+
+    /// Submits a call of an operator. With `reply`, it answers with its result, which is no tensor.
+    fn call(&self, name: &str, args: Vec<Value>, reply: Option<u64>) -> Result<(), Error> {
+        let op = self.client.operator_id(name)?;
+        let outputs = reply.iter().map(|_| Output::Known).collect();
+        self.submit(&Request::Call(Call { op, args, kwargs: Vec::new(), outputs, reply }))
+    }
+
+    fn unexpected(&self, py: Python<'_>) -> PyErr {
+        let what = format!("machine {}: unexpected reply", self.address);
+        operator_error(py, OpFailureKind::Operator, &what)
     }
 
     /// Blocks until a reply arrives, and returns the answer.

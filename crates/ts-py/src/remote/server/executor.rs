@@ -196,7 +196,7 @@ impl Executor for TorchExecutor {
     fn skip(&mut self, call: &Call, failure: &OpFailure) {
         let Some(Some(op)) = self.ops.get(call.op as usize) else { return };
         // Another session may wait for the tensor that cannot be offered.
-        if let (OFFER, [_, Value::Text(ticket)]) = (op.name.as_str(), call.args.as_slice()) {
+        if let (OFFER, [_, Value::Text(ticket), ..]) = (op.name.as_str(), call.args.as_slice()) {
             Python::attach(|py| {
                 let told = self.session(py).and_then(|session| {
                     let arguments = (ticket, &failure.message);

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Copies tensors from one machine to another, without sending the data through this process.
 
-The source machine offers the tensor under a ticket, and the target machine fetches it. Both get the
-ticket at once, so a copy costs one round trip between the machines. After a copy has succeeded, the
-next ones do not wait.
+The source machine sends the tensor to the target machine, or offers it, if it cannot reach the
+target, which then fetches it. Both get a ticket at once, so a copy takes one way between the
+machines, or a round trip. After a copy has succeeded, the next ones do not wait.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ class _Route:
     Attributes:
         retry_at: The earliest time of the next attempt. Set when an attempt fails.
         works: Whether the last copy that waited has succeeded.
+        is_sent: Whether the source has sent that copy.
         pending: The bytes of the copies that nothing has waited for, by their tickets.
     """
 
     retry_at: float = 0.0
     works: bool = False
+    is_sent: bool = False
     pending: dict[str, int] = field(default_factory=dict)
 
 
@@ -71,23 +73,24 @@ def copy_directly(source: torch.Tensor, to: torch.Tensor) -> str | None:
     if waits:
         # Other targets of the source may have most of the copies.
         _await(names[0], but=names[1])
-    operators.OFFER(source, ticket)
+    operators.OFFER(source, ticket, _registry.ADDRESSES[names[1]][1])
     if session := _registry.SESSIONS.get(names[0]):
         session.flush()
     address = _registry.ADDRESSES[names[0]][1]
     if not waits:
-        operators.TAKE(to, address, ticket, source.dtype)
+        operators.TAKE(to, address, ticket, source.dtype, route.is_sent)
         return None
     with _lock:
         before = list(route.pending)
     reason = "the machine is lost"
     try:
-        reason = operators.FETCH(to, address, ticket, source.dtype)
+        reason, is_sent = operators.FETCH(to, address, ticket, source.dtype, route.is_sent)
+        route.is_sent = is_sent
     finally:
         with _lock:
             route.works = not reason
-        # The target has claimed the others, unless a copy has failed.
-        _withdraw(names[0], route, [*before, ticket] if reason else before)
+        # The target has claimed them, unless a copy has failed.
+        _withdraw(names[0], route, [*before, ticket])
     return str(reason) or None
 
 

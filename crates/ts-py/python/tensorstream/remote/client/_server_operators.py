@@ -18,11 +18,16 @@ _LIBRARY.define("devices(Tensor anchor) -> int")
 _LIBRARY.define("gpu_name(Tensor anchor) -> str")
 _LIBRARY.define("gpu_bytes(Tensor anchor) -> int")
 _LIBRARY.define("empty_cache(Tensor anchor) -> ()")
-_LIBRARY.define("offer(Tensor tensor, str ticket) -> ()")
+_LIBRARY.define("offer(Tensor tensor, str ticket, str to) -> ()")
 _LIBRARY.define("withdraw(Tensor anchor, str ticket) -> ()")
 _LIBRARY.define("claim(Tensor(a!) into, str ticket) -> ()")
-_LIBRARY.define("fetch(Tensor(a!) into, str address, str ticket, ScalarType dtype) -> str")
-_LIBRARY.define("take(Tensor(a!) into, str address, str ticket, ScalarType dtype) -> ()")
+_LIBRARY.define("deposit(Tensor tensor, str ticket) -> str")
+_LIBRARY.define(
+    "fetch(Tensor(a!) into, str address, str ticket, ScalarType dtype, bool is_sent) -> (str, bool)"
+)
+_LIBRARY.define(
+    "take(Tensor(a!) into, str address, str ticket, ScalarType dtype, bool is_sent) -> ()"
+)
 _LIBRARY.define("open_checkpoint(Tensor anchor, str source, bool lenient) -> str")
 _LIBRARY.define(
     "load_tensors(Tensor anchor, int number, str[] names, bool verify) -> (Tensor[], str)"
@@ -31,10 +36,10 @@ _LIBRARY.define("close_checkpoint(Tensor anchor, int number) -> ()")
 _LIBRARY.define("read_text(Tensor anchor, str source, str beside) -> str")
 _LIBRARY.define("directories(Tensor anchor, str source) -> str")
 _LIBRARY.impl("close_checkpoint", lambda anchor, number: None, "Meta")
-_LIBRARY.impl("offer", lambda tensor, ticket: None, "Meta")
+_LIBRARY.impl("offer", lambda tensor, ticket, to: None, "Meta")
 _LIBRARY.impl("withdraw", lambda anchor, ticket: None, "Meta")
 _LIBRARY.impl("claim", lambda into, ticket: None, "Meta")
-_LIBRARY.impl("take", lambda into, address, ticket, dtype: None, "Meta")
+_LIBRARY.impl("take", lambda into, address, ticket, dtype, is_sent: None, "Meta")
 _LIBRARY.impl("manual_seed", lambda anchor, seed: None, "Meta")
 _LIBRARY.impl("empty_cache", lambda anchor: None, "Meta")
 _LIBRARY.impl("set_rng_state", lambda anchor, state: None, "Meta")

@@ -15,7 +15,7 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
@@ -25,30 +25,24 @@ from ..._dtypes import SCALAR_TYPES
 from ..._native import PassedSource, RelayClient
 from ...serve._messages import SEALS, layout, receive_all, send
 from ...serve._offers import Offers
+from ...serve._peers import Peers
 from ...serve._weights import OpenFile, Weights
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALAR_TYPES}
 
 
-#: Returns the elements of the tensor that the machine at an address offers under a ticket. The
-#: third argument is the tensor's metadata, as of ``pack``. Raises RuntimeError if that is not
-#: possible.
-Fetch = Callable[[str, str, dict[str, Any]], bytes]
-
-
-def fetch_nothing(address: str, ticket: str, metadata: dict[str, Any]) -> bytes:
-    """Raises RuntimeError, for machines that must not connect to others."""
-    raise RuntimeError(
-        f'this machine cannot fetch tensors from {address}; use a machine of kind "local", or a '
-        f"server started with `tensorstream serve --peer {address}`"
-    )
-
-
 class Exchange(Protocol):
     """The operations that a session needs for direct copies and checkpoints."""
 
-    def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str) -> str:
+    def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str, to: str = "") -> str:
         """Offers a tensor until it is claimed or withdrawn.
+
+        Args:
+            session: The session.
+            tensor: The tensor.
+            ticket: The ticket with which it can be claimed.
+            to: The address of the machine that will fetch it. It is sent there, if this machine can
+                reach that one. Empty if a session of this machine will claim it.
 
         Returns:
             An empty string, or the reason why it cannot be offered.
@@ -70,17 +64,26 @@ class Exchange(Protocol):
             LookupError: No session offers a tensor under this ticket.
         """
 
-    def fetch(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> str:
-        """Fetches a tensor that another machine offers, and copies it to ``into``. Blocks.
+    def fetch(
+        self,
+        into: torch.Tensor,
+        address: str,
+        ticket: str,
+        dtype: torch.dtype,
+        is_sent: bool = False,
+    ) -> tuple[str, bool]:
+        """Gets a tensor that another machine offers or sends, and copies it to ``into``. Blocks.
 
         Args:
             into: A tensor of the same shape.
             address: The address of the other machine.
             ticket: The ticket of the tensor.
             dtype: The dtype of the tensor.
+            is_sent: Whether the other machine probably sends it.
 
         Returns:
-            An empty string, or the reason why the tensor could not be copied.
+            An empty string, or the reason why the tensor could not be copied; and whether it was
+            sent.
         """
 
     def open(self, source: str, beside: str = "") -> PassedSource:
@@ -102,15 +105,15 @@ class LocalExchange:
     """The exchange of sessions that share one process.
 
     Args:
-        fetch: Copies tensors from other machines.
+        peers: The other machines from which tensors can be fetched. None are sent.
         weights: The checkpoints that the sessions can read.
     """
 
-    def __init__(self, fetch: Fetch = fetch_nothing, weights: Weights | None = None) -> None:
-        self._fetch, self._weights = fetch, weights or Weights()
+    def __init__(self, peers: Peers | None = None, weights: Weights | None = None) -> None:
+        self._peers, self._weights = peers, weights or Weights()
         self._offers: Offers[torch.Tensor] = Offers()
 
-    def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str) -> str:
+    def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str, to: str = "") -> str:
         # A copy, because the session may free, resize or write to the tensor.
         return self._offers.add(session, ticket, tensor.clone())
 
@@ -126,13 +129,30 @@ class LocalExchange:
     def claim(self, ticket: str) -> torch.Tensor:
         return self._offers.take(ticket)
 
-    def fetch(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> str:
+    def fetch(
+        self,
+        into: torch.Tensor,
+        address: str,
+        ticket: str,
+        dtype: torch.dtype,
+        is_sent: bool = False,
+    ) -> tuple[str, bool]:
+        if self._peers is None:
+            refusal = (
+                f'this machine cannot fetch tensors from {address}; use a machine of kind "local", '
+                f"or a server started with `tensorstream serve --peer {address}`"
+            )
+            return refusal, False
+        metadata, sent = _metadata(dtype, into.shape), self._offers.take
         try:
-            elements = self._fetch(address, ticket, _metadata(dtype, into.shape))
-            into.copy_(torch.frombuffer(bytearray(elements), dtype=dtype).view(into.shape))
+            got = self._peers.fetch(address, ticket, metadata, sent=sent, is_sent=is_sent)
+            if isinstance(got, bytes):
+                into.copy_(torch.frombuffer(bytearray(got), dtype=dtype).view(into.shape))
+            else:
+                _copy_sent(got, into, dtype)
         except RuntimeError as error:
-            return str(error)
-        return ""
+            return str(error), False
+        return "", not isinstance(got, bytes)
 
     def open(self, source: str, beside: str = "") -> PassedSource:
         opened = self._weights.open(source, beside)
@@ -167,10 +187,10 @@ class BrokerExchange:
             raise RuntimeError("the server is stopping, or has ended this session")
         return answer
 
-    def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str) -> str:
+    def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str, to: str = "") -> str:
         packed, descriptor = pack(tensor)
         try:
-            answer, _ = self._request({"offer": ticket, "tensor": packed}, descriptor)
+            answer, _ = self._request({"offer": ticket, "tensor": packed, "to": to}, descriptor)
         finally:
             os.close(descriptor)
         return str(answer.get("refused", ""))
@@ -185,21 +205,32 @@ class BrokerExchange:
         """Does nothing, because the broker does so when this process ends."""
 
     def claim(self, ticket: str) -> torch.Tensor:
-        return self._tensor({"claim": ticket}, LookupError)
+        return self._tensor({"claim": ticket}, LookupError)[0]
 
-    def fetch(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> str:
-        request = {"fetch": ticket, "from": address, "tensor": _metadata(dtype, into.shape)}
+    def fetch(
+        self,
+        into: torch.Tensor,
+        address: str,
+        ticket: str,
+        dtype: torch.dtype,
+        is_sent: bool = False,
+    ) -> tuple[str, bool]:
+        metadata = _metadata(dtype, into.shape)
+        request = {"fetch": ticket, "from": address, "tensor": metadata, "is_sent": is_sent}
         try:
-            into.copy_(self._tensor(request, RuntimeError))
+            tensor, was_sent = self._tensor(request, RuntimeError)
+            _copy_sent(tensor, into, dtype)
         except RuntimeError as error:
-            return str(error)
-        return ""
+            return str(error), False
+        return "", was_sent
 
-    def _tensor(self, message: dict[str, Any], refusal: type[Exception]) -> torch.Tensor:
+    def _tensor(
+        self, message: dict[str, Any], refusal: type[Exception]
+    ) -> tuple[torch.Tensor, bool]:
         answer, descriptors = self._request(message)
         if not descriptors:
             raise refusal(answer.get("refused", "the server sent no tensor"))
-        return unpack(answer, descriptors[0])
+        return unpack(answer, descriptors[0]), bool(answer.get("was_sent"))
 
     def open(self, source: str, beside: str = "") -> PassedSource:
         answer, descriptors = self._request({"open": source, "beside": beside})
@@ -220,6 +251,20 @@ class BrokerExchange:
             raise _refusal(answer)
         found: list[str] = answer["directories"]
         return found
+
+
+def _copy_sent(tensor: torch.Tensor, into: torch.Tensor, dtype: torch.dtype) -> None:
+    """Copies a tensor of another machine.
+
+    Raises:
+        RuntimeError: It has another dtype or shape.
+    """
+    if (tensor.dtype, tensor.shape) != (dtype, into.shape):
+        raise RuntimeError(
+            f"the tensor that was sent has shape {list(tensor.shape)} and {tensor.dtype}, but "
+            f"{list(into.shape)} and {dtype} are expected"
+        )
+    into.copy_(tensor)
 
 
 def _refusal(answer: dict[str, Any]) -> Exception:

@@ -35,7 +35,7 @@ def main() -> None:
     try:
         devices = devices_of(options.device, options.devices)
         # The process has the rights of its user, who is the client.
-        exchange = LocalExchange(Peers(("any",)).fetch, Weights(EVERYTHING))
+        exchange = LocalExchange(Peers(("any",)), Weights(EVERYTHING))
         served = server(options.listen, devices=devices, exchange=exchange, budget=options.budget)
     except Exception as error:
         sys.exit(str(error))

@@ -27,7 +27,7 @@ SERVER_OPERATORS = frozenset({
     "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator",
     "default_dtype", "kind",
     "devices", "gpu_name", "gpu_bytes", "empty_cache", "offer", "withdraw", "claim", "fetch",
-    "take",
+    "take", "deposit",
     "open_checkpoint", "load_tensors", "close_checkpoint", "read_text", "directories",
 })  # fmt: skip
 #: Those that write to their first argument.
@@ -204,13 +204,15 @@ class Session:
     def _given_generator(self, anchor: torch.Tensor) -> torch.Tensor:
         return self._generator(anchor.device, True).get_state().to(anchor.device)
 
-    def _offer(self, tensor: torch.Tensor, ticket: str) -> None:
-        try:
-            refusal = self._exchange.offer(self._name, tensor, ticket)
-        except Exception as error:  # such as too little memory for the copy
-            refusal = f"cannot offer the tensor: {error}"
-        if refusal:
+    def _offer(self, tensor: torch.Tensor, ticket: str, to: str) -> None:
+        if refusal := self._deposit(tensor, ticket, to):
             self._exchange.refuse(self._name, ticket, refusal)
+
+    def _deposit(self, tensor: torch.Tensor, ticket: str, to: str = "") -> str:
+        try:
+            return self._exchange.offer(self._name, tensor, ticket, to)
+        except Exception as error:  # such as too little memory for the copy
+            return f"cannot offer the tensor: {error}"
 
     def skipped_offer(self, ticket: str, reason: str) -> None:
         """Handles an offer whose tensor was not computed. The native half calls this."""
@@ -228,11 +230,15 @@ class Session:
             )
         into.copy_(tensor)
 
-    def _fetch(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> str:
-        return self._exchange.fetch(into, address, ticket, dtype)
+    def _fetch(
+        self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype, is_sent: bool
+    ) -> tuple[str, bool]:
+        return self._exchange.fetch(into, address, ticket, dtype, is_sent)
 
-    def _take(self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype) -> None:
-        reason = self._exchange.fetch(into, address, ticket, dtype)
+    def _take(
+        self, into: torch.Tensor, address: str, ticket: str, dtype: torch.dtype, is_sent: bool
+    ) -> None:
+        reason, _ = self._exchange.fetch(into, address, ticket, dtype, is_sent)
         if reason:
             raise RuntimeError(f"cannot copy the tensor from {address}: {reason}")
 
