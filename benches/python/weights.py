@@ -6,6 +6,8 @@ cgroup for the cap.
 
 - Nine interleaved rounds, with the checkpoint in the page cache. "direct" is `ts.load_file` in a
   separate process. Before each load, it and the machines free the tensors of the last one.
+- Then the same from a URL, with `tensorstream serve-weights` on this computer. A server of machines
+  reads it in its main process, which passes the data to the process of the session.
 - What passes through the client is what its ssh process has read and written.
 - The capped server has a memory limit, page cache included, of the weights divided by 1.5.
 """
@@ -30,6 +32,7 @@ from tensorstream.remote import RemoteMachine, load_state_dict
 from tensorstream.remote.providers._ssh import _Forwarded
 
 sys.path.append(str(Path(__file__).parents[2] / "crates/ts-py/tests"))
+from serving import Serving, served
 from sshd import SKIP_REASON, Sshd
 
 ROUNDS = 9
@@ -55,7 +58,7 @@ class Direct:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
 
-    def __call__(self, path: Path) -> float:
+    def __call__(self, path: Path | str) -> float:
         assert self.process.stdin is not None and self.process.stdout is not None
         print(path, file=self.process.stdin, flush=True)
         return float(self.process.stdout.readline())
@@ -73,7 +76,7 @@ class OnMachine:
         self.machine = machine
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def __call__(self, path: Path) -> float:
+    def __call__(self, path: Path | str) -> float:
         self.tensors = {}
         self.machine.synchronize()
         begin = time.perf_counter()
@@ -102,21 +105,40 @@ def compare(path: Path) -> None:
             server = machine._server
             assert isinstance(server, _Forwarded) and server.tunnel is not None
             tunnel = server.tunnel.pid
-        seen: dict[str, list[float]] = defaultdict(list)
-        before, count = through(tunnel) if tunnel else 0, 0
-        for turn in range(ROUNDS + 1):
-            for name in random.sample(list(contenders), len(contenders)):
-                seconds = contenders[name](path)
-                count += name == "ssh"
-                if turn:  # the first round reads the files into the page cache
-                    seen[name].append(seconds)
+        before = through(tunnel) if tunnel else 0
         print(f"\n{size / 1e9:.2f} GB, {ROUNDS} rounds: seconds, and the ratio to direct, by round")
-        for name, times in seen.items():
-            ratios = [one / other for one, other in zip(times, seen["direct"], strict=True)]
-            print(f"  {name:<8} {spread(times)}   {statistics.median(ratios):.3f}")
+        run_rounds(contenders, path)
         if tunnel:
-            share = (through(tunnel) - before) / count
+            share = (through(tunnel) - before) / (ROUNDS + 1)
             print(f"  through ssh, for each load: {share / 1e6:.3f} MB")
+
+
+def compare_urls(path: Path) -> None:
+    with ExitStack() as stack:
+        url = stack.enter_context(served(path))
+        server = stack.enter_context(Serving({"--weights": url, "--threads": 2}))
+        machine = stack.enter_context(RemoteMachine.tcp(server.address))
+        direct = Direct()
+        stack.callback(direct.close)
+        print(f"\nfrom {url}")
+        run_rounds({"direct": direct, "machine": OnMachine(machine)}, url)
+        status = Path(f"/proc/{server.process.pid}/status").read_text(encoding="utf-8")
+        peak = int(status.split("VmHWM:")[1].split()[0])
+        print(f"  peak of the main process of the server: {peak >> 10} MiB")
+
+
+def run_rounds(contenders: dict[str, Any], source: Path | str) -> None:
+    """Loads in turn, and prints the times."""
+    seen: dict[str, list[float]] = defaultdict(list)
+    for turn in range(ROUNDS + 1):
+        for name in random.sample(list(contenders), len(contenders)):
+            seconds = contenders[name](source)
+            if turn:  # the first round reads the files into the page cache
+                seen[name].append(seconds)
+    for name in contenders:
+        pairs = zip(seen[name], seen["direct"], strict=True)
+        ratio = statistics.median(one / other for one, other in pairs)
+        print(f"  {name:<8} {spread(seen[name])}   {ratio:.3f}")
 
 
 def run_capped(path: Path) -> None:
@@ -158,6 +180,7 @@ def run_capped(path: Path) -> None:
 def main() -> int:
     print(f"scratch directory: {SCRATCH}; torch {torch.__version__}")
     compare(llama_1b())
+    compare_urls(llama_1b())
     run_capped(llama_1b())
     return 0
 

@@ -22,9 +22,11 @@ pub(crate) fn smoke() -> Result<()> {
 pub(crate) fn run(name: &str) -> Result<()> {
     match name {
         "parts" | "memory" | "routing" | "streams" | "wire" => run_criterion(name),
-        "broadcast" | "caps" | "codecs" | "exact" | "load" | "lora" | "neighbours" | "overhead"
-        | "peak" | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions" | "storage"
-        | "split" | "throughput" | "weights" => run_script(&python::prepared()?, name, &[]),
+        "broadcast" | "caps" | "codecs" | "exact" | "hops" | "load" | "lora" | "neighbours"
+        | "overhead" | "peak" | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions"
+        | "storage" | "split" | "throughput" | "weights" => {
+            run_script(&python::prepared()?, name, &[])
+        }
         "file-cache" => run_script(&python::prepared()?, "file_cache", &[]),
         "io" => run_script(&python::prepared()?, "backends", &[]),
         "openai" => run_script(&python::prepared()?, "openai_clients", &[]),
@@ -48,7 +50,7 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
-             wire-peers, serve, broadcast, caps, codecs, exact, file-cache, io, links, llama, \
+             wire-peers, serve, broadcast, caps, codecs, exact, file-cache, hops, io, links, llama, \
              load, lora, moe, neighbours, offload, openai, overhead, peak, pressure, remote, \
              sessions, split, storage, throughput or weights"
         )),
