@@ -37,6 +37,7 @@ MODULES = [
     "tensorstream.numpy",
     "tensorstream.torch",
     "tensorstream.remote",
+    "tensorstream.remote.client._functions",
     "tensorstream.remote.client._machine",
     "tensorstream.remote.client._trace",
     "tensorstream.streaming._offload",

@@ -55,6 +55,10 @@ pub(super) struct Arguments {
     /// are streamed. Unlimited by default.
     #[arg(long, env = "TENSORSTREAM_BUDGET", value_parser = budget)]
     budget: Option<usize>,
+    /// Python functions that clients can call: the name of a module of this computer, or any for all,
+    /// also those that clients send. Can be given several times, or separated by commas.
+    #[arg(long, env = "TENSORSTREAM_ALLOW_FUNCTIONS", value_delimiter = ',')]
+    allow_functions: Vec<String>,
     /// A server with the same token, with which tensors can be copied directly. Can be given
     /// several times, or separated by commas.
     #[arg(long, env = "TENSORSTREAM_PEER", value_delimiter = ',')]
@@ -105,6 +109,7 @@ impl Arguments {
             "session_memory": self.session_memory,
             "weights": self.weights,
             "budget": self.budget,
+            "functions": self.allow_functions,
             "peers": self.peer,
             "peer_ca": self.peer_ca,
             "metrics": self.metrics,

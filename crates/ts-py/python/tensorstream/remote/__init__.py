@@ -13,6 +13,10 @@ Examples:
     [[2.0, 2.0], [2.0, 2.0]]
 """
 
+import sys
+import types
+from typing import Any
+
 from ..errors import (
     ConnectionLost,
     CrossMachineError,
@@ -36,6 +40,7 @@ from .client._create import (
     create_tcp_machine,
 )
 from .client._dispatch import dispatch, placement
+from .client._functions import function
 from .client._machine import RemoteMachine, Wait
 from .client._trace import Event, Trace, metadata_hash, storage_id, trace
 from .client._use import use
@@ -63,6 +68,7 @@ __all__ = [
     "create_ssh_machine",
     "create_tcp_machine",
     "dispatch",
+    "function",
     "load_huggingface_state_dicts",
     "load_state_dict",
     "metadata_hash",
@@ -71,3 +77,13 @@ __all__ = [
     "trace",
     "use",
 ]
+
+
+class _Decorator(types.ModuleType):
+    """This module, which is also the decorator ``function``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Decorator

@@ -126,7 +126,7 @@ class Broker:
         peers: The machines from which sessions can fetch tensors.
         weights: The checkpoints that sessions can read.
         options: The options of the sessions: "device", "devices", "threads", "memory", "budget",
-            "idle_timeout" and "sandbox".
+            "functions", "idle_timeout" and "sandbox".
         max_sessions: The most sessions at a time.
         client_sessions: The most sessions of one client at a time.
         drain: How long sessions may go on after ``stop``, while new ones are refused, in seconds.
@@ -581,7 +581,7 @@ def broker_of(options: dict[str, Any]) -> tuple[Broker, str]:
     )
     sessions = {name: options[name] for name in ("device", "devices", "threads", "sandbox")}
     sessions |= {"memory": options["session_memory"], "budget": options["budget"]}
-    sessions |= {"idle_timeout": options["idle_timeout"]}
+    sessions |= {name: options[name] for name in ("idle_timeout", "functions")}
     limits = {name: options[name] for name in ("max_sessions", "client_sessions", "drain", "once")}
     return Broker(dispatcher, peers, weights, sessions, **limits), dispatcher.address
 

@@ -29,6 +29,7 @@ class Host:
         import ray.util
 
         from ._broker import broker_of
+        from ._weights import EVERYTHING
 
         node: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # Ray's
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
@@ -36,7 +37,7 @@ class Host:
         self._broker, address = broker_of({
             "listen": f"{node}:0", "insecure": False,
             "cert": None, "key": None, "ca": None, "peers": ["any"], "peer_ca": None,
-            "weights": ["any"], "sandbox": True, "max_sessions": 256,
+            "weights": list(EVERYTHING), "functions": ["any"], "sandbox": True, "max_sessions": 256,
             "client_sessions": 256, "idle_timeout": None, "drain": 0, "once": False,
             **options,
         })  # fmt: skip

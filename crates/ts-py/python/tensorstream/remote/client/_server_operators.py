@@ -35,6 +35,10 @@ _LIBRARY.define(
 _LIBRARY.define("close_checkpoint(Tensor anchor, int number) -> ()")
 _LIBRARY.define("read_text(Tensor anchor, str source, str beside) -> str")
 _LIBRARY.define("directories(Tensor anchor, str source) -> str")
+_LIBRARY.define(
+    "run_function(Tensor anchor, str function, str arguments, Tensor(a!)[] tensors) "
+    "-> (Tensor[], str)"
+)
 _LIBRARY.impl("close_checkpoint", lambda anchor, number: None, "Meta")
 _LIBRARY.impl("offer", lambda tensor, ticket, to: None, "Meta")
 _LIBRARY.impl("withdraw", lambda anchor, ticket: None, "Meta")
@@ -54,6 +58,7 @@ OPEN_CHECKPOINT = kernel(torch.ops.tensorstream.open_checkpoint.default)
 LOAD_TENSORS = kernel(torch.ops.tensorstream.load_tensors.default)
 CLOSE_CHECKPOINT = kernel(torch.ops.tensorstream.close_checkpoint.default)
 READ_TEXT = kernel(torch.ops.tensorstream.read_text.default)
+RUN_FUNCTION = kernel(torch.ops.tensorstream.run_function.default)
 DIRECTORIES = kernel(torch.ops.tensorstream.directories.default)
 OFFER = kernel(torch.ops.tensorstream.offer.default)
 WITHDRAW = kernel(torch.ops.tensorstream.withdraw.default)

@@ -28,6 +28,7 @@ from ...errors import (
     ProviderConnectionError,
     ProviderError,
 )
+from ...serve._weights import EVERYTHING
 from ._base import Provider, Request, Server
 
 _log = logging.getLogger("tensorstream.remote")
@@ -232,7 +233,8 @@ def _start_script(
     serve = [
         *("-m", "tensorstream.serve", "--listen", f"unix:{directory}/live/socket", "--once"),
         # The server has the rights of its user, who is the client.
-        *("--device", request.kind, "--devices", str(request.device_count), "--weights", "any"),
+        *("--device", request.kind, "--devices", str(request.device_count)),
+        *("--weights", ",".join(EVERYTHING), "--allow-functions", "any"),
         *options,
     ]
     own = "" if path is None else f"PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}} "

@@ -190,13 +190,17 @@ class ThreadServer(Server):
     def __init__(self, device_type: str, device_count: int) -> None:
         from ...serve._weights import EVERYTHING, Weights
         from ..server._exchange import LocalExchange
+        from ..server._functions import ANY, Functions
         from ..server._server import devices_of, server
 
         devices = devices_of(device_type, device_count)
         exchange = LocalExchange(weights=Weights(EVERYTHING))
         self._directory = tempfile.mkdtemp(prefix="tensorstream-")
         self.address = f"unix:{self._directory}/socket"
-        self._server = server(self.address, devices=devices, exchange=exchange, shared=True)
+        functions = Functions((ANY,))
+        self._server = server(
+            self.address, devices=devices, exchange=exchange, shared=True, functions=functions
+        )
         self._thread = threading.Thread(
             target=self._server.run, name="tensorstream-mock", daemon=True
         )

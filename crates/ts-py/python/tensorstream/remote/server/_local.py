@@ -16,6 +16,7 @@ import torch
 from ...serve._peers import Peers
 from ...serve._weights import EVERYTHING, Weights
 from ._exchange import LocalExchange
+from ._functions import ANY, Functions
 from ._server import devices_of, server
 
 _log = logging.getLogger("tensorstream.remote")
@@ -36,7 +37,10 @@ def main() -> None:
         devices = devices_of(options.device, options.devices)
         # The process has the rights of its user, who is the client.
         exchange = LocalExchange(Peers(("any",)), Weights(EVERYTHING))
-        served = server(options.listen, devices=devices, exchange=exchange, budget=options.budget)
+        served = server(
+            options.listen, devices=devices, exchange=exchange, budget=options.budget,
+            functions=Functions((ANY,)),
+        )  # fmt: skip
     except Exception as error:
         sys.exit(str(error))
 

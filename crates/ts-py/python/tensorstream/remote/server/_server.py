@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ...wire._connection import LIMIT_BYTES, _settings
 from . import _bounds
 from ._checkpoints import Checkpoints, Loaded
 from ._exchange import Exchange, LocalExchange
+from ._functions import Functions
 
 #: The namespaces of operators that clients can call.
 NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized", "tensorstream"})
@@ -29,9 +31,10 @@ SERVER_OPERATORS = frozenset({
     "devices", "gpu_name", "gpu_bytes", "empty_cache", "offer", "withdraw", "claim", "fetch",
     "take", "deposit",
     "open_checkpoint", "load_tensors", "close_checkpoint", "read_text", "directories",
+    "run_function",
 })  # fmt: skip
-#: Those that write to their first argument.
-_WRITING = frozenset({"claim", "fetch", "take"})
+#: Those that write to an argument, and its position.
+_WRITING = {"claim": 0, "fetch": 0, "take": 0, "run_function": 3}
 #: Operators that access files or the memory of other processes, and an operator whose results have
 #: no memory.
 REFUSED = frozenset({
@@ -59,6 +62,7 @@ class Session:
         devices: The number of devices.
         checked: Whether to check the indices of operators whose indices PyTorch does not check.
         budget: The most memory for weights that are loaded. See ``Checkpoints``.
+        functions: The Python functions that the client can call. By default there are none.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Session:
         devices: int = 1,
         checked: bool = False,
         budget: int | None = None,
+        functions: Functions | None = None,
     ) -> None:
         self._device_count = devices
         self._checked = checked
@@ -74,6 +79,7 @@ class Session:
         #: Generators whose state the client sends from its own generators.
         self._client_generators: dict[torch.device, torch.Generator] = {}
         self._exchange = exchange or LocalExchange()
+        self._functions = functions or Functions()
         #: Names the session to the exchange, which does not keep it.
         self._name = object()
         self._checkpoints = Checkpoints(self._exchange, budget)
@@ -110,7 +116,12 @@ class Session:
         if namespace == "tensorstream":
             if base not in SERVER_OPERATORS:
                 raise LookupError("the machine has no such operator")
-            return getattr(self, "_" + base), [0] if base in _WRITING else [], []
+            if base == "run_function" and not self._functions:
+                raise PermissionError(
+                    "the machine runs no Python functions; start the server with "
+                    "`--allow-functions any`, or with the name of a module, to allow them"
+                )
+            return getattr(self, "_" + base), [_WRITING[base]] if base in _WRITING else [], []
         packet: Any = getattr(getattr(torch.ops, namespace), base, None)
         if not isinstance(packet, torch._ops.OpOverloadPacket):
             raise LookupError(f"the machine has no such operator (PyTorch {torch.__version__})")
@@ -181,19 +192,35 @@ class Session:
         if torch.Tag.nondeterministic_seeded in op.tags:
 
             def call_with_default(*args: Any, **kwargs: Any) -> Any:
-                device = _device_of(args, kwargs)
-                own, default = self._generator(device), _default_generator(device)
-                with _default_generator_lock:
-                    before = default.get_state()
-                    default.set_state(own.get_state())
-                    try:
-                        return call(*args, **kwargs)
-                    finally:
-                        own.set_state(default.get_state())
-                        default.set_state(before)
+                with self._own_default_generator(_device_of(args, kwargs)):
+                    return call(*args, **kwargs)
 
             return call_with_default
         return call
+
+    @contextlib.contextmanager
+    def _own_default_generator(self, device: torch.device) -> Iterator[None]:
+        """Gives PyTorch's default generator of a device the state of this session's generator."""
+        own, default = self._generator(device), _default_generator(device)
+        with _default_generator_lock:
+            before = default.get_state()
+            default.set_state(own.get_state())
+            try:
+                yield
+            finally:
+                own.set_state(default.get_state())
+                default.set_state(before)
+
+    def _run_function(
+        self, anchor: torch.Tensor, function: str, arguments: str, tensors: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], str]:
+        def device_of(number: int) -> torch.device:
+            if number < 0 or anchor.device.type == "cpu":
+                return torch.device("cpu")
+            return torch.device(anchor.device.type, number)
+
+        with self._own_default_generator(anchor.device):
+            return self._functions.run(function, arguments, tensors, device_of)
 
     def _manual_seed(self, anchor: torch.Tensor, seed: int) -> None:
         self._generator(anchor.device).manual_seed(seed)
@@ -412,10 +439,11 @@ def _hooks(
     shared: bool = False,
     checked: bool = False,
     budget: int | None = None,
+    functions: Functions | None = None,
 ) -> types.SimpleNamespace:
     """Returns the functions of ``Hooks`` (src/remote/server/hooks.rs) for the native half."""
     return types.SimpleNamespace(
-        session=functools.partial(Session, exchange, len(devices), checked, budget),
+        session=functools.partial(Session, exchange, len(devices), checked, budget, functions),
         allocate=_allocate,
         view=_view,
         restrided=_copy_with_layout,
@@ -439,7 +467,7 @@ def server(
     cert: Any = None, key: Any = None, ca: Any = None, idle_timeout: float = 30.0,
     stall_timeout: float = 300.0,
     staged: bool = False, exchange: Exchange | None = None, shared: bool = False,
-    budget: int | None = None,
+    budget: int | None = None, functions: Functions | None = None,
 ) -> _native.RemoteServer:  # fmt: skip
     """Creates a server that runs operators in this process. It listens when this returns.
 
@@ -459,10 +487,12 @@ def server(
         exchange: What sessions can get from outside. By default, only each other's tensors.
         shared: Whether this process is also the client. Operators then use its default dtype.
         budget: The most memory for weights that a session loads. See ``Checkpoints``.
+        functions: The Python functions that clients can call. By default there are none.
     """
     hooks = _hooks(
-        devices, exchange or LocalExchange(), staged=staged, shared=shared, budget=budget
-    )
+        devices, exchange or LocalExchange(), staged=staged, shared=shared, budget=budget,
+        functions=functions,
+    )  # fmt: skip
     settings = _settings(token, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
     return _native.RemoteServer(listen, hooks, settings, insecure, cert, key, ca)
 
@@ -475,6 +505,7 @@ def session_server(
     stall_timeout: float = 300.0,
     *,
     budget: int | None = None,
+    functions: Functions | None = None,
     idle: float | None = None,
 ) -> _native.RemoteServer:
     """Creates a server of one session. The broker passes the connections to this process.
@@ -489,12 +520,12 @@ def session_server(
             After this time, the connection is lost.
         stall_timeout: Seconds without progress after which a transfer fails.
         budget: The most memory for weights that the session loads. See ``Checkpoints``.
+        functions: The Python functions that the client can call. By default there are none.
         idle: Seconds without a request after which the session ends.
     """
     settings = _settings(None, idle_timeout, stall_timeout, True, None, LIMIT_BYTES)
-    return _native.RemoteServer.from_handoffs(
-        handoffs.detach(), _hooks(devices, exchange, checked=True, budget=budget), settings, idle
-    )
+    hooks = _hooks(devices, exchange, checked=True, budget=budget, functions=functions)
+    return _native.RemoteServer.from_handoffs(handoffs.detach(), hooks, settings, idle)
 
 
 def devices_of(kind: str, count: int | None = None) -> list[torch.device]:

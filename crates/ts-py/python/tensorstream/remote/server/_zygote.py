@@ -29,6 +29,7 @@ from ... import _native
 from ...errors import ConfigurationError
 from ...serve._messages import MAX_MESSAGE, send
 from ._exchange import BrokerExchange
+from ._functions import Functions
 from ._server import devices_of, session_server
 
 #: The interval between checks for ended sessions, in milliseconds.
@@ -80,7 +81,12 @@ def _serve(
     if options["threads"]:
         torch.set_num_threads(options["threads"])
     served = session_server(
-        handoffs, exchange, devices, budget=options["budget"], idle=options["idle_timeout"]
+        handoffs,
+        exchange,
+        devices,
+        budget=options["budget"],
+        functions=Functions(tuple(options["functions"])),
+        idle=options["idle_timeout"],
     )
     served.run(
         lambda peer, reason: exchange.tell({"disconnected": [peer, reason[:1000]]}), once=True
@@ -135,6 +141,7 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
     """
     try:
         devices_of(options["device"], options["devices"])
+        Functions(tuple(options["functions"])).preload()
     except ConfigurationError as error:
         return send(orders, {"refused": str(error)})
     # Detects the CPU's instruction sets. A sandboxed process cannot read /proc/cpuinfo, and PyTorch

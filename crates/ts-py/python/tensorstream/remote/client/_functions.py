@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Python functions that run on a machine as one call."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import json
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
+
+import torch
+
+from ... import errors
+from ...errors import ConfigurationError
+from .. import _registry
+from .._values import decode, encode
+from . import _server_operators as operators
+from ._kernels import materialize
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: How a function gets to the machine.
+By = Literal["source", "name"]
+
+
+class RemoteFunction(Generic[P, R]):
+    """A function that runs on the machine of its arguments. See ``function``."""
+
+    def __init__(self, local: Callable[P, R], by: By, device: str | torch.device | None) -> None:
+        if by not in ("source", "name"):
+            raise ConfigurationError(f'invalid by: expected "source" or "name", got {by!r}')
+        if not isinstance(local, types.FunctionType):
+            raise ConfigurationError(
+                f"cannot run {local!r} on a machine: expected a function that is written in Python"
+            )
+        self._by, self._device = by, device
+        self.__name__: str = local.__name__
+        functools.update_wrapper(self, local)
+        #: What a machine runs that has this object by its name.
+        self.local_function = local
+
+    @functools.cached_property
+    def _described(self) -> str:
+        """The JSON object that describes the function to a machine."""
+        local = self.local_function
+        if self._by == "source":
+            return json.dumps(_described_by_source(local))
+        if local.__module__ == "__main__" or local.__qualname__ != local.__name__:
+            raise ConfigurationError(
+                f"cannot name {local.__qualname__}: expected a function of a module that the "
+                'machine has; use by="source"'
+            )
+        return json.dumps({"module": local.__module__, "name": local.__name__})
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        tensors: list[torch.Tensor] = []
+        arguments = {
+            name: encode(value, tensors, _number_of)
+            for name, value in (("args", list(args)), ("kwargs", kwargs))
+        }
+        device = self._device_of(tensors)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise ConfigurationError(
+                f"{self.__name__} is not differentiated, because it runs as one call on a machine: "
+                "call it under torch.no_grad(), or pass tensor.detach()"
+            )
+        anchor = operators.anchor(_registry.index_of(device))
+        results, text = operators.RUN_FUNCTION(
+            anchor,
+            self._described,
+            json.dumps(arguments),
+            [materialize(tensor) for tensor in tensors],
+        )
+        answer = json.loads(text)
+        if "error" in answer:
+            raise _failure(f"{device}: {self.__name__}", answer)
+        first = _registry.ADDRESSES[anchor.device.index][0]
+        of_number = functools.partial(_device_of_number, first)
+        return cast(R, decode(answer["result"], results, of_number))
+
+    def _device_of(self, tensors: list[torch.Tensor]) -> torch.device:
+        devices = list(dict.fromkeys(tensor.device for tensor in tensors))
+        if not devices and self._device is not None:
+            return torch.device(self._device)
+        if not devices:
+            raise ConfigurationError(
+                f"{self.__name__} has no tensors among its arguments, so its machine is unknown: "
+                "pass a tensor, or use @function(device=machine.device())"
+            )
+        for device in devices:
+            if device.type != "ts":
+                raise ConfigurationError(
+                    f"{self.__name__} has an argument on {device}: expected tensors of a machine; "
+                    "move them there with .to(machine.device())"
+                )
+        machines = {_registry.ADDRESSES[device.index][0] for device in devices}
+        if len(machines) > 1:
+            raise errors.CrossMachineError(
+                f"{self.__name__} has arguments on {', '.join(map(str, devices))}: expected "
+                "tensors of one machine"
+            )
+        return devices[0]
+
+
+@overload
+def function(local: Callable[P, R]) -> RemoteFunction[P, R]: ...
+@overload
+def function(
+    *, by: By = "source", device: str | torch.device | None = None
+) -> Callable[[Callable[P, R]], RemoteFunction[P, R]]: ...
+def function(
+    local: Callable[P, R] | None = None,
+    *,
+    by: By = "source",
+    device: str | torch.device | None = None,
+) -> Any:
+    """Makes a function run on the machine of its arguments, as one call that waits for it.
+
+    ``tensorstream.remote`` is also this decorator. A call takes one round trip, whatever the
+    function does: loops and values that it reads do not wait. The machine must allow it:
+    ``tensorstream serve --allow-functions``. Machines of the kinds mock, local, ssh, ray and modal
+    do.
+
+    Args:
+        local: The function.
+        by: "source" sends its source, with that of the functions of the same module that it calls.
+            Variables of the module that it uses must be modules, functions or classes that can be
+            imported on the machine, or numbers, strings, None, dtypes, or lists, tuples and dicts
+            of them, which are copied when it is called first. "name" calls the function of the same
+            module and name that the machine has.
+        device: The device whose machine runs calls without tensors.
+
+    Returns:
+        The function. ``local_function`` is the local one. Its arguments and results are tensors of
+        one machine, numbers, strings, None, dtypes and devices, and lists, tuples and dicts of
+        them. Devices are those of the machine. It can write to its arguments, except weights that
+        stream. It is not differentiated.
+
+    Raises:
+        ConfigurationError: By calls, if the arguments, the function, or what it uses cannot be
+            sent, or if the machine does not allow it.
+        RemoteTensorError: By calls, if the function raises. The message has its exception, and a
+            note has its traceback.
+        ConnectionLost: By calls, if the machine cannot be reached.
+
+    Examples:
+        >>> import torch
+        >>> from tensorstream.remote import RemoteMachine, function
+        >>> @function
+        ... def collatz(start: torch.Tensor) -> int:
+        ...     value, steps = int(start), 0
+        ...     while value != 1:
+        ...         value, steps = (value // 2 if value % 2 == 0 else 3 * value + 1), steps + 1
+        ...     return steps
+        >>> with RemoteMachine.mock() as machine:
+        ...     collatz(torch.tensor(27, device=machine.device()))
+        111
+    """
+    if local is None:
+        return lambda given: RemoteFunction(given, by, device)
+    return RemoteFunction(local, by, device)
+
+
+def _device_of_number(first: int, number: int) -> torch.device:
+    return torch.device("ts", first + number) if number >= 0 else torch.device("cpu")
+
+
+def _failure(what: str, answer: dict[str, Any]) -> Exception:
+    """Returns the error that a machine has answered."""
+    named: Any = getattr(errors, str(answer["error"]), errors.RemoteTensorError)
+    error: Exception = named(f"{what}: {answer['message']}")
+    if trace := answer.get("trace"):
+        error.add_note(f"On the machine:\n{trace}")
+    return error
+
+
+def _described_by_source(local: types.FunctionType) -> dict[str, Any]:
+    """Returns the source of a function and of the functions of its module that it calls.
+
+    Raises:
+        ConfigurationError: It uses something that cannot be sent.
+    """
+    used: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    pending = [local]
+    while pending:
+        current = pending.pop()
+        if current.__name__ in sources:
+            continue
+        tree = _tree_of(current)
+        sources[current.__name__] = ast.unparse(tree)
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        for name in sorted(names - set(current.__code__.co_varnames)):
+            if name not in current.__globals__ or name in used:
+                continue
+            value = current.__globals__[name]
+            value = value.local_function if isinstance(value, RemoteFunction) else value
+            is_own = isinstance(value, types.FunctionType) and value.__module__ == local.__module__
+            if is_own and value.__name__ == name:
+                pending.append(value)
+            else:
+                used[name] = _described_value(local.__name__, name, value)
+    return {"source": "\n\n".join(sources.values()), "name": local.__name__, "globals": used}
+
+
+def _tree_of(local: types.FunctionType) -> ast.FunctionDef:
+    """Returns the definition of a function, without decorators and annotations.
+
+    Raises:
+        ConfigurationError: Its source is unknown, or it needs more than its source.
+    """
+    name = local.__name__
+    if local.__closure__:
+        variables = ", ".join(local.__code__.co_freevars)
+        raise ConfigurationError(
+            f"cannot send {name}: it uses variables of an enclosing function ({variables}); pass "
+            "them as arguments"
+        )
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(local))).body
+    except (OSError, TypeError, SyntaxError, ValueError) as error:
+        raise ConfigurationError(
+            f"cannot send {name}: its source is unknown ({error}); define it in a file with def, "
+            'or use by="name"'
+        ) from error
+    if not isinstance(tree, ast.FunctionDef):
+        raise ConfigurationError(f"cannot send {name}: expected a function that def defines")
+    tree.decorator_list, tree.returns = [], None
+    for argument in ast.walk(tree.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return tree
+
+
+def _described_value(function: str, name: str, value: Any) -> dict[str, Any]:
+    """Returns how a machine gets a variable of a module that a function uses."""
+    if isinstance(value, types.ModuleType):
+        return {"import": value.__name__}
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if isinstance(module, str) and isinstance(qualified, str) and module != "__main__":
+        found: Any = importlib.import_module(module)
+        for part in qualified.split("."):
+            found = getattr(found, part, None)
+        if found is value:
+            return {"import": module, "name": qualified}
+    tensors: list[torch.Tensor] = []
+    try:
+        encoded = encode(value, tensors, _number_of)
+        if tensors:
+            raise TypeError("cannot pass tensors in variables")
+        return {"value": encoded}
+    except TypeError as error:
+        raise ConfigurationError(
+            f"cannot send {function}: it uses {name}, a {type(value).__name__}; pass it as an "
+            "argument, or import it inside the function"
+        ) from error
+
+
+def _number_of(device: torch.device) -> int:
+    """Returns the number of a device on its machine. That of the host is -1."""
+    if device.type == "ts" and device.index in _registry.ADDRESSES:
+        return device.index - _registry.ADDRESSES[device.index][0]
+    if device.type == "cpu":
+        return -1
+    raise TypeError(f"cannot pass the device {device}: expected that of a machine, or cpu")
