@@ -53,7 +53,6 @@ class Relay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self._listener.getsockname())
         self.cuts: collections.Counter[str] = collections.Counter()
-        #: A session that has not begun cannot be continued.
         self.cutting = False
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -121,8 +120,8 @@ def through_cuts(count: int) -> None:
     with Serving() as served:
         relay = Relay(served.address)
         begin = time.monotonic()
+        relay.cutting = True
         with RemoteMachine("tcp", relay.address, retry=60.0) as machine:
-            relay.cutting = True
             there.to(machine.device())
             optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (here, there)]
             while relay.cuts.total() < count:

@@ -113,6 +113,9 @@ impl Add for ClientStats {
 impl<S: Sink + Send + 'static> Client<S> {
     /// Connects to a server, begins a session, and starts the background thread. Blocks.
     ///
+    /// If a link is lost during the handshake, connects again, for up to five seconds or the
+    /// reconnect timeout.
+    ///
     /// `session` names the session. It must be unique and hard to guess, because any client that
     /// presents it takes the session over. Use 16 random bytes.
     ///

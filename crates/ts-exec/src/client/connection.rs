@@ -89,9 +89,9 @@ pub(super) enum Probe {
 }
 
 impl<S: Sink + Send> ConnectionState<S> {
-    /// Connects to the server, and begins a session. Blocks.
-    pub(super) fn new(options: &ClientOptions<S>, session: [u8; 16]) -> Result<Self, Error> {
-        let mut connection = Self {
+    /// Creates the state of a session that has not connected yet.
+    pub(super) fn new() -> Self {
+        Self {
             channel: Channel::new(),
             awaited: HashMap::new(),
             answers: HashMap::new(),
@@ -101,9 +101,7 @@ impl<S: Sink + Send> ConnectionState<S> {
             ended: None,
             reconnects: 0,
             downloaded_bytes: 0,
-        };
-        connection.connect(options, session)?;
-        Ok(connection)
+        }
     }
 
     /// Opens a link for the session, and continues on it. Blocks.

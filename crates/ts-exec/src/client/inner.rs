@@ -27,6 +27,9 @@ const FLUSH_INTERVAL: Duration = Duration::from_millis(1);
 const FIRST_RETRY: Duration = Duration::from_millis(10);
 /// The longest delay between attempts to reconnect, before jitter.
 const MAX_RETRY: Duration = Duration::from_secs(1);
+/// The longest time for attempts to begin a session whose links are lost. A server of another
+/// protocol may close all links.
+const FIRST_TIMEOUT: Duration = Duration::from_secs(5);
 /// The flusher sleeps after more than this many flush intervals without requests.
 const IDLE_TICKS: u32 = 20;
 /// How often a sleeping flusher reads and writes, to answer the server's pings.
@@ -66,7 +69,7 @@ pub(super) struct ClientInner<S: Sink + Send> {
 impl<S: Sink + Send> ClientInner<S> {
     /// Connects to the server, and begins a session. Blocks.
     pub(super) fn connect(options: ClientOptions<S>, session: [u8; 16]) -> Result<Self, Error> {
-        let connection = ConnectionState::new(&options, session)?;
+        let connection = Self::first_connection(&options, session)?;
         Ok(Self {
             queue: Mutex::default(),
             connection: Mutex::new(connection),
@@ -82,6 +85,26 @@ impl<S: Sink + Send> ClientInner<S> {
             options,
             session,
         })
+    }
+
+    /// Connects, also if links are lost during the handshake. The server knows the session by its
+    /// name, so it begins only once.
+    fn first_connection(
+        options: &ClientOptions<S>,
+        session: [u8; 16],
+    ) -> Result<ConnectionState<S>, Error> {
+        let mut connection = ConnectionState::new();
+        let end = Instant::now() + options.reconnect_timeout.min(FIRST_TIMEOUT);
+        let mut backoff = Backoff::new(FIRST_RETRY, MAX_RETRY);
+        loop {
+            match connection.connect(options, session) {
+                Ok(()) => return Ok(connection),
+                Err(Error::Lost { .. }) if Instant::now() < end => {
+                    thread::sleep(backoff.next_delay());
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// Starts the thread that sends incomplete batches and answers pings.

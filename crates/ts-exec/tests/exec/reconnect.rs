@@ -97,6 +97,37 @@ fn requests_run_once_over_links_that_are_lost() {
     assert!(ended, "{} sessions are left", server.sessions.count());
 }
 
+#[test]
+fn a_session_begins_once_over_links_that_are_lost_in_the_handshake() {
+    let server = TestServer::start();
+    for at in 1..400 {
+        // The second link is cut at another byte.
+        let proxy = FaultyProxy::start(&server.address, vec![at, 401 - at]);
+        let client = client_of(&proxy.address);
+        let one = tensor(1, &[3]);
+        create(&client, &one, 1.0);
+        assert_eq!(read(&client, &one).unwrap(), [1.0; 3], "cut after {at} bytes");
+        client.close().unwrap();
+    }
+    let ended = (0..500).any(|_| {
+        thread::sleep(Duration::from_millis(10));
+        server.sessions.count() == 0
+    });
+    assert!(ended, "{} sessions are left", server.sessions.count());
+}
+
+#[test]
+fn a_server_that_closes_each_link_is_given_up() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string().parse().unwrap();
+    thread::spawn(move || listener.incoming().for_each(drop));
+    let options = options_for(&address).with_reconnect_timeout(Duration::from_millis(300));
+    let since = Instant::now();
+    let error = Client::connect(options, [5; 16]).map(drop).unwrap_err();
+    assert!(matches!(error, Error::Lost { .. }), "{error}");
+    assert!(since.elapsed() < Duration::from_secs(5));
+}
+
 fn repeated(value: f32, count: usize) -> Vec<u8> {
     (0..count).flat_map(|_| value.to_le_bytes()).collect()
 }
