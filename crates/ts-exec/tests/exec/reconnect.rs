@@ -12,6 +12,8 @@ use super::*;
 pub(super) struct FaultyProxy {
     pub(super) address: Address,
     cuts: Arc<AtomicUsize>,
+    /// The number of bytes that were received from clients.
+    uploaded: Arc<AtomicUsize>,
 }
 
 impl FaultyProxy {
@@ -21,19 +23,24 @@ impl FaultyProxy {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string().parse().unwrap();
         let (server, cuts) = (server.to_string(), Arc::new(AtomicUsize::new(0)));
-        let counter = cuts.clone();
+        let (counter, uploaded) = (cuts.clone(), Arc::new(AtomicUsize::new(0)));
+        let from_clients = uploaded.clone();
         thread::spawn(move || {
             let mut limits = limits.into_iter();
             while let Ok((client, _)) = listener.accept() {
                 let Ok(server) = TcpStream::connect(&server) else { return };
                 let left = Arc::new(Mutex::new(limits.next()));
-                for (mut from, mut to) in
-                    [(client.try_clone().unwrap(), server.try_clone().unwrap()), (server, client)]
-                {
+                let (client_again, server_again) =
+                    (client.try_clone().unwrap(), server.try_clone().unwrap());
+                for (mut from, mut to, bytes_from) in [
+                    (client_again, server_again, from_clients.clone()),
+                    (server, client, Arc::default()),
+                ] {
                     let (left, cuts) = (left.clone(), counter.clone());
                     thread::spawn(move || {
                         let mut bytes = vec![0; 4096];
                         while let Ok(len @ 1..) = from.read(&mut bytes) {
+                            bytes_from.fetch_add(len, Ordering::Relaxed);
                             let mut left = left.lock().unwrap();
                             let len = len.min(left.unwrap_or(usize::MAX));
                             let sent = to.write_all(&bytes[..len]);
@@ -53,7 +60,7 @@ impl FaultyProxy {
                 }
             }
         });
-        Self { address, cuts }
+        Self { address, cuts, uploaded }
     }
 }
 
@@ -126,6 +133,24 @@ fn a_server_that_closes_each_link_is_given_up() {
     let error = Client::connect(options, [5; 16]).map(drop).unwrap_err();
     assert!(matches!(error, Error::Lost { .. }), "{error}");
     assert!(since.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn an_upload_goes_on_where_its_link_was_lost() {
+    const PIECE: usize = 8 << 20;
+    let server = TestServer::start();
+    let size = 12 * PIECE;
+    let proxy = FaultyProxy::start(&server.address, vec![5 * PIECE + 100, 5 * PIECE + 100]);
+    let client = client_of(&proxy.address);
+    let large = tensor(1, &[size as u64 / 4]);
+    create(&client, &large, 0.0);
+    client.write(1, 0, repeated(2.0, size / 4).into()).unwrap();
+    assert_eq!(read(&client, &large).unwrap(), vec![2.0; size / 4]);
+    assert_eq!(client.stats().reconnects, 2);
+    // Each lost link repeats the piece that was on its way, and what the system had buffered.
+    let uploaded = proxy.uploaded.load(Ordering::Relaxed);
+    assert!(uploaded < size + 4 * PIECE, "{uploaded} bytes were sent for {size}");
+    client.close().unwrap();
 }
 
 fn repeated(value: f32, count: usize) -> Vec<u8> {
