@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import threading
 import time
 from contextlib import ExitStack
 
@@ -165,12 +167,71 @@ def test_an_offer_that_ends_while_it_is_sent_leaves_nothing() -> None:
         assert offers.add("one", "ticket", 7, is_sent=True) == ""
         offers.withdraw("other", "ticket")
         assert offers.add("one", "ticket", 8) == "invalid offer: its ticket is already in use"
+        assert "ticket" in offers
         end("one", "ticket")
-        assert not offers.remove("ticket")
+        assert "ticket" not in offers
         offers.keep("ticket")
         with pytest.raises(LookupError, match=_offers.NOT_YET):
             offers.take("ticket", 0.0)
     assert discarded == [7, 7]
+    offers.add("one", "ticket", 9, is_sent=True)
+    threading.Timer(0.2, offers.keep, ("ticket",)).start()
+    assert offers.receive("ticket", 10.0) == 9
+
+
+def test_what_was_sent_and_lost_is_fetched() -> None:
+    """The session that holds it at the target ends before it is claimed."""
+    metadata, elements = {"dtype": "float32", "sizes": [2]}, bytes(range(8))
+    with Serving() as source, Serving() as target:
+        peers = _peers.Peers(("any",))
+        for at in (target.address, source.address):
+            peers.send(at, "0" * 32, metadata, elements)
+        (holder,) = target.sessions()
+        os.kill(holder, signal.SIGKILL)
+
+        def sent(ticket: str, wait: float) -> bytes:
+            time.sleep(wait)
+            raise LookupError(_offers.NOT_YET)
+
+        got = peers.fetch(source.address, "0" * 32, metadata, sent=sent, is_sent=True)
+        assert got == elements
+
+
+def test_withdrawn_offers_do_not_fill_the_queue() -> None:
+    """Nobody answers at the address, so the threads are busy."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        peers, offers = _peers.Peers(("any",)), _offers.Offers[int]()
+        sender = _peers.Sender(peers, offers)
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(100):
+            ticket = f"{number:032x}"
+            offers.add("session", ticket, number, is_sent=True)
+            sender.send(address, ticket, {"dtype": "float32", "sizes": [2]}, sealed(bytes(8)))
+            offers.withdraw("session", ticket)
+        # A connection of each thread, and the queue.
+        assert len(os.listdir("/proc/self/fd")) - before < 3 * _offers.MAX_OFFERED
+        for address in ("x", "unix:/nowhere", "host:port"):
+            offers.add("session", address, 1, is_sent=True)
+            sender.send(address, address, {"dtype": "x"}, sealed(b""))
+            assert offers.receive(address, 60.0) == 1
+        sender.close()
+
+
+def test_machines_on_one_server_copy_directly() -> None:
+    with (
+        Serving({"--peer": "any"}) as served,
+        RemoteMachine("tcp", served.address) as source,
+        RemoteMachine("tcp", served.address) as target,
+    ):
+        x = torch.zeros(3, device=source.device())
+        before = target.stats()["uploaded_bytes"]
+        copies = []
+        for turn in range(12):
+            x = x + 1
+            copies.append((turn + 1.0, x.to(target.device())))
+        assert all(copy[1].item() == value for value, copy in copies)
+        assert target.stats()["uploaded_bytes"] == before
 
 
 def test_the_size_of_a_tensor_that_nobody_offers_allocates_nothing() -> None:

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import enum
+import linecache
 import math
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import tensorstream as ts
@@ -21,8 +25,18 @@ from tensorstream.errors import (
     RemoteOutOfMemoryError,
     RemoteTensorError,
 )
-from tensorstream.remote import RemoteMachine, function
+from tensorstream.remote import RemoteMachine, function, load_state_dict
 from torch import nn
+
+
+class Pair(NamedTuple):
+    one: int
+    other: int
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
 
 SCALE = 3.0
 NAMES = {"half": (torch.float16, [1, None])}
@@ -201,7 +215,7 @@ def test_what_cannot_be_sent_is_refused(machine: RemoteMachine) -> None:
     exec("def unknown(x): return x", space)
     generator = random.Random(1)
     for call, message in (
-        (lambda: closure(x), "variables of an enclosing function \\(offset\\)"),
+        (lambda: closure(x), r"variables of an enclosing function or of a decorator \(offset\)"),
         (lambda: uses_a_tensor(x), "it uses WEIGHT, a Tensor"),
         (lambda: function(lambda x: x)(x), "cannot send <lambda>"),
         (lambda: function(space["unknown"])(x), "its source is unknown"),
@@ -215,10 +229,21 @@ def test_what_cannot_be_sent_is_refused(machine: RemoteMachine) -> None:
         with pytest.raises(ConfigurationError, match=message):
             call()
     x = x.detach()
-    with pytest.raises(TypeError, match="cannot pass a Random: expected tensors, numbers"):
-        normalized(x, eps=generator)  # type: ignore[arg-type]  # so
-    with RemoteMachine.mock() as other, pytest.raises(CrossMachineError):
-        mixed([x, torch.ones(2, 2, device=other.device())], {})
+    for value, name in ((generator, "Random"), (Pair(1, 2), "Pair"), (Level.LOW, "Level")):
+        with pytest.raises(ConfigurationError, match=f"cannot pass a {name}: expected tensors"):
+            normalized(x, eps=value)  # type: ignore[arg-type]  # so
+    with pytest.raises(ConfigurationError, match="a function, not a method"):
+
+        class Model:
+            @function
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x
+
+    with RemoteMachine.mock() as other:
+        with pytest.raises(CrossMachineError):
+            mixed([x, torch.ones(2, 2, device=other.device())], {})
+        with pytest.raises(CrossMachineError):
+            mixed([x], {"dtype": other.device()})
 
     @function
     def returns_a_module(x: torch.Tensor) -> Any:
@@ -233,7 +258,90 @@ def test_what_cannot_be_sent_is_refused(machine: RemoteMachine) -> None:
 
     with pytest.raises(RemoteTensorError, match="ModuleNotFoundError"):
         needs_a_module(x)
+
+    @function
+    def exits(x: torch.Tensor) -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(RemoteTensorError, match="SystemExit: 3"):
+        exits(x)
+    # The arguments can still be used.
     assert normalized(x).shape == (2,)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+ALIAS = doubled
+
+
+def test_names_mean_what_they_mean_here(machine: RemoteMachine) -> None:
+    factors = []
+    x = torch.arange(3.0)
+    there = x.to(machine.device())
+    for factor in (2.0, 5.0):
+
+        @function
+        def scale(
+            x: torch.Tensor, factor: float = factor, *, act: Any = doubled, off: float = SCALE
+        ) -> torch.Tensor:
+            WEIGHT = 1.0  # hides the tensor of the module
+            add: Unknown = lambda SCALE: SCALE + off  # noqa: E731, F821  # type: ignore[name-defined]  # as users do
+            text = """of
+several lines"""
+            assert len(text) == 16, [WEIGHT for WEIGHT in range(2)]
+            return act(add(x) * factor) * WEIGHT + ALIAS(x)
+
+        factors.append(scale)
+    for factor, scale in zip((2.0, 5.0), factors, strict=True):
+        assert torch.equal(scale(there).cpu(), (x + 3) * factor * 2 + 2 * x)
+        assert torch.equal(scale(there, 1.0, off=0.0).cpu(), x * 2 + 2 * x)
+
+    @function
+    def recursive(x: torch.Tensor, depth: int) -> torch.Tensor:
+        def inner(x: torch.Tensor, depth: int) -> torch.Tensor:
+            return x if depth == 0 else inner(x + 1, depth - 1)
+
+        return normalized(inner(x, depth)) + torch.nn.functional.relu(x)
+
+    expected = normalized.local_function(x + 4) + x
+    assert torch.equal(recursive(there, 4).cpu(), expected)
+
+
+def test_a_function_whose_file_has_changed_is_refused(
+    machine: RemoteMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "changing.py"
+    file.write_text("def f(x):\n    return x + 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "changing", raising=False)
+    import changing  # type: ignore[import-not-found]  # written above
+
+    x = torch.ones(2, device=machine.device())
+    assert function(changing.f)(x).tolist() == [2.0, 2.0]
+    for text in ("def f(x):\n    return x + 2\n", "def g(x):\n    return x + 1\n"):
+        file.write_text(text)
+        linecache.clearcache()
+        with pytest.raises(ConfigurationError, match="changed since it was imported"):
+            function(changing.f)(x)
+
+
+def test_weights_that_stream_can_be_read(tmp_path: Path) -> None:
+    tensors = {f"{number}": torch.randn(512, 512) for number in range(8)}
+    ts.save_file(tensors, tmp_path / "a.safetensors")
+
+    @function
+    def sum_of(weights: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([weight.double().sum() for weight in weights]) + x.sum()
+
+    with RemoteMachine.local(budget="3MiB", threads=1) as machine:
+        there = load_state_dict(tmp_path / "a.safetensors", machine.device())
+        x = torch.ones(2, device=machine.device())
+        for first in (0, 4, 0):
+            names = [f"{first}", f"{first + 1}"]
+            expected = torch.stack([tensors[name].double().sum() for name in names]) + 2
+            assert torch.equal(sum_of([there[name] for name in names], x).cpu(), expected)
 
 
 def test_the_module_is_the_decorator_too(machine: RemoteMachine) -> None:
@@ -259,7 +367,6 @@ def test_a_server_allows_modules_by_name() -> None:
             (normalized, "runs only functions that it has"),
             (function(by="name")(subprocess.run), "does not allow functions of subprocess"),
             (_of_functional("_canonical_mask"), "not a public function"),
-            (_of_functional("torch.save"), "is a function of torch.serialization"),
             (_of_functional("has_torch_function"), "is not a public function"),
             (_of_functional("nothing"), "cannot import"),
         ):

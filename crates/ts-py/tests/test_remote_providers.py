@@ -39,6 +39,7 @@ from tensorstream.remote import (
     RemoteMachine,
     create_modal_machine,
     create_ray_machines,
+    function,
     providers,
 )
 from tensorstream.remote.providers import ModalProvider, _modal
@@ -47,6 +48,7 @@ from tensorstream.remote.providers._ray import RayServer
 from tensorstream.remote.providers._ssh import _error, _Forwarded, _shell, _tunnel_script
 from tensorstream.remote.providers._this_computer import ProcessServer
 from torch import nn
+from webserver import WebServer
 
 needs_sshd = pytest.mark.skipif(SKIP_REASON is not None, reason=str(SKIP_REASON))
 Start = Callable[..., RemoteMachine]
@@ -73,7 +75,8 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         if kind == "local":
             options = {"threads": 1}
         elif kind == "tcp":
-            options = {"address": stack.enter_context(Serving({"--weights": "any"})).address}
+            allowed = {"--weights": "any,http://", "--allow-functions": "any"}
+            options = {"address": stack.enter_context(Serving(allowed)).address}
         elif kind == "ssh":
             options = request.getfixturevalue("sshd").options()
         elif kind == "ray":
@@ -126,6 +129,27 @@ def test_a_machine_loads_weights_that_it_has(start: Start, llama: Llama) -> None
     assert machine.stats()["uploaded_bytes"] == before
     assert list(loaded) == list(expected)
     assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+def test_a_machine_loads_weights_from_a_url(start: Start, llama: Llama) -> None:
+    directory = llama()
+    expected = ts.load_file(directory)
+    with WebServer(directory) as web:
+        loaded = ts.load_file(f"{web.url}/model.safetensors", start().device())
+        assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+@function
+def smallest_divisor(number: torch.Tensor) -> int:
+    divisor = 2
+    while (number % divisor).item():
+        divisor += 1
+    return divisor
+
+
+def test_a_machine_runs_functions(start: Start) -> None:
+    device = start().device()
+    assert smallest_divisor(torch.tensor(7 * 11, device=device)) == 7
 
 
 def test_a_machine_stops_and_starts_again(start: Start) -> None:

@@ -33,7 +33,7 @@ from tensorstream.errors import (
     TensorStreamError,
 )
 from tensorstream.remote import RemoteMachine, load_huggingface_state_dicts, load_state_dict
-from tensorstream.remote.client._checkpoint import RemoteCheckpoint
+from tensorstream.remote.client._checkpoint import RemoteCheckpoint, read_text
 from tensorstream.remote.providers._this_computer import ProcessServer
 from tensorstream.serve._weights import Weights
 from torch import nn
@@ -637,6 +637,11 @@ def test_a_server_refuses_urls_that_it_does_not_allow(
     ):
         with pytest.raises(error, match=message):
             load_state_dict(source, device)
+    for beside in ("..\\..\\large\\config.json", "..", "%2e%2e", "a.json?x", "."):
+        with pytest.raises(ConfigurationError, match=r"unsupported URL|invalid name"):
+            read_text(f"{web.url}/models", beside, device)
+    with pytest.raises(CheckpointPermissionError, match="not a file of weights"):
+        read_text(f"{web.url}/models", "secret.txt", device)
     with pytest.raises(ConfigurationError, match="cannot be listed"):
         load_huggingface_state_dicts(f"{web.url}/models", device)
     assert web.requests == requests

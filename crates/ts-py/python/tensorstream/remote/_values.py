@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+#: Whether this thread runs a function on a machine. Functions that it calls then run there too.
+running = threading.local()
 #: What can be passed, for errors.
 EXPECTED = (
     "tensors, numbers, strings, None, dtypes and devices, and lists, tuples and dicts of them"
@@ -25,9 +28,12 @@ def encode(value: Any, tensors: list[torch.Tensor], device: Callable[[torch.devi
     Raises:
         TypeError: The value has a part of another type than ``EXPECTED`` lists.
     """
+    # Subclasses, such as named tuples, would arrive as something else.
     match value:
-        case None | bool() | int() | float() | str():
+        case None | bool() | float() | str():
             encoded: Any = value
+        case int() if type(value) is int:
+            encoded = value
         case torch.Tensor():
             tensors.append(value)
             encoded = {"tensor": len(tensors) - 1}
@@ -37,11 +43,11 @@ def encode(value: Any, tensors: list[torch.Tensor], device: Callable[[torch.devi
             encoded = {"dtype": str(value).removeprefix("torch.")}
         case torch.device():
             encoded = {"device": device(value)}
-        case list():
+        case list() if type(value) is list:
             encoded = {"list": [encode(each, tensors, device) for each in value]}
-        case tuple():
+        case tuple() if type(value) in (tuple, torch.Size):
             encoded = {"tuple": [encode(each, tensors, device) for each in value]}
-        case dict():
+        case dict() if type(value) is dict:
             pairs = [[encode(each, tensors, device) for each in pair] for pair in value.items()]
             encoded = {"dict": pairs}
         case _:
@@ -75,7 +81,7 @@ def decode(value: Any, tensors: list[torch.Tensor], device: Callable[[int], torc
             decoded = [decode(each, tensors, device) for each in values]
         case {"tuple": list(values)}:
             decoded = tuple(decode(each, tensors, device) for each in values)
-        case {"dict": list(pairs)}:
+        case {"dict": list(pairs)} if all(isinstance(p, list) and len(p) == 2 for p in pairs):
             decoded = {
                 decode(key, tensors, device): decode(each, tensors, device) for key, each in pairs
             }

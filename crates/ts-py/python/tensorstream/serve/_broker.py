@@ -111,7 +111,14 @@ class _Session:
         answer = {"name": source.name, "number": relay.add(source), "length": source.length}
         if self._relay:
             return answer, []
-        channels = [relay.channel() for _ in range(_CHANNELS)]
+        channels: list[int] = []
+        try:
+            for _ in range(_CHANNELS):
+                channels.append(relay.channel())
+        except BaseException:
+            for channel in channels:
+                os.close(channel)
+            raise
         self._relay = relay
         return answer, channels
 
@@ -484,11 +491,11 @@ class Broker:
                 tensor,
                 self._memory,
                 wanted=lambda: not _has_ended(session),
-                sent=self._offers.take,
+                sent=self._offers.receive,
                 is_sent=is_sent,
             )
             tensor, descriptor = (tensor, sealed(got)) if isinstance(got, bytes) else got
-        except (RuntimeError, OSError, MemoryError) as error:
+        except Exception as error:
             return send(session.requests, {"refused": str(error)[:1000]}, wait=False)
         try:
             answer = {**tensor, "was_sent": not isinstance(got, bytes)}

@@ -66,8 +66,8 @@ class Offers(Generic[Item]):
             session: The session that offers it.
             ticket: The ticket with which it can be claimed.
             item: The item.
-            is_sent: Whether it will be sent to the claimant's machine. It cannot be claimed here
-                until ``keep`` is called. ``remove`` ends the offer.
+            is_sent: Whether it is being sent to the claimant's machine. It cannot be claimed here
+                until ``keep`` is called.
         """
         with self._changed:
             if ticket in self._offers:
@@ -80,19 +80,32 @@ class Offers(Generic[Item]):
         return refusal
 
     def keep(self, ticket: str) -> None:
-        """Makes an item that could not be sent claimable."""
+        """Makes an item that was being sent claimable here, whether it has been sent or not.
+
+        If the other machine loses it, the claim comes here.
+        """
         with self._changed:
             if ticket in self._offers:
                 self._offers[ticket].is_sent = False
                 self._changed.notify_all()
 
-    def remove(self, ticket: str) -> bool:
-        """Ends an offer of any session. Returns whether there was one."""
+    def __contains__(self, ticket: str) -> bool:
         with self._changed:
-            offer = self._offers.pop(ticket, None)
-        if offer and not isinstance(offer.item, str):
-            self._discard(offer.item)
-        return offer is not None
+            return ticket in self._offers
+
+    def receive(self, ticket: str, wait: float) -> Item:
+        """Returns the item of a ticket, as ``take``. Also waits while the item is being sent.
+
+        A machine can be told to send items to itself.
+        """
+
+        def is_there() -> bool:
+            return ticket in self._offers and not self._offers[ticket].is_sent
+
+        with self._changed:
+            if not self._changed.wait_for(is_there, wait):
+                raise LookupError(NOT_YET)
+            return self.take(ticket, 0.0)
 
     def _refusal(self, offered: list[Item | str], item: Item) -> str:
         if len(offered) >= MAX_OFFERED:
@@ -144,8 +157,11 @@ class Offers(Generic[Item]):
         """Ends an offer of a session, if it was not claimed."""
         with self._changed:
             offer = self._offers.get(ticket)
-            if offer and offer.session == session:
-                self.remove(ticket)
+            if offer is None or offer.session != session:
+                return
+            del self._offers[ticket]
+        if not isinstance(offer.item, str):
+            self._discard(offer.item)
 
     def drop(self, session: Hashable) -> None:
         """Ends all offers of a session."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from .. import _native
-from ..errors import ConnectionLost, RemoteTensorError
+from ..errors import ConnectionLost, ConnectionTimeout, RemoteTensorError
 from ..wire._connection import LIMIT_BYTES, _settings
 from ._messages import layout
 from ._offers import CLAIM_WAIT, MAX_OFFERED, NOT_YET, SENT, Offers
@@ -38,6 +38,8 @@ _MAX_CONNECTIONS = 8
 _OFFER_TIMEOUT = 300.0
 #: The most bytes of a tensor, if there is no other limit. Sizes are 64-bit numbers.
 _MAX_BYTES = 2**62
+#: The largest tensor that is sent, in bytes, and the most at a time. Larger ones are fetched.
+_MAX_SENT_BYTES, _MAX_SENDING = 16 << 20, 16
 #: The most machines whose failures are remembered.
 _MAX_FAILED = 1024
 #: PyTorch's numbers of dtypes, by their names.
@@ -107,6 +109,8 @@ class Peers:
         self._freed = threading.Condition()
         #: The times until which tensors are not sent to machines, because that has failed.
         self._failed: dict[str, float] = {}
+        #: Limits the tensors that are being sent, which are in the memory of this process.
+        self.sending = threading.BoundedSemaphore(_MAX_SENDING)
 
     def fetch(
         self,
@@ -188,9 +192,7 @@ class Peers:
                 refusal = connection.use(
                     lambda session: session.deposit(ticket, _NUMBERS[dtype], sizes, elements)
                 )
-        except RemoteTensorError:
-            raise
-        except Exception:
+        except (ConnectionLost, ConnectionTimeout):
             if len(self._failed) >= _MAX_FAILED:
                 self._failed.clear()
             self._failed[address] = time.monotonic() + _RETRY_AFTER
@@ -253,7 +255,8 @@ class Peers:
 class Sender:
     """Sends the tensors that one session offers to other machines, on threads of its own.
 
-    A tensor that cannot be sent stays offered, and the other machine claims it.
+    A tensor stays offered until the client withdraws it, and the other machine claims it if it was
+    not sent, or was lost there.
 
     Args:
         peers: The machines.
@@ -272,6 +275,11 @@ class Sender:
 
     def send(self, address: str, ticket: str, metadata: dict[str, Any], descriptor: int) -> None:
         """Begins to send an offered tensor. Takes ownership of the descriptor of its elements."""
+        is_large = os.fstat(descriptor).st_size > _MAX_SENT_BYTES
+        # Withdrawn tensors may still be in the queue.
+        if is_large or self._queue.qsize() >= MAX_OFFERED:
+            os.close(descriptor)
+            return self._offers.keep(ticket)
         self._queue.put((address, ticket, metadata, descriptor))
         if self._threads < _SENDING_THREADS:
             self._threads += 1
@@ -285,7 +293,7 @@ class Sender:
             connection.withdraw(ticket)
 
     def close(self) -> None:
-        """Withdraws all tensors, and ends the threads when they have sent their last ones."""
+        """Withdraws all tensors, and ends the threads. The offers must have been withdrawn."""
         for _ in range(self._threads):
             self._queue.put(None)
         for ticket in list(self._sent):
@@ -295,22 +303,26 @@ class Sender:
         while (task := self._queue.get()) is not None:
             address, ticket, metadata, descriptor = task
             try:
-                self._send(address, ticket, metadata, descriptor)
-            except (RuntimeError, OSError, MemoryError) as error:
-                _log.info("cannot send a tensor to %s: %.200s", address, error)
-                self._offers.keep(ticket)
+                if ticket in self._offers and self._peers.reaches(address):
+                    self._send(address, ticket, metadata, descriptor)
+            except Exception as error:
+                _log.info("cannot send a tensor to %.100s: %.200s", address, error)
             finally:
                 os.close(descriptor)
+                self._offers.keep(ticket)
 
     def _send(self, address: str, ticket: str, metadata: dict[str, Any], descriptor: int) -> None:
-        with open(descriptor, "rb", closefd=False) as file:
-            file.seek(0)
-            elements = file.read()
-        connection = self._peers.send(address, ticket, metadata, elements)
+        if not self._peers.sending.acquire(timeout=_SENT_WAIT):
+            raise RuntimeError(f"{_MAX_SENDING} other tensors are being sent")
+        try:
+            elements = os.pread(descriptor, _MAX_SENT_BYTES, 0)
+            connection = self._peers.send(address, ticket, metadata, elements)
+        finally:
+            self._peers.sending.release()
         with self._lock:
             self._sent[ticket] = connection
             first = next(iter(self._sent)) if len(self._sent) > _MAX_SENT else None
         if first:
             self.withdraw(first)
-        if not self._offers.remove(ticket):
+        if ticket not in self._offers:
             self.withdraw(ticket)  # the client has withdrawn it meanwhile

@@ -131,7 +131,7 @@ class Weights:
             CheckpointPermissionError: Sessions may not read it.
             TensorStreamError: The file cannot be opened, or the model cannot be downloaded.
         """
-        if "/" in beside or len(beside) > _MAX_NAME:
+        if "/" in beside or len(beside) > _MAX_NAME or beside in (".", ".."):
             raise ConfigurationError(f"invalid name {beside[:_MAX_NAME]!r}")
         _check(source)
         if source.startswith(SCHEME):
@@ -205,10 +205,7 @@ class Weights:
 
     def _open_file(self, path: str) -> OpenFile:
         if not path.endswith(_SUFFIXES):
-            raise CheckpointPermissionError(
-                f"{path} is not a file of weights: expected a name that ends in "
-                f"{', '.join(_SUFFIXES)}"
-            )
+            raise _not_weights(path)
         opened = OpenFile(path, *_native.open_file(path))
         try:
             # The descriptor shows what was opened, even if links change meanwhile.
@@ -219,13 +216,16 @@ class Weights:
         return opened
 
     def _open_url(self, url: str, beside: str) -> _native.PassedSource:
-        if not url.startswith(_URL_SCHEMES) or _UNCLEAR.search(url):
+        whole = f"{url.rstrip('/')}/{beside}"
+        if not url.startswith(_URL_SCHEMES) or _UNCLEAR.search(url) or _UNCLEAR.search(whole):
             raise ConfigurationError(
                 f"unsupported URL {url}: expected hf:// or one of {', '.join(_URL_SCHEMES)}, "
                 "without a query, a fragment, percent-encoding, or names that consist of dots"
             )
         if not any(_is_below(url, place) for place in self._urls):
             raise self._refused(url)
+        if beside and not beside.endswith(_SUFFIXES):
+            raise _not_weights(f"{beside} beside {url}")
         return _native.PassedSource.at_url(url, beside)
 
     def _open_model(self, source: str, beside: str) -> OpenFile:
@@ -279,6 +279,12 @@ class Weights:
             f"sessions may not read {source}, but {allowed}; start the server with "
             f"`--weights {example}` to allow more"
         )
+
+
+def _not_weights(name: str) -> CheckpointPermissionError:
+    return CheckpointPermissionError(
+        f"{name} is not a file of weights: expected a name that ends in {', '.join(_SUFFIXES)}"
+    )
 
 
 def _is_in(path: str, root: str) -> bool:

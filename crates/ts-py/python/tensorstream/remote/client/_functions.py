@@ -2,13 +2,14 @@
 """Python functions that run on a machine as one call."""
 
 from __future__ import annotations
+import __future__
 
 import ast
+import dis
 import functools
-import importlib
 import inspect
 import json
-import textwrap
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
@@ -18,13 +19,15 @@ import torch
 from ... import errors
 from ...errors import ConfigurationError
 from .. import _registry
-from .._values import decode, encode
+from .._values import decode, encode, running
 from . import _server_operators as operators
 from ._kernels import materialize
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+#: The instructions that load a global, in functions and in bodies of classes.
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 #: How a function gets to the machine.
 By = Literal["source", "name"]
 
@@ -38,6 +41,11 @@ class RemoteFunction(Generic[P, R]):
         if not isinstance(local, types.FunctionType):
             raise ConfigurationError(
                 f"cannot run {local!r} on a machine: expected a function that is written in Python"
+            )
+        scope = local.__qualname__.rpartition(".")[0]
+        if scope and not scope.endswith("<locals>"):
+            raise ConfigurationError(
+                f"cannot run {local.__qualname__} on a machine: expected a function, not a method"
             )
         self._by, self._device = by, device
         self.__name__: str = local.__name__
@@ -59,12 +67,20 @@ class RemoteFunction(Generic[P, R]):
         return json.dumps({"module": local.__module__, "name": local.__name__})
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if getattr(running, "is_set", False):
+            return self.local_function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        arguments = {
-            name: encode(value, tensors, _number_of)
-            for name, value in (("args", list(args)), ("kwargs", kwargs))
-        }
-        device = self._device_of(tensors)
+        devices: list[torch.device] = []
+        given = {"args": list(args), "kwargs": kwargs}
+        try:
+            encoded = {
+                name: encode(value, tensors, functools.partial(_number_of, devices))
+                for name, value in given.items()
+            }
+            arguments = json.dumps(encoded)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{self.__name__}: {error}") from error
+        device = self._device_of(tensors, devices)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise ConfigurationError(
                 f"{self.__name__} is not differentiated, because it runs as one call on a machine: "
@@ -72,10 +88,7 @@ class RemoteFunction(Generic[P, R]):
             )
         anchor = operators.anchor(_registry.index_of(device))
         results, text = operators.RUN_FUNCTION(
-            anchor,
-            self._described,
-            json.dumps(arguments),
-            [materialize(tensor) for tensor in tensors],
+            anchor, self._described, arguments, [materialize(tensor) for tensor in tensors]
         )
         answer = json.loads(text)
         if "error" in answer:
@@ -84,10 +97,11 @@ class RemoteFunction(Generic[P, R]):
         of_number = functools.partial(_device_of_number, first)
         return cast(R, decode(answer["result"], results, of_number))
 
-    def _device_of(self, tensors: list[torch.Tensor]) -> torch.device:
+    def _device_of(self, tensors: list[torch.Tensor], passed: list[torch.device]) -> torch.device:
+        """Returns the device that a call runs on, given those that are arguments themselves."""
         devices = list(dict.fromkeys(tensor.device for tensor in tensors))
         if not devices and self._device is not None:
-            return torch.device(self._device)
+            devices = [torch.device(self._device)]
         if not devices:
             raise ConfigurationError(
                 f"{self.__name__} has no tensors among its arguments, so its machine is unknown: "
@@ -99,11 +113,12 @@ class RemoteFunction(Generic[P, R]):
                     f"{self.__name__} has an argument on {device}: expected tensors of a machine; "
                     "move them there with .to(machine.device())"
                 )
-        machines = {_registry.ADDRESSES[device.index][0] for device in devices}
+        every = [*devices, *passed]
+        machines = {_registry.ADDRESSES[_registry.index_of(device)][0] for device in every}
         if len(machines) > 1:
             raise errors.CrossMachineError(
-                f"{self.__name__} has arguments on {', '.join(map(str, devices))}: expected "
-                "tensors of one machine"
+                f"{self.__name__} has arguments of {', '.join(map(str, every))}: expected "
+                "tensors and devices of one machine"
             )
         return devices[0]
 
@@ -132,15 +147,16 @@ def function(
         by: "source" sends its source, with that of the functions of the same module that it calls.
             Variables of the module that it uses must be modules, functions or classes that can be
             imported on the machine, or numbers, strings, None, dtypes, or lists, tuples and dicts
-            of them, which are copied when it is called first. "name" calls the function of the same
-            module and name that the machine has.
+            of them, which are copied when it is called first, as defaults of parameters are. "name"
+            calls the function of the same module and name that the machine has.
         device: The device whose machine runs calls without tensors.
 
     Returns:
         The function. ``local_function`` is the local one. Its arguments and results are tensors of
         one machine, numbers, strings, None, dtypes and devices, and lists, tuples and dicts of
-        them. Devices are those of the machine. It can write to its arguments, except weights that
-        stream. It is not differentiated.
+        them, but no subclasses of these types. Devices are those of the machine. It can write to
+        the elements of its arguments, except weights that stream, whose results would then be
+        wrong. It is not differentiated.
 
     Raises:
         ConfigurationError: By calls, if the arguments, the function, or what it uses cannot be
@@ -188,29 +204,50 @@ def _described_by_source(local: types.FunctionType) -> dict[str, Any]:
     """
     used: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    defaults: dict[str, Any] = {}
     pending = [local]
+
+    def described(owner: types.FunctionType, name: str, value: Any, inner: list[str]) -> Any:
+        value = value.local_function if isinstance(value, RemoteFunction) else value
+        is_own = isinstance(value, types.FunctionType) and value.__module__ == local.__module__
+        if is_own and value.__globals__.get(value.__name__) in (value, _wrapper_of(value)):
+            pending.append(value)
+            return {"own": value.__name__}
+        return _described_value(owner.__name__, name, value, inner)
+
     while pending:
         current = pending.pop()
         if current.__name__ in sources:
             continue
         tree = _tree_of(current)
         sources[current.__name__] = ast.unparse(tree)
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        for name in sorted(names - set(current.__code__.co_varnames)):
-            if name not in current.__globals__ or name in used:
-                continue
-            value = current.__globals__[name]
-            value = value.local_function if isinstance(value, RemoteFunction) else value
-            is_own = isinstance(value, types.FunctionType) and value.__module__ == local.__module__
-            if is_own and value.__name__ == name:
-                pending.append(value)
-            else:
-                used[name] = _described_value(local.__name__, name, value)
-    return {"source": "\n\n".join(sources.values()), "name": local.__name__, "globals": used}
+        for name in sorted(_globals_of(tree)):
+            if name in current.__globals__ and name not in used:
+                value = current.__globals__[name]
+                found = described(current, name, value, _modules_inside(tree, name, value))
+                if found != {"own": name}:
+                    used[name] = found
+        defaults[current.__name__] = (
+            [described(current, "a default", each, []) for each in current.__defaults__ or ()],
+            {
+                name: described(current, name, each, [])
+                for name, each in (current.__kwdefaults__ or {}).items()
+            },
+        )
+    # Annotations are not evaluated.
+    source = "\n\n".join(["from __future__ import annotations", *sources.values()])
+    return {"source": source, "name": local.__name__, "globals": used, "defaults": defaults}
+
+
+def _wrapper_of(local: types.FunctionType) -> Any:
+    """Returns what a module has under the name of a function, if that wraps the function."""
+    found = local.__globals__.get(local.__name__)
+    is_wrapper = isinstance(found, RemoteFunction) and found.local_function is local
+    return found if is_wrapper else local
 
 
 def _tree_of(local: types.FunctionType) -> ast.FunctionDef:
-    """Returns the definition of a function, without decorators and annotations.
+    """Returns the definition of a function, without decorators, annotations and defaults.
 
     Raises:
         ConfigurationError: Its source is unknown, or it needs more than its source.
@@ -219,11 +256,14 @@ def _tree_of(local: types.FunctionType) -> ast.FunctionDef:
     if local.__closure__:
         variables = ", ".join(local.__code__.co_freevars)
         raise ConfigurationError(
-            f"cannot send {name}: it uses variables of an enclosing function ({variables}); pass "
-            "them as arguments"
+            f"cannot send {name}: it uses variables of an enclosing function or of a decorator "
+            f"({variables}); pass them as arguments, and leave the decorator out"
         )
     try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(local))).body
+        text = inspect.getsource(local)
+        # The lines of an inner function are indented, and those of its strings may not be.
+        (tree,) = ast.parse(f"if True:\n{text}" if text[:1].isspace() else text).body
+        tree = tree.body[0] if isinstance(tree, ast.If) else tree
     except (OSError, TypeError, SyntaxError, ValueError) as error:
         raise ConfigurationError(
             f"cannot send {name}: its source is unknown ({error}); define it in a file with def, "
@@ -231,27 +271,83 @@ def _tree_of(local: types.FunctionType) -> ast.FunctionDef:
         ) from error
     if not isinstance(tree, ast.FunctionDef):
         raise ConfigurationError(f"cannot send {name}: expected a function that def defines")
+    if tree.name != name or not _is_current(local):
+        raise ConfigurationError(
+            f"cannot send {name}: its file has changed since it was imported; import it again"
+        )
     tree.decorator_list, tree.returns = [], None
+    tree.args.defaults, tree.args.kw_defaults = [], [None] * len(tree.args.kwonlyargs)
     for argument in ast.walk(tree.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
     return tree
 
 
-def _described_value(function: str, name: str, value: Any) -> dict[str, Any]:
-    """Returns how a machine gets a variable of a module that a function uses."""
+def _is_current(local: types.FunctionType) -> bool:
+    """Returns whether the file of a function still has it, or may have it."""
+    code = local.__code__
+    if any(name.startswith("@py_") for name in code.co_varnames):
+        return True  # pytest has rewritten its assertions
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    try:
+        text = "".join(inspect.findsource(local)[0])
+        pending = [compile(text, "", "exec", flags=flags, dont_inherit=True)]
+    except (OSError, SyntaxError, ValueError):
+        return True
+    while pending:
+        inside = [each for each in pending.pop().co_consts if isinstance(each, types.CodeType)]
+        if code in inside:
+            return True
+        pending += inside
+    return False
+
+
+def _globals_of(tree: ast.FunctionDef) -> set[str]:
+    """Returns the names of globals that a function uses, also in functions inside it."""
+    module = ast.fix_missing_locations(ast.Module([tree], []))
+    flags = __future__.annotations.compiler_flag
+    code = compile(module, "", "exec", flags=flags, dont_inherit=True)
+    pending = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    names: set[str] = set()
+    while pending:
+        current = pending.pop()
+        instructions = dis.get_instructions(current)
+        names |= {each.argval for each in instructions if each.opname in _LOADS}
+        pending += [each for each in current.co_consts if isinstance(each, types.CodeType)]
+    return names
+
+
+def _modules_inside(tree: ast.AST, name: str, value: Any) -> list[str]:
+    """Returns the modules inside a module that a function uses through the module's variable."""
+    found = set()
+    for node in ast.walk(tree) if isinstance(value, types.ModuleType) else ():
+        parts: list[str] = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            parts.append(inner.attr)
+            inner = inner.value
+        path = value.__name__
+        for part in reversed(parts) if isinstance(inner, ast.Name) and inner.id == name else ():
+            path = f"{path}.{part}"
+            if path in sys.modules:
+                found.add(path)
+    return sorted(found)
+
+
+def _described_value(function: str, name: str, value: Any, inner: list[str]) -> dict[str, Any]:
+    """Returns how a machine gets a variable or a default that a function uses."""
     if isinstance(value, types.ModuleType):
-        return {"import": value.__name__}
+        return {"import": value.__name__, "with": inner}
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if isinstance(module, str) and isinstance(qualified, str) and module != "__main__":
-        found: Any = importlib.import_module(module)
+        found: Any = sys.modules.get(module)
         for part in qualified.split("."):
             found = getattr(found, part, None)
-        if found is value:
+        if getattr(found, "local_function", found) is value:
             return {"import": module, "name": qualified}
     tensors: list[torch.Tensor] = []
     try:
-        encoded = encode(value, tensors, _number_of)
+        encoded = encode(value, tensors, functools.partial(_number_of, []))
         if tensors:
             raise TypeError("cannot pass tensors in variables")
         return {"value": encoded}
@@ -262,9 +358,10 @@ def _described_value(function: str, name: str, value: Any) -> dict[str, Any]:
         ) from error
 
 
-def _number_of(device: torch.device) -> int:
-    """Returns the number of a device on its machine. That of the host is -1."""
+def _number_of(seen: list[torch.device], device: torch.device) -> int:
+    """Returns the number of a device on its machine, and appends it to ``seen``. The host is -1."""
     if device.type == "ts" and device.index in _registry.ADDRESSES:
+        seen.append(device)
         return device.index - _registry.ADDRESSES[device.index][0]
     if device.type == "cpu":
         return -1

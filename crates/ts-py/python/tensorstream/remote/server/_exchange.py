@@ -143,7 +143,7 @@ class LocalExchange:
                 f"or a server started with `tensorstream serve --peer {address}`"
             )
             return refusal, False
-        metadata, sent = _metadata(dtype, into.shape), self._offers.take
+        metadata, sent = _metadata(dtype, into.shape), self._offers.receive
         try:
             got = self._peers.fetch(address, ticket, metadata, sent=sent, is_sent=is_sent)
             if isinstance(got, bytes):

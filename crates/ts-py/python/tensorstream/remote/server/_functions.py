@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigurationError, RemoteOutOfMemoryError, RemoteTensorError
-from .._values import decode, encode
+from .._values import decode, encode, running
 
 #: Stands for all functions, also those whose source a client sends.
 ANY = "any"
@@ -69,6 +69,7 @@ class Functions:
         arguments: str,
         tensors: list[torch.Tensor],
         device: Callable[[int], torch.device],
+        home: torch.device,
     ) -> tuple[list[torch.Tensor], str]:
         """Runs a function. Blocks.
 
@@ -77,6 +78,7 @@ class Functions:
             arguments: A JSON object: "args" and "kwargs", as ``encode`` returns them.
             tensors: The tensors among the arguments.
             device: Returns the device of the machine with a number.
+            home: The device of the results.
 
         Returns:
             The tensors among the results, and a JSON object: "result", or "error", "message" and
@@ -87,21 +89,22 @@ class Functions:
             given = json.loads(arguments)
             args = decode(given["args"], tensors, device)
             kwargs = decode(given["kwargs"], tensors, device)
-        except (ValueError, TypeError, KeyError, RecursionError, ConfigurationError) as error:
-            return [], json.dumps({"error": "ConfigurationError", "message": str(error)})
+        except Exception as error:
+            is_typed = isinstance(error, ConfigurationError)
+            what = str(error) if is_typed else f"{type(error).__name__}: {error}"
+            return [], json.dumps({"error": ConfigurationError.__name__, "message": what})
+        running.is_set = True
         try:
             # Operators of sessions run without autograd, which the function may use.
             with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.enable_grad():
                 result = call(*args, **kwargs)
             results: list[torch.Tensor] = []
             text = json.dumps({"result": encode(result, results, _number_of)})
-            if len(results) > _MAX_RESULTS or len(text) > _MAX_TEXT:
-                raise TypeError(
-                    f"too many results: expected at most {_MAX_RESULTS} tensors, and {_MAX_TEXT} "
-                    f"bytes of other results, got {len(results)} and {len(text)}"
-                )
-        except Exception as error:
+            _check(results, text, home)
+        except BaseException as error:  # also SystemExit, which ends the function only
             return [], json.dumps(_failure(error))
+        finally:
+            running.is_set = False
         return [tensor.detach() for tensor in results], text
 
     def _function(
@@ -114,50 +117,61 @@ class Functions:
         """
         match function:
             case {"module": str(module), "name": str(name)}:
-                is_allowed = any(f"{module}.".startswith(f"{each}.") for each in self._modules)
-                if not (self._any or is_allowed):
+                if not (self._any or any(_is_public(module, each) for each in self._modules)):
                     raise ConfigurationError(
                         f"the machine does not allow functions of {module}, but of "
                         f"{', '.join(self._modules)}; start the server with `--allow-functions "
                         f"{module}` to allow them"
                     )
-                found = _imported(module, name)
+                is_name = name.isidentifier() and not name.startswith("_")
+                found = _imported(module, name) if is_name else None
                 found = getattr(found, "local_function", found)  # of ``RemoteFunction``
                 # Other objects of an allowed module could lead to any code.
-                if not isinstance(found, types.FunctionType) or name.startswith("_"):
+                if not isinstance(found, types.FunctionType):
                     raise ConfigurationError(f"{module}.{name} is not a public function")
                 if found.__module__ != module and not self._any:
                     raise ConfigurationError(
                         f"{module}.{name} is a function of {found.__module__}; name that module"
                     )
                 return found
-            case {"source": str(source), "name": str(name), "globals": dict(used)}:
+            case {
+                "source": str(source), "name": str(name), "globals": dict(used),
+                "defaults": dict(defaults),
+            }:  # fmt: skip
                 if not self._any:
                     raise ConfigurationError(
                         "the machine runs only functions that it has; start the server with "
                         '`--allow-functions any`, or use @remote(by="name") with a function of '
                         f"{', '.join(self._modules)}"
                     )
-                return self._compile(source, name, used, device)
+                return self._compile(source, name, used, defaults, device)
             case _:
                 raise ValueError("invalid function")
 
     def _compile(
-        self, source: str, name: str, used: dict[str, Any], device: Callable[[int], torch.device]
+        self,
+        source: str,
+        name: str,
+        used: dict[str, Any],
+        defaults: dict[str, Any],
+        device: Callable[[int], torch.device],
     ) -> Callable[..., Any]:
-        key = json.dumps([source, name, used])
+        key = json.dumps([source, name, used, defaults])
         if key not in self._compiled:
             file = f"<source of {name}>"
             namespace: dict[str, Any] = {"__name__": "__remote__"}
+            exec(compile(source, file, "exec", dont_inherit=True), namespace)
+            # Another name of one of the functions can only be described once they exist.
             for variable, value in used.items():
-                match value:
-                    case {"import": str(module), "name": str(attribute)}:
-                        namespace[variable] = _imported(module, attribute)
-                    case {"import": str(module)}:
-                        namespace[variable] = _imported(module)
-                    case {"value": other}:
-                        namespace[variable] = decode(other, [], device)
-            exec(compile(source, file, "exec"), namespace)
+                namespace[variable] = _value(value, namespace, device)
+            for owner, (by_position, by_name) in defaults.items():
+                function = namespace[owner]
+                values = tuple(_value(each, namespace, device) for each in by_position)
+                function.__defaults__ = values or None
+                function.__kwdefaults__ = {
+                    parameter: _value(each, namespace, device)
+                    for parameter, each in by_name.items()
+                }
             # Tracebacks show the lines.
             linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
             self._compiled[key] = namespace[name]
@@ -165,6 +179,49 @@ class Functions:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
         return self._compiled[key]
+
+
+def _is_public(module: str, allowed: str) -> bool:
+    """Returns whether a module is the allowed one, or public and inside it."""
+    inner = module.removeprefix(allowed)
+    return inner != module and (not inner or inner.startswith(".")) and "._" not in inner
+
+
+def _value(described: Any, namespace: dict[str, Any], device: Callable[[int], torch.device]) -> Any:
+    """Returns the value of a variable that the client has described."""
+    match described:
+        case {"own": str(name)}:
+            return namespace[name]
+        case {"import": str(module), "name": str(attribute)}:
+            return _imported(module, attribute)
+        case {"import": str(module), "with": list(inner)}:
+            for each in inner:
+                _imported(each)
+            return _imported(module)
+        case {"value": other}:
+            return decode(other, [], device)
+        case _:
+            raise ValueError("invalid variable")
+
+
+def _check(results: list[torch.Tensor], text: str, device: torch.device) -> None:
+    """Checks that the client can get the results.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if len(results) > _MAX_RESULTS or len(text) > _MAX_TEXT:
+        raise TypeError(
+            f"too many results: expected at most {_MAX_RESULTS} tensors, and {_MAX_TEXT} bytes of "
+            f"other results, got {len(results)} and {len(text)}"
+        )
+    for tensor in results:
+        if tensor.device != device and device.type != "cpu":
+            raise TypeError(
+                f"cannot return a tensor on {tensor.device}: expected {device}; move it there"
+            )
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise TypeError(f"cannot return a {tensor.layout} tensor: expected a dense one")
 
 
 def _imported(module: str, attribute: str = "") -> Any:
@@ -189,7 +246,7 @@ def _number_of(device: torch.device) -> int:
     return (device.index or 0) if device.type != "cpu" else 0
 
 
-def _failure(error: Exception) -> dict[str, str]:
+def _failure(error: BaseException) -> dict[str, str]:
     """Returns the JSON object of an exception of a function."""
     is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     kind = RemoteOutOfMemoryError if is_memory else RemoteTensorError
@@ -199,5 +256,5 @@ def _failure(error: Exception) -> dict[str, str]:
     return {"error": kind.__name__, "message": message[:4000], "trace": trace[-8000:]}
 
 
-def _inner(error: Exception) -> types.TracebackType | None:
+def _inner(error: BaseException) -> types.TracebackType | None:
     return error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)

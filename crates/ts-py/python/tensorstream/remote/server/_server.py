@@ -33,8 +33,8 @@ SERVER_OPERATORS = frozenset({
     "open_checkpoint", "load_tensors", "close_checkpoint", "read_text", "directories",
     "run_function",
 })  # fmt: skip
-#: Those that write to an argument, and its position.
-_WRITING = {"claim": 0, "fetch": 0, "take": 0, "run_function": 3}
+#: Those that write to their first argument.
+_WRITING = frozenset({"claim", "fetch", "take"})
 #: Operators that access files or the memory of other processes, and an operator whose results have
 #: no memory.
 REFUSED = frozenset({
@@ -121,7 +121,7 @@ class Session:
                     "the machine runs no Python functions; start the server with "
                     "`--allow-functions any`, or with the name of a module, to allow them"
                 )
-            return getattr(self, "_" + base), [_WRITING[base]] if base in _WRITING else [], []
+            return getattr(self, "_" + base), [0] if base in _WRITING else [], []
         packet: Any = getattr(getattr(torch.ops, namespace), base, None)
         if not isinstance(packet, torch._ops.OpOverloadPacket):
             raise LookupError(f"the machine has no such operator (PyTorch {torch.__version__})")
@@ -220,7 +220,7 @@ class Session:
             return torch.device(anchor.device.type, number)
 
         with self._own_default_generator(anchor.device):
-            return self._functions.run(function, arguments, tensors, device_of)
+            return self._functions.run(function, arguments, tensors, device_of, anchor.device)
 
     def _manual_seed(self, anchor: torch.Tensor, seed: int) -> None:
         self._generator(anchor.device).manual_seed(seed)
