@@ -105,7 +105,7 @@ struct ServeArguments {
 #[derive(Debug, Subcommand)]
 enum Serve {
     /// Serves devices to remote clients. The same as `serve` without a subcommand.
-    Device(serve_device::Arguments),
+    Device(Box<serve_device::Arguments>),
     /// Serves a directory of checkpoints, as `ts://HOST:PORT/NAME`.
     Files(serve::Arguments),
 }

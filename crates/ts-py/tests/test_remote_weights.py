@@ -558,15 +558,20 @@ def test_the_budget_of_a_session_is_shared(large: tuple[Path, int], root: Path) 
         RemoteMachine.local(budget="much")
 
 
-def test_a_sandboxed_session_streams(large: tuple[Path, int]) -> None:
+def _logits_of(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns inputs of a model, and its outputs with one thread, as in a session."""
     from transformers import AutoModelForCausalLM
 
-    directory, size = large
-    ids = torch.arange(6)[None]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the session
-    expected = AutoModelForCausalLM.from_pretrained(directory)(ids).logits
+    ids, threads = torch.arange(6)[None], torch.get_num_threads()
+    torch.set_num_threads(1)
+    logits = AutoModelForCausalLM.from_pretrained(directory)(ids).logits
     torch.set_num_threads(threads)
+    return ids, logits
+
+
+def test_a_sandboxed_session_streams(large: tuple[Path, int]) -> None:
+    directory, size = large
+    ids, expected = _logits_of(directory)
     with (
         Serving({"--weights": directory, "--budget": size // 3}) as serving,
         RemoteMachine.tcp(serving.address) as machine,
@@ -672,14 +677,8 @@ def test_a_session_notices_that_a_file_at_a_url_changes(
 def test_a_server_streams_a_model_from_a_url(
     large: tuple[Path, int], web: WebServer, scheme: str
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     directory, size = large
-    ids = torch.arange(6)[None]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the session
-    expected = AutoModelForCausalLM.from_pretrained(directory)(ids).logits
-    torch.set_num_threads(threads)
+    ids, expected = _logits_of(directory)
     with contextlib.ExitStack() as stack:
         url = f"{web.url}/large"
         if scheme == "ts":

@@ -64,6 +64,14 @@ impl FaultyProxy {
     }
 }
 
+fn wait_for_the_end_of_sessions(server: &TestServer) {
+    let ended = (0..500).any(|_| {
+        thread::sleep(Duration::from_millis(10));
+        server.sessions.count() == 0
+    });
+    assert!(ended, "{} sessions are left", server.sessions.count());
+}
+
 #[test]
 fn requests_run_once_over_links_that_are_lost() {
     let server = TestServer::start();
@@ -97,11 +105,7 @@ fn requests_run_once_over_links_that_are_lost() {
         );
         client.close().unwrap();
     }
-    let ended = (0..500).any(|_| {
-        thread::sleep(Duration::from_millis(10));
-        server.sessions.count() == 0
-    });
-    assert!(ended, "{} sessions are left", server.sessions.count());
+    wait_for_the_end_of_sessions(&server);
 }
 
 #[test]
@@ -116,11 +120,7 @@ fn a_session_begins_once_over_links_that_are_lost_in_the_handshake() {
         assert_eq!(read(&client, &one).unwrap(), [1.0; 3], "cut after {at} bytes");
         client.close().unwrap();
     }
-    let ended = (0..500).any(|_| {
-        thread::sleep(Duration::from_millis(10));
-        server.sessions.count() == 0
-    });
-    assert!(ended, "{} sessions are left", server.sessions.count());
+    wait_for_the_end_of_sessions(&server);
 }
 
 #[test]
