@@ -49,8 +49,8 @@
 //! - [`Tuner`] finds the best request size and number of reads in flight for a device.
 //! - [`measure()`] measures the bandwidth of any workload.
 //! - [`DirectReader`] reads on the calling thread, into any memory.
-//! - [`Relay`] and [`RelayClient`] pass sources to a process that can neither open files nor connect
-//!   sockets.
+//! - [`Relay`] and [`RelayClient`] pass sources to a process that can neither open files nor
+//!   connect sockets.
 //! - [`Writer`] writes files.
 //! - [`conformance`] and [`fault`] test backends.
 //!

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import tensorstream as ts
@@ -269,6 +269,10 @@ def test_what_cannot_be_sent_is_refused(machine: RemoteMachine) -> None:
     assert normalized(x).shape == (2,)
 
 
+if TYPE_CHECKING:
+    Unknown = Any  # the machine does not have it
+
+
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
@@ -287,7 +291,7 @@ def test_names_mean_what_they_mean_here(machine: RemoteMachine) -> None:
             x: torch.Tensor, factor: float = factor, *, act: Any = doubled, off: float = SCALE
         ) -> torch.Tensor:
             WEIGHT = 1.0  # hides the tensor of the module
-            add: Unknown = lambda SCALE: SCALE + off  # noqa: E731, F821  # type: ignore[name-defined]  # as users do
+            add: Unknown = lambda SCALE: SCALE + off  # noqa: E731  # hides a number of the module
             text = """of
 several lines"""
             assert len(text) == 16, [WEIGHT for WEIGHT in range(2)]

@@ -55,8 +55,8 @@ pub(super) struct Arguments {
     /// are streamed. Unlimited by default.
     #[arg(long, env = "TENSORSTREAM_BUDGET", value_parser = budget)]
     budget: Option<usize>,
-    /// Python functions that clients can call: the name of a module of this computer, or any for all,
-    /// also those that clients send. Can be given several times, or separated by commas.
+    /// Python functions that clients can call: the name of a module of this computer, or any for
+    /// all, also those that clients send. Can be given several times, or separated by commas.
     #[arg(long, env = "TENSORSTREAM_ALLOW_FUNCTIONS", value_delimiter = ',')]
     allow_functions: Vec<String>,
     /// A server with the same token, with which tensors can be copied directly. Can be given

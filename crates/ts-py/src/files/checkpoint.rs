@@ -65,8 +65,8 @@ impl Checkpoint {
     ///
     /// Args:
     ///     name: The name of the file, or of the shard index.
-    ///     open: Called with ``name``, or the name of a shard. Returns a ``PassedSource``. May raise
-    ///         any exception.
+    ///     open: Called with ``name``, or the name of a shard. Returns a ``PassedSource``. May
+    ///         raise any exception.
     ///     lenient: Whether to accept every file that the safetensors library accepts.
     #[staticmethod]
     #[pyo3(signature = (name, open, lenient=false))]
