@@ -38,6 +38,10 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
+class Mode(str, enum.Enum):  # noqa: UP042  # also in older versions of Python
+    SLOW = "slow"
+
+
 SCALE = 3.0
 NAMES = {"half": (torch.float16, [1, None])}
 WEIGHT = torch.ones(2)
@@ -162,12 +166,14 @@ def test_a_function_uses_its_module(machine: RemoteMachine, dtype: torch.dtype) 
 def test_results_are_tensors_of_the_machine(machine: RemoteMachine) -> None:
     @function
     def same(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x, x.T, x[0], x.conj()
+        return x, x.T, x[0], x.conj(), x.conj().imag
 
     x = torch.randn(2, 3, dtype=torch.complex64)
     there = x.to(machine.device())
-    for got, expected in zip(same(there), (x, x.T, x[0], x.conj()), strict=True):
-        assert torch.equal(got.cpu(), expected)
+    expected = (x, x.T, x[0], x.conj(), x.conj().imag)
+    for got, wanted in zip(same(there), expected, strict=True):
+        assert torch.equal(got.cpu(), wanted)
+        assert torch.equal(got[1:].cpu(), wanted[1:])
         got.zero_()
     assert torch.equal(same(there.conj())[0].cpu(), x.conj())
     assert torch.equal(there.cpu(), x)
@@ -229,7 +235,12 @@ def test_what_cannot_be_sent_is_refused(machine: RemoteMachine) -> None:
         with pytest.raises(ConfigurationError, match=message):
             call()
     x = x.detach()
-    for value, name in ((generator, "Random"), (Pair(1, 2), "Pair"), (Level.LOW, "Level")):
+    for value, name in (
+        (generator, "Random"),
+        (Pair(1, 2), "Pair"),
+        (Level.LOW, "Level"),
+        (Mode.SLOW, "Mode"),
+    ):
         with pytest.raises(ConfigurationError, match=f"cannot pass a {name}: expected tensors"):
             normalized(x, eps=value)  # type: ignore[arg-type]  # so
     with pytest.raises(ConfigurationError, match="a function, not a method"):
@@ -251,6 +262,30 @@ def test_what_cannot_be_sent_is_refused(machine: RemoteMachine) -> None:
 
     with pytest.raises(RemoteTensorError, match="cannot pass a Linear"):
         returns_a_module(x)
+
+    @function
+    def returns_nothing_real(x: torch.Tensor) -> Any:
+        return torch.empty(3, device="meta")
+
+    @function
+    def returns_sparse(x: torch.Tensor) -> Any:
+        return x.to_sparse()
+
+    @function
+    def raises_without_a_text(x: torch.Tensor) -> None:
+        class Odd(Exception):
+            def __str__(self) -> str:
+                raise ValueError
+
+        raise Odd
+
+    for odd, message in (
+        (returns_nothing_real, "cannot return a tensor on meta"),
+        (returns_sparse, "cannot return a sparse"),
+        (raises_without_a_text, "Odd: <exception str"),
+    ):
+        with pytest.raises(RemoteTensorError, match=message):
+            odd(x)
 
     @function
     def needs_a_module(x: torch.Tensor) -> None:
@@ -275,6 +310,10 @@ if TYPE_CHECKING:
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
+
+
+def calls_doubled(x: torch.Tensor) -> torch.Tensor:
+    return doubled(x)
 
 
 ALIAS = doubled
@@ -311,6 +350,15 @@ several lines"""
 
     expected = normalized.local_function(x + 4) + x
     assert torch.equal(recursive(there, 4).cpu(), expected)
+
+
+def test_two_functions_of_a_name_are_refused(machine: RemoteMachine) -> None:
+    @function
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return calls_doubled(x)
+
+    with pytest.raises(ConfigurationError, match="two functions with the name doubled"):
+        doubled(torch.ones(2, device=machine.device()))
 
 
 def test_a_function_whose_file_has_changed_is_refused(

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tensorstream.errors import (
 from tensorstream.remote import RemoteMachine, load_huggingface_state_dicts, load_state_dict
 from tensorstream.remote.client._checkpoint import RemoteCheckpoint, read_text
 from tensorstream.remote.providers._this_computer import ProcessServer
+from tensorstream.serve import _weights
 from tensorstream.serve._weights import Weights
 from torch import nn
 from webserver import WebServer
@@ -660,6 +662,39 @@ def test_a_server_refuses_urls_that_it_does_not_allow(
     with pytest.raises(CheckpointNotFoundError):
         load_state_dict(f"{web.url}/models/nothing", device)
     assert torch.ones(2, device=device).sum().item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("place", "url", "beside", "allowed"),
+    [
+        ("s3://", "http://169.254.169.254/a.json", "", False),
+        ("https://", "http://host/a.json", "", False),
+        ("http://", "http://host/a.json", "", True),
+        ("http://host/d/model.safetensors", "http://host/d/model.safetensors", "", True),
+        ("http://host/d/model.safetensors", "http://host/d/model.safetensors", "a.json", False),
+        ("http://host/d", "http://host/d/model.safetensors", "a.json", True),
+        ("http://host/d/", "http://host/d", "a.json", True),
+        ("http://host/d", "http://host/dd/a.json", "", False),
+        ("http://host", "http://host:80/a.json", "", False),
+        ("http://host", "http://host@other/a.json", "", False),
+        ("HTTP://host", "http://host/a.json", "", False),
+    ],
+)
+def test_places_of_urls(place: str, url: str, beside: str, allowed: bool) -> None:
+    opened: list[str] = []
+    try:
+        weights = Weights((place,))
+    except ConfigurationError:
+        return  # a place of another form is none
+    with pytest.MonkeyPatch.context() as patch:
+        fake = types.SimpleNamespace(at_url=lambda url, beside: opened.append(f"{url} {beside}"))
+        patch.setattr(_weights._native, "PassedSource", fake)
+        if allowed:
+            weights.open(url, beside)
+        else:
+            with pytest.raises(CheckpointPermissionError, match="sessions may not read"):
+                weights.open(url, beside)
+    assert bool(opened) == allowed
 
 
 def test_a_session_notices_that_a_file_at_a_url_changes(

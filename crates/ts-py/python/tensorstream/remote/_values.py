@@ -11,6 +11,8 @@ import torch
 
 #: Whether this thread runs a function on a machine. Functions that it calls then run there too.
 running = threading.local()
+#: The types of values that JSON has.
+_PLAIN = (type(None), bool, int, float, str)
 #: What can be passed, for errors.
 EXPECTED = (
     "tensors, numbers, strings, None, dtypes and devices, and lists, tuples and dicts of them"
@@ -30,14 +32,12 @@ def encode(value: Any, tensors: list[torch.Tensor], device: Callable[[torch.devi
     """
     # Subclasses, such as named tuples, would arrive as something else.
     match value:
-        case None | bool() | float() | str():
+        case None | bool() | int() | float() | str() if type(value) in _PLAIN:
             encoded: Any = value
-        case int() if type(value) is int:
-            encoded = value
         case torch.Tensor():
             tensors.append(value)
             encoded = {"tensor": len(tensors) - 1}
-        case complex():
+        case complex() if type(value) is complex:
             encoded = {"complex": [value.real, value.imag]}
         case torch.dtype():
             encoded = {"dtype": str(value).removeprefix("torch.")}

@@ -222,8 +222,10 @@ class Weights:
                 f"unsupported URL {url}: expected hf:// or one of {', '.join(_URL_SCHEMES)}, "
                 "without a query, a fragment, percent-encoding, or names that consist of dots"
             )
-        if not any(_is_below(url, place) for place in self._urls):
-            raise self._refused(url)
+        # What is beside a file is in its directory.
+        at = f"{_directory_of(url)}/{beside}" if beside else url
+        if not any(_is_below(url, place) and _is_below(at, place) for place in self._urls):
+            raise self._refused(at)
         if beside and not beside.endswith(_SUFFIXES):
             raise _not_weights(f"{beside} beside {url}")
         return _native.PassedSource.at_url(url, beside)
@@ -301,7 +303,12 @@ def _begins(model: str, place: str) -> bool:
 
 def _is_below(url: str, place: str) -> bool:
     """Returns whether a URL begins with all parts of another."""
-    return place in _URL_SCHEMES or f"{url}/".startswith(f"{place.rstrip('/')}/")
+    return f"{url}/".startswith(place if place in _URL_SCHEMES else f"{place.rstrip('/')}/")
+
+
+def _directory_of(url: str) -> str:
+    """Returns the directory of the file at a URL, or the URL if it is that of a directory."""
+    return url.rpartition("/")[0] if url.endswith(_SUFFIXES) else url.rstrip("/")
 
 
 def _directories_in(path: str) -> Iterator[str]:

@@ -37,12 +37,19 @@ class _Route:
         works: Whether the last copy that waited has succeeded.
         is_sent: Whether the source has sent that copy.
         pending: The bytes of the copies that nothing has waited for, by their tickets.
+        beginning: Those of them whose requests are still being sent. A wait for the target does not
+            mean that it has them.
     """
 
     retry_at: float = 0.0
     works: bool = False
     is_sent: bool = False
     pending: dict[str, int] = field(default_factory=dict)
+    beginning: set[str] = field(default_factory=set)
+
+    def claimed(self) -> list[str]:
+        """Returns the tickets of copies that the target has after a wait that begins now."""
+        return [ticket for ticket in self.pending if ticket not in self.beginning]
 
 
 #: By the first devices of the source and the target machine.
@@ -70,18 +77,23 @@ def copy_directly(source: torch.Tensor, to: torch.Tensor) -> str | None:
         waits = not route.works or count + 1 >= _MAX_COPIES or nbytes + source.nbytes > _MAX_BYTES
         if not waits:
             route.pending[ticket] = source.nbytes
+            route.beginning.add(ticket)
     if waits:
         # Other targets of the source may have most of the copies.
         _await(names[0], but=names[1])
-    operators.OFFER(source, ticket, _registry.ADDRESSES[names[1]][1])
-    if session := _registry.SESSIONS.get(names[0]):
-        session.flush()
     address = _registry.ADDRESSES[names[0]][1]
-    if not waits:
-        operators.TAKE(to, address, ticket, source.dtype, route.is_sent)
-        return None
+    try:
+        operators.OFFER(source, ticket, _registry.ADDRESSES[names[1]][1])
+        if session := _registry.SESSIONS.get(names[0]):
+            session.flush()
+        if not waits:
+            operators.TAKE(to, address, ticket, source.dtype, route.is_sent)
+            return None
+    finally:
+        with _lock:
+            route.beginning.discard(ticket)
     with _lock:
-        before = list(route.pending)
+        before = route.claimed()
     reason = "the machine is lost"
     try:
         reason, is_sent = operators.FETCH(to, address, ticket, source.dtype, route.is_sent)
@@ -128,9 +140,9 @@ def _await(source: int, but: int | None = None) -> None:
     """Waits until the targets of a machine, except ``but``, have what it offers them."""
     with _lock:
         pending = {
-            target: list(route.pending)
+            target: route.claimed()
             for (first, target), route in _ROUTES.items()
-            if first == source and target != but and route.pending
+            if first == source and target != but and route.claimed()
         }
     for target, tickets in pending.items():
         session = _registry.SESSIONS.get(target)

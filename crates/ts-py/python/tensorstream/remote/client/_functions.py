@@ -155,8 +155,8 @@ def function(
         The function. ``local_function`` is the local one. Its arguments and results are tensors of
         one machine, numbers, strings, None, dtypes and devices, and lists, tuples and dicts of
         them, but no subclasses of these types. Devices are those of the machine. It can write to
-        the elements of its arguments, except weights that stream, whose results would then be
-        wrong. It is not differentiated.
+        the elements of its arguments, except conjugated views, of which it gets copies, and
+        weights that stream, whose later results would be wrong. It is not differentiated.
 
     Raises:
         ConfigurationError: By calls, if the arguments, the function, or what it uses cannot be
@@ -204,6 +204,7 @@ def _described_by_source(local: types.FunctionType) -> dict[str, Any]:
     """
     used: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    owners: dict[str, types.FunctionType] = {}
     defaults: dict[str, Any] = {}
     pending = [local]
 
@@ -217,6 +218,11 @@ def _described_by_source(local: types.FunctionType) -> dict[str, Any]:
 
     while pending:
         current = pending.pop()
+        if owners.setdefault(current.__name__, current) is not current:
+            raise ConfigurationError(
+                f"cannot send {local.__name__}: it uses two functions with the name "
+                f"{current.__name__}; rename one of them"
+            )
         if current.__name__ in sources:
             continue
         tree = _tree_of(current)
@@ -286,8 +292,8 @@ def _tree_of(local: types.FunctionType) -> ast.FunctionDef:
 def _is_current(local: types.FunctionType) -> bool:
     """Returns whether the file of a function still has it, or may have it."""
     code = local.__code__
-    if any(name.startswith("@py_") for name in code.co_varnames):
-        return True  # pytest has rewritten its assertions
+    if _has_rewritten_assertions(code):
+        return True
     flags = code.co_flags & __future__.annotations.compiler_flag
     try:
         text = "".join(inspect.findsource(local)[0])
@@ -300,6 +306,13 @@ def _is_current(local: types.FunctionType) -> bool:
             return True
         pending += inside
     return False
+
+
+def _has_rewritten_assertions(code: types.CodeType) -> bool:
+    """Returns whether pytest has changed the assertions in a function."""
+    inside = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    is_rewritten = any(name.startswith("@py_") for name in code.co_varnames)
+    return is_rewritten or any(map(_has_rewritten_assertions, inside))
 
 
 def _globals_of(tree: ast.FunctionDef) -> set[str]:

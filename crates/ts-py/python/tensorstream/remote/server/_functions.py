@@ -89,9 +89,9 @@ class Functions:
             given = json.loads(arguments)
             args = decode(given["args"], tensors, device)
             kwargs = decode(given["kwargs"], tensors, device)
-        except Exception as error:
+        except BaseException as error:  # also SystemExit of a module
             is_typed = isinstance(error, ConfigurationError)
-            what = str(error) if is_typed else f"{type(error).__name__}: {error}"
+            what = str(error) if is_typed else _message(error)
             return [], json.dumps({"error": ConfigurationError.__name__, "message": what})
         running.is_set = True
         try:
@@ -101,11 +101,12 @@ class Functions:
             results: list[torch.Tensor] = []
             text = json.dumps({"result": encode(result, results, _number_of)})
             _check(results, text, home)
+            results = [tensor.detach().resolve_conj().resolve_neg() for tensor in results]
         except BaseException as error:  # also SystemExit, which ends the function only
             return [], json.dumps(_failure(error))
         finally:
             running.is_set = False
-        return [tensor.detach() for tensor in results], text
+        return results, text
 
     def _function(
         self, function: dict[str, Any], device: Callable[[int], torch.device]
@@ -216,12 +217,12 @@ def _check(results: list[torch.Tensor], text: str, device: torch.device) -> None
             f"other results, got {len(results)} and {len(text)}"
         )
     for tensor in results:
-        if tensor.device != device and device.type != "cpu":
+        if tensor.device.type != device.type or tensor.device.index not in (None, device.index):
             raise TypeError(
                 f"cannot return a tensor on {tensor.device}: expected {device}; move it there"
             )
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise TypeError(f"cannot return a {tensor.layout} tensor: expected a dense one")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise TypeError("cannot return a sparse, quantized or nested tensor")
 
 
 def _imported(module: str, attribute: str = "") -> Any:
@@ -252,8 +253,12 @@ def _failure(error: BaseException) -> dict[str, str]:
     kind = RemoteOutOfMemoryError if is_memory else RemoteTensorError
     # The first frame is that of ``run``.
     trace = "".join(traceback.format_exception(error.with_traceback(_inner(error))))
-    message = f"{type(error).__name__}: {error}"
-    return {"error": kind.__name__, "message": message[:4000], "trace": trace[-8000:]}
+    return {"error": kind.__name__, "message": _message(error), "trace": trace[-8000:]}
+
+
+def _message(error: BaseException) -> str:
+    """Returns the class and the text of an exception, even if that cannot be computed."""
+    return "".join(traceback.format_exception_only(error)).strip()[:4000]
 
 
 def _inner(error: BaseException) -> types.TracebackType | None:
