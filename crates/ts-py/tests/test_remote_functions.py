@@ -38,7 +38,7 @@ class Level(enum.IntEnum):
     LOW = 1
 
 
-class Mode(str, enum.Enum):  # noqa: UP042  # also in older versions of Python
+class Mode(enum.StrEnum):
     SLOW = "slow"
 
 
@@ -228,7 +228,7 @@ def test_what_cannot_be_sent_is_refused(machine: RemoteMachine) -> None:
         (lambda: function(by="name")(closure.local_function)(x), "cannot name"),
         (lambda: normalized(torch.ones(2)), "an argument on cpu"),
         (lambda: function(int)(3), "expected a function that is written in Python"),
-        (lambda: function(by="pickle")(scaled), "invalid by"),  # type: ignore[call-overload]  # so
+        (lambda: function(by="x")(scaled), "invalid by"),  # type: ignore[call-overload]  # wrong
         (lambda: drawn(3), "has no tensors among its arguments"),
         (lambda: normalized(x.requires_grad_()), "is not differentiated"),
     ):
@@ -242,7 +242,7 @@ def test_what_cannot_be_sent_is_refused(machine: RemoteMachine) -> None:
         (Mode.SLOW, "Mode"),
     ):
         with pytest.raises(ConfigurationError, match=f"cannot pass a {name}: expected tensors"):
-            normalized(x, eps=value)  # type: ignore[arg-type]  # so
+            normalized(x, eps=value)  # type: ignore[arg-type]  # wrong
     with pytest.raises(ConfigurationError, match="a function, not a method"):
 
         class Model:

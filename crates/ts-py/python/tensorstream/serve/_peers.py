@@ -36,7 +36,7 @@ _SENDING_THREADS, _MAX_SENT = 4, 4 * MAX_OFFERED
 _MAX_CONNECTIONS = 8
 #: The longest time that a fetch waits until the tensor is computed and offered, in seconds.
 _OFFER_TIMEOUT = 300.0
-#: The most bytes of a tensor, if there is no other limit. Sizes are 64-bit numbers.
+#: The most bytes of a tensor if sessions have no limit of memory. Sizes are 64-bit numbers.
 _MAX_BYTES = 2**62
 #: The largest tensor that is sent, in bytes, and the most at a time. Larger ones are fetched.
 _MAX_SENT_BYTES, _MAX_SENDING = 16 << 20, 16
@@ -253,7 +253,7 @@ class Peers:
 
 
 class Sender:
-    """Sends the tensors that one session offers to other machines, on threads of its own.
+    """Sends the tensors that one session offers to other machines, on up to 4 threads.
 
     A tensor stays offered until the client withdraws it, and the other machine claims it if it was
     not sent, or was lost there.

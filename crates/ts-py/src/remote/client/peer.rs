@@ -193,7 +193,8 @@ impl PeerSession {
         }
     }
 
-    /// Submits a call of an operator. With `reply`, it answers with its result, which is no tensor.
+    /// Submits a call of an operator. If `reply` is given, the server answers with the result,
+    /// which must not be a tensor.
     fn call(&self, name: &str, args: Vec<Value>, reply: Option<u64>) -> Result<(), Error> {
         let op = self.client.operator_id(name)?;
         let outputs = reply.iter().map(|_| Output::Known).collect();

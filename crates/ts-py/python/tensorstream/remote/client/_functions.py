@@ -50,7 +50,7 @@ class RemoteFunction(Generic[P, R]):
         self._by, self._device = by, device
         self.__name__: str = local.__name__
         functools.update_wrapper(self, local)
-        #: What a machine runs that has this object by its name.
+        #: The function itself. A machine that finds this object in a module runs that.
         self.local_function = local
 
     @functools.cached_property
