@@ -37,6 +37,17 @@ def generated(model: nn.Module, prompt: int) -> list[int]:
     return output[0].tolist()
 
 
+def generate_until_the_plan_stays(model: nn.Module) -> None:
+    """Generates until two generations had the same plan, because only its passes are explained."""
+    for _ in range(20):
+        replans = ts.stats(model)["replans"]
+        generated(model, 5)
+        generated(model, 5)
+        if ts.stats(model)["replans"] == replans:
+            return
+    pytest.fail("the plan changed in each of 20 pairs of generations")
+
+
 def test_the_encoder_and_the_decoder_of_a_generation_are_passes(t5: Path) -> None:
     reference = T5ForConditionalGeneration.from_pretrained(t5)
     expected = [generated(reference, prompt) for prompt in (5, 9, 5)]
@@ -45,10 +56,11 @@ def test_the_encoder_and_the_decoder_of_a_generation_are_passes(t5: Path) -> Non
     stats = ts.stats(model)
     assert stats["passes"] == 3 * (1 + TOKENS), "the model calls the encoder by itself"
     kinds = [own["kind"] for own in stats["recent_passes"]][-1 - TOKENS :]
-    assert kinds.count(kinds[0]) == 1 and kinds.count(kinds[-1]) > TOKENS // 2, kinds
+    assert kinds[0] not in kinds[1:], "the encoder visits other units than the decoder"
     assert sum(unit["loads"] for unit in stats["units"]) > 3 * TOKENS, "the model does not fit"
+    generate_until_the_plan_stays(model)
     explanation = ts.explain(model)
-    assert any(count < 4 for count, _ in explanation.other_passes)
+    assert explanation.other_passes, "the encoder's passes are not among the decoder's"
     assert "other passes" in str(explanation)
 
 
