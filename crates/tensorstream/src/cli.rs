@@ -25,6 +25,8 @@ mod plan;
 mod serve;
 #[cfg(feature = "remote")]
 mod serve_device;
+#[cfg(feature = "remote")]
+mod status;
 mod verify;
 
 use std::ffi::OsString;

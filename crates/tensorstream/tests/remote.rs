@@ -38,7 +38,7 @@ impl Server {
             (directory.to_path_buf(), address.parse().unwrap(), Arc::clone(&stop));
         let (sender, receiver) = channel();
         let thread = std::thread::spawn(move || {
-            let mut stop = || stopped.load(Ordering::Relaxed);
+            let mut stop = |_: &_| stopped.load(Ordering::Relaxed);
             let on_listening = |address: &Address| sender.send(address.clone()).unwrap();
             serve_weights(&directory, &address, &options, &mut stop, on_listening, |_, _| {})
                 .unwrap()
@@ -186,12 +186,12 @@ fn names_outside_the_directory_and_missing_tokens_are_refused() {
         directory.path(),
         &everywhere,
         &ServeOptions::default(),
-        &mut || true,
+        &mut |_| true,
         |_| {},
         |_, _| {},
     );
     assert!(open.unwrap_err().to_string().contains("token"));
-    serve_weights(directory.path(), &everywhere, &options, &mut || true, |_| {}, |_, _| {})
+    serve_weights(directory.path(), &everywhere, &options, &mut |_| true, |_| {}, |_, _| {})
         .unwrap();
 }
 

@@ -8,6 +8,7 @@ use std::alloc::Layout;
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
 
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -36,6 +37,7 @@ enum Owner {
     Pooled { _block: PooledBuffer<AnyDevice> },
     Device(DeviceOwner),
     Imported { _tensor: Imported },
+    Python { _bytes: PyBuffer<u8> },
     Zeroed { _allocation: ZeroedAllocation },
 }
 
@@ -187,6 +189,18 @@ impl Memory {
         // SAFETY: `into_parts` returns the bytes of the tensor. They are valid until the tensor is
         // dropped, and writable unless DLPack marks them as read-only.
         Ok(Arc::new(unsafe { Self::from_import(tensor, data, len, (CPU, 0), read_only) }))
+    }
+
+    /// Shares the bytes of a Python object.
+    ///
+    /// # Errors
+    /// BufferError if they are not contiguous.
+    pub(crate) fn from_python(bytes: PyBuffer<u8>) -> PyResult<Self> {
+        if !bytes.is_c_contiguous() {
+            return Err(PyBufferError::new_err("cannot share memory that is not contiguous"));
+        }
+        let (data, len, read_only) = (bytes.buf_ptr().cast(), bytes.len_bytes(), bytes.readonly());
+        Ok(Self { data, len, device: (CPU, 0), read_only, owner: Owner::Python { _bytes: bytes } })
     }
 
     /// Returns the length in bytes.

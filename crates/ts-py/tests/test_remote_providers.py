@@ -75,13 +75,43 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         if kind == "local":
             options = {"threads": 1}
         elif kind == "tcp":
-            allowed = {"--weights": "any,http://", "--allow-functions": "any"}
+            allowed = {"--weights": "any,http://", "--allow-functions": "any", "--peer": "any"}
             options = {"address": stack.enter_context(Serving(allowed)).address}
         elif kind == "ssh":
             options = request.getfixturevalue("sshd").options()
         elif kind == "ray":
             options = request.getfixturevalue("cluster").options()
         yield lambda **more: stack.enter_context(RemoteMachine(kind, **options, **more))
+
+
+def test_a_machine_sends_tensors_to_a_listener(start: Start) -> None:
+    machine = start(device_count=2)
+    net = nn.Linear(512, 1024).to(machine.device(), torch.bfloat16)
+    received: list[ts.Tensor | bytes] = []
+
+    def receive() -> None:
+        with listener.accept(timeout=60) as connection:
+            received.extend(connection)
+
+    with ts.listen("127.0.0.1:0", token="sesame") as listener:
+        thread = threading.Thread(target=receive)
+        thread.start()
+        before = machine.stats()["downloaded_bytes"]
+        with machine.connect(listener.address, token="sesame") as connection:
+            for name, parameter in net.named_parameters():
+                connection.send(parameter, name, metadata={"step": "1"}, checksums=True)
+            connection.send(net.weight.t()[:, ::2].to(machine.device(1)), compression="lz4")
+            connection.send_message(b"done")
+        assert machine.stats()["downloaded_bytes"] == before
+        thread.join(60)
+    *tensors, message = received
+    assert message == b"done"
+    weight, bias, part = (tensor for tensor in tensors if isinstance(tensor, ts.Tensor))
+    assert (weight.name, bias.name, part.name) == ("weight", "bias", "")
+    assert weight.metadata == {"step": "1"}
+    assert torch.equal(weight.to_torch(), net.weight.cpu())
+    assert torch.equal(bias.to_torch(), net.bias.cpu())
+    assert torch.equal(part.to_torch(), net.weight.cpu().t()[:, ::2])
 
 
 def test_a_machine_trains_and_computes_as_this_process(start: Start) -> None:

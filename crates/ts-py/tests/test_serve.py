@@ -9,22 +9,21 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import tensorstream as ts
 import torch
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from serving import SERVE, Serving, cut
+from serving import PROGRAM, SERVE, Serving, cut, is_running, serving
 from tensorstream.errors import ConnectionLost
 from tensorstream.remote import RemoteMachine
 from tensorstream.serve import _broker, _peers
-
-PROGRAM = Path(sys.executable).parent / "tensorstream"
 
 
 def free_port() -> int:
@@ -82,9 +81,49 @@ def test_the_state_is_served_over_http(tmp_path: Path) -> None:
         assert (after["sessions"], after["failed_handshakes_total"]) == (0, 1)
 
 
-def test_a_client_of_the_pages_cannot_hold_them_up() -> None:
+def test_the_state_of_a_server_of_files_is_served_over_http(tmp_path: Path) -> None:
+    ts.save_file({"x": torch.ones(1 << 20)}, tmp_path / "x.safetensors")
     port = free_port()
-    with Serving({"--metrics": f"127.0.0.1:{port}"}):
+    with serving(tmp_path, "--metrics", f"127.0.0.1:{port}") as (url, process):
+        assert get(port, "/healthz") == (200, "ok\n")
+        assert get(port, "/x.safetensors")[0] == 404
+        before = metrics(port)
+        assert (before["files_connections"], before["files_stopping"]) == (0, 0)
+        assert torch.equal(ts.load_file(f"{url}x.safetensors")["x"], torch.ones(1 << 20))
+        host, _, own_port = url.removeprefix("ts://").rstrip("/").rpartition(":")
+        with socket.create_connection((host, int(own_port))) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
+        end = time.monotonic() + 20
+        while (after := metrics(port))["files_failed_connections_total"] < 1:
+            assert time.monotonic() < end, after
+        assert after["files_connections_total"] >= 2
+        assert 4 << 20 < after["files_sent_bytes_total"] < 5 << 20
+        # A connection that is idle is closed half a second after the signal.
+        with ts.connect(f"{host}:{own_port}"):
+            while metrics(port)["files_connections"] < 1:
+                assert time.monotonic() < end
+            os.kill(process, signal.SIGTERM)
+            while (health := get(port, "/healthz"))[0] == 200:
+                assert time.monotonic() < end
+            assert health == (503, "the server is stopping\n")
+        while is_running(process):
+            assert time.monotonic() < end
+
+
+@pytest.mark.parametrize("server", ["device", "files"])
+def test_a_client_of_the_pages_cannot_hold_them_up(server: str, tmp_path: Path) -> None:
+    port = free_port()
+    with ExitStack() as stack:
+        if server == "device":
+            stack.enter_context(Serving({"--metrics": f"127.0.0.1:{port}"}))
+        else:
+            command = [PROGRAM, "serve", "files", tmp_path, "--listen", "127.0.0.1:0"]
+            command += ["--metrics", f"127.0.0.1:{port}"]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            stack.callback(process.terminate)
+            assert process.stdout is not None
+            process.stdout.readline()
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
         silent[0].sendall(b"GET /" + b"a" * 100_000)
         silent[1].sendall(b"nonsense\r\n\r\n")
@@ -94,10 +133,14 @@ def test_a_client_of_the_pages_cannot_hold_them_up() -> None:
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1", "127.0.0.1:99999"])
-def test_invalid_addresses_of_the_pages(address: str) -> None:
-    command = [*SERVE, "--listen", "127.0.0.1:0", "--metrics", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "expected HOST:PORT" in done.stderr
+def test_invalid_addresses_of_the_pages(address: str, tmp_path: Path) -> None:
+    for command, status in ((SERVE, 2), ([PROGRAM, "serve", "files", tmp_path], 1)):
+        done = subprocess.run(
+            [*command, "--listen", "127.0.0.1:0", "--metrics", address],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == status
+        assert "expected HOST:PORT" in done.stderr
 
 
 def test_sessions_end_by_themselves_while_the_server_drains() -> None:

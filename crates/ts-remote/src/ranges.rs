@@ -383,7 +383,7 @@ impl Request {
 /// let (stop, stopped) = std::sync::mpsc::channel();
 /// let server = thread::spawn(move || {
 ///     let file = Bytes::from_static(b"0123456789");
-///     let mut should_stop = || stopped.try_recv().is_ok();
+///     let mut should_stop = |_: &_| stopped.try_recv().is_ok();
 ///     let new_handler = |_: &str| RangeHandler::new(OneFile(file.clone()));
 ///     serve(&listener, &ServerOptions::default(), &mut should_stop, new_handler, |_, _| {})
 /// });

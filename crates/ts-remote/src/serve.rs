@@ -145,6 +145,8 @@ impl ServerOptions {
 pub struct ServerStats {
     /// Accepted connections.
     pub accepted: u64,
+    /// Connections that are open, including pending handshakes. 0 when `serve` returns.
+    pub open: usize,
     /// Connections dropped because the handshake took too long or too many were pending.
     pub failed_handshakes: u64,
     /// Connections that ended with an error other than [`Error::Closed`].
@@ -156,6 +158,19 @@ pub struct ServerStats {
 }
 
 impl ServerStats {
+    /// Returns these statistics, which have the bytes of ended connections, with open ones.
+    fn with_open<H: Handler>(mut self, clients: &[Client<H>]) -> Self {
+        self.open = clients.len();
+        clients.iter().for_each(|client| self.count(&client.link.stats()));
+        self
+    }
+
+    /// Counts a connection that is dropped during its handshake.
+    fn drop_pending<H: Handler>(&mut self, client: &Client<H>) {
+        self.failed_handshakes += 1;
+        self.count(&client.link.stats());
+    }
+
     fn count(&mut self, connection: &ConnectionStats) {
         self.sent_bytes += connection.sent_bytes;
         self.received_bytes += connection.received_bytes;
@@ -185,9 +200,9 @@ const STOPPED: &str = "the server was stopped";
 /// connection that fails, is idle for too long, or is closed by the client. Handshakes that are
 /// dropped are only counted in [`ServerStats::failed_handshakes`].
 ///
-/// Between two calls of `stop`, the server waits for at most 50 ms. Once `stop` has returned true,
-/// no more connections are accepted. Open connections are closed when they are idle, or after
-/// [`ServerOptions::grace_period`].
+/// Calls `stop` with the statistics so far, and waits for at most 50 ms between two calls. Once it
+/// has returned true, no more connections are accepted. Open connections are closed when they are
+/// idle, or after [`ServerOptions::grace_period`].
 ///
 /// # Errors
 /// Returns [`Error::Io`] if the listener fails, and [`Error::Closed`] if a
@@ -230,7 +245,7 @@ const STOPPED: &str = "the server was stopped";
 /// let address = listener.address().clone();
 /// let (stop, stopped) = std::sync::mpsc::channel();
 /// let server = thread::spawn(move || {
-///     let mut should_stop = || stopped.try_recv().is_ok();
+///     let mut should_stop = |_: &_| stopped.try_recv().is_ok();
 ///     serve(&listener, &ServerOptions::default(), &mut should_stop, |_| Echo(None), |_, _| {})
 /// });
 ///
@@ -251,7 +266,7 @@ const STOPPED: &str = "the server was stopped";
 pub fn serve<H: Handler>(
     listener: &Listener,
     options: &ServerOptions,
-    stop: &mut dyn FnMut() -> bool,
+    stop: &mut dyn FnMut(&ServerStats) -> bool,
     mut new_handler: impl FnMut(&str) -> H,
     mut log: impl FnMut(&str, &Error),
 ) -> Result<ServerStats, Error> {
@@ -263,7 +278,7 @@ pub fn serve<H: Handler>(
     loop {
         // `stop` is called even after `end` is set, because the callback may end the process at
         // once.
-        if stop() && end.is_none() {
+        if stop(&stats.with_open(&clients)) && end.is_none() {
             end = Some(Instant::now() + options.grace_period);
         }
         if let Some(end) = end {
@@ -295,7 +310,7 @@ pub fn serve<H: Handler>(
                     break;
                 }
             }
-            stats.failed_handshakes += drop_excess_pending(&mut clients, options);
+            drop_excess_pending(&mut clients, options, &mut stats);
         }
         busy = false;
         let mut number = 0;
@@ -311,7 +326,9 @@ pub fn serve<H: Handler>(
                     busy |= moved;
                     let late = !client.is_connected
                         && client.accepted_at.elapsed() > options.handshake_timeout;
-                    stats.failed_handshakes += u64::from(late);
+                    if late {
+                        stats.drop_pending(client);
+                    }
                     !late
                 }
                 Err(error) => {
@@ -325,17 +342,22 @@ pub fn serve<H: Handler>(
     }
 }
 
-/// Drops the oldest pending handshakes if there are too many. Returns how many were dropped.
-fn drop_excess_pending<H: Handler>(clients: &mut Vec<Client<H>>, options: &ServerOptions) -> u64 {
+/// Drops the oldest pending handshakes if there are too many.
+fn drop_excess_pending<H: Handler>(
+    clients: &mut Vec<Client<H>>,
+    options: &ServerOptions,
+    stats: &mut ServerStats,
+) {
     let pending = clients.iter().filter(|client| !client.is_connected).count();
     let mut excess = pending.saturating_sub(options.max_pending);
-    let dropped = excess as u64;
     clients.retain(|client| {
         let drops = excess > 0 && !client.is_connected;
-        excess -= usize::from(drops);
+        if drops {
+            excess -= 1;
+            stats.drop_pending(client);
+        }
         !drops
     });
-    dropped
 }
 
 impl<H: Handler> Client<H> {

@@ -146,7 +146,7 @@ fn a_range_server_reads_everything_that_tls_has_buffered() {
     let server = thread::spawn(move || {
         let options = ServerOptions::default().with_tls(tls);
         let new_handler = |_: &str| RangeHandler::new(OneFile(content.clone()));
-        serve(&listener, &options, &mut || stopped.load(Ordering::Relaxed), new_handler, |_, _| {})
+        serve(&listener, &options, &mut |_| stopped.load(Ordering::Relaxed), new_handler, |_, _| {})
             .unwrap()
     });
     let readers = (0..3u64).map(|reader| {

@@ -2,14 +2,17 @@
 //! `tensorstream serve files` and `tensorstream fetch`.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::builder::FalseyValueParser;
+use parking_lot::Mutex;
 use serde_json::json;
-use ts_remote::{Address, Identity, ServerOptions, TlsServer};
+use ts_remote::{Address, Identity, ServerOptions, ServerStats, TlsServer};
 
 use super::arguments::budget;
 use super::console::{Console, MIB, say};
+use super::status::{Status, StatusServer};
 use crate::{Error, FetchOptions, ServeOptions, serve_weights};
 
 #[derive(Debug, clap::Args)]
@@ -25,6 +28,9 @@ pub(super) struct Arguments {
     /// this option.
     #[arg(long, env = "TENSORSTREAM_FOLLOW_SYMLINKS", value_parser = FalseyValueParser::new())]
     follow_symlinks: bool,
+    /// HOST:PORT at which /metrics, in the text format of Prometheus, and /healthz are served.
+    #[arg(long, env = "TENSORSTREAM_METRICS")]
+    metrics: Option<String>,
     #[command(flatten)]
     server: ServerArguments,
 }
@@ -127,6 +133,51 @@ fn read_token(path: &Path) -> Result<String, Error> {
     }
 }
 
+/// The state of the server, for monitors.
+#[derive(Debug, Default)]
+struct State {
+    stats: ServerStats,
+    /// Whether no more connections are accepted.
+    stops: bool,
+}
+
+impl State {
+    fn status(&self) -> Status {
+        let ServerStats { accepted, open, failed_handshakes, failed, .. } = self.stats;
+        let ServerStats { sent_bytes, received_bytes, .. } = self.stats;
+        let metrics = [
+            ("connections_total", "counter", "Accepted connections.", accepted),
+            (
+                "failed_handshakes_total",
+                "counter",
+                "Connections whose handshake took too long, or that were too many.",
+                failed_handshakes,
+            ),
+            (
+                "failed_connections_total",
+                "counter",
+                "Connections that ended with an error, such as a wrong token.",
+                failed,
+            ),
+            ("sent_bytes_total", "counter", "Bytes written to clients.", sent_bytes),
+            ("received_bytes_total", "counter", "Bytes read from clients.", received_bytes),
+            ("connections", "gauge", "Open connections.", open as u64),
+            (
+                "stopping",
+                "gauge",
+                "Whether no more connections are accepted because the server stops.",
+                u64::from(self.stops),
+            ),
+        ];
+        let text = |(name, kind, help, value)| {
+            let name = format!("tensorstream_serve_files_{name}");
+            format!("# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}\n")
+        };
+        let refuses = self.stops.then(|| "the server is stopping".into());
+        Status { metrics: metrics.into_iter().map(text).collect(), refuses }
+    }
+}
+
 pub(super) fn serve(
     arguments: &Arguments,
     console: Console,
@@ -146,11 +197,22 @@ pub(super) fn serve(
         ts_remote::Error::Closed { .. } => console.detail(format_args!("{peer}: {error}")),
         error => console.note(format_args!("{peer}: {error}")),
     };
+    let state = Arc::new(Mutex::new(State::default()));
+    let shared = Arc::clone(&state);
+    let pages = arguments.metrics.as_deref();
+    let pages = pages.map(|at| StatusServer::start(at, move || shared.lock().status()));
+    let _pages = pages.transpose()?;
+    let mut stop = |stats: &ServerStats| {
+        let mut state = state.lock();
+        state.stats = *stats;
+        state.stops |= interrupt();
+        state.stops
+    };
     let stats = serve_weights(
         &arguments.directory,
         &arguments.listen,
         &options,
-        &mut || interrupt(),
+        &mut stop,
         on_listening,
         log,
     )?;

@@ -59,8 +59,9 @@ pub(super) struct Arguments {
     /// all, also those that clients send. Can be given several times, or separated by commas.
     #[arg(long, env = "TENSORSTREAM_ALLOW_FUNCTIONS", value_delimiter = ',')]
     allow_functions: Vec<String>,
-    /// A server with the same token, with which tensors can be copied directly. Can be given
-    /// several times, or separated by commas.
+    /// A server with the same token, with which tensors can be copied directly, or a listener to
+    /// which clients can send tensors of this machine. Can be given several times, or separated by
+    /// commas.
     #[arg(long, env = "TENSORSTREAM_PEER", value_delimiter = ',')]
     peer: Vec<String>,
     /// Certificates (PEM) to trust for --peer.

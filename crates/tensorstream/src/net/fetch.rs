@@ -228,7 +228,7 @@ fn serve_download(
                 open: Vec::new(),
             })
         };
-        serve(&listener, &options, &mut || stopped.load(Ordering::Relaxed), session, |_, _| {})
+        serve(&listener, &options, &mut |_| stopped.load(Ordering::Relaxed), session, |_, _| {})
     });
     let thread = thread.map_err(|source| ts_remote::Error::Io {
         peer: address.to_string(),

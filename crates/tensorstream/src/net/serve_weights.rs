@@ -101,9 +101,10 @@ impl ServeOptions {
 
 /// Serves the files in a directory, as `ts://HOST:PORT/NAME`, until `stop` returns true. Blocks.
 ///
-/// Calls `stop` at least every 50 ms, and `on_listening` once with the address of the server. When
-/// a connection ends with an error, calls `log` with the peer and the error. After `stop` returns
-/// true, waits for running transfers for at most [`ServerOptions::grace_period`].
+/// Calls `stop` at least every 50 ms with the statistics so far, and `on_listening` once with the
+/// address of the server. When a connection ends with an error, calls `log` with the peer and the
+/// error. After `stop` returns true, waits for running transfers for at most
+/// [`ServerOptions::grace_period`].
 ///
 /// The server refuses:
 /// - names with a component that starts with a dot;
@@ -120,7 +121,7 @@ pub fn serve_weights(
     directory: &Path,
     address: &Address,
     options: &ServeOptions,
-    stop: &mut dyn FnMut() -> bool,
+    stop: &mut dyn FnMut(&ServerStats) -> bool,
     on_listening: impl FnOnce(&Address),
     log: impl FnMut(&str, &ts_remote::Error),
 ) -> Result<ServerStats, Error> {

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 import weakref
 from collections.abc import Callable, Sequence
+from mmap import mmap
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -794,6 +795,8 @@ class Tensor:
         Raises:
             TypeError: The interface does not support the dtype.
         """
+    @staticmethod
+    def _sharing(memory: bytes | mmap, dtype: str, shape: list[int]) -> Tensor: ...
     def _view(
         self, name: str, dtype: str, shape: list[int], strides: list[int], offset: int
     ) -> Tensor: ...

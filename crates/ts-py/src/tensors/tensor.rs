@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::Arc;
 
+use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyAttributeError, PyBufferError, PyTypeError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -225,6 +226,33 @@ impl PyTensor {
     /// Returns False if an array was imported twice, although the memory is the same.
     fn shares_memory(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.memory, &other.memory)
+    }
+
+    /// Returns a tensor that shares the bytes of an object, such as ``bytes`` or ``mmap``.
+    ///
+    /// Args:
+    ///     memory: The elements, in row-major order.
+    ///     dtype: The name of their dtype.
+    ///     shape: The size of each dimension.
+    ///
+    /// Raises:
+    ///     TypeError: The dtype is unknown.
+    ///     ConfigurationError: The shape is invalid, or the memory has another size.
+    #[staticmethod]
+    fn _sharing(
+        py: Python<'_>,
+        memory: PyBuffer<u8>,
+        dtype: &str,
+        shape: Vec<u64>,
+    ) -> PyResult<Self> {
+        let info = TensorInfo::new("", PyDtype::from_name(dtype)?, shape)
+            .map_err(|error| tensor_error(py, &error))?;
+        let (expected, len) = (info.storage_len, memory.len_bytes());
+        if expected != len as u64 {
+            let what = format!("expected memory of {expected} bytes, got {len}");
+            return Err(configuration_error(py, &what));
+        }
+        Ok(Self { info, memory: Arc::new(Memory::from_python(memory)?) })
     }
 
     /// Returns a view of the memory of this tensor, with another dtype and layout.

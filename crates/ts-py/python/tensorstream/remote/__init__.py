@@ -30,6 +30,7 @@ from ..errors import (
     StaleReferenceError,
 )
 from .client._checkpoint import load_huggingface_state_dicts, load_state_dict
+from .client._connection import MachineConnection
 from .client._create import (
     create_local_machine,
     create_mock_machine,
@@ -49,6 +50,7 @@ __all__ = [
     "ConnectionLost",
     "CrossMachineError",
     "Event",
+    "MachineConnection",
     "ProtocolError",
     "ProviderAuthenticationError",
     "ProviderCapacityError",

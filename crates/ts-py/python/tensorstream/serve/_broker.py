@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import math
+import mmap
 import os
 import re
 import resource
@@ -25,10 +26,11 @@ import time
 from typing import Any
 
 from .. import _native
-from ..errors import StorageError, TensorStreamError
+from ..errors import ConfigurationError, StorageError, TensorStreamError
 from ..wire._connection import LIMIT_BYTES, _settings
-from ._messages import MAX_MESSAGE, is_sealed, pair, receive, sealed, send
+from ._messages import MAX_MESSAGE, is_sealed, layout, pair, receive, sealed, send
 from ._offers import Offers
+from ._outgoing import Outgoing
 from ._peers import Peers, Sender
 from ._processes import GRACE, Processes
 from ._weights import OpenFile, Weights
@@ -130,7 +132,7 @@ class Broker:
 
     Args:
         dispatcher: Accepts and authenticates connections.
-        peers: The machines from which sessions can fetch tensors.
+        peers: The machines and programs with which sessions can exchange tensors.
         weights: The checkpoints that sessions can read.
         options: The options of the sessions: "device", "devices", "threads", "memory", "budget",
             "functions", "idle_timeout" and "sandbox".
@@ -170,6 +172,7 @@ class Broker:
         self._memory: int | None = options["memory"]
         #: The metadata and the memory of tensors.
         self._offers: Offers[tuple[dict[str, Any], int]] = offers(self._memory)
+        self._outgoing = Outgoing(peers)
         #: The time until which sessions may go on, once ``stop`` was called.
         self._until: float | None = None
         self._processes = Processes(options, self._process_failed, self._process_ended)
@@ -397,6 +400,7 @@ class Broker:
                 self._remove(session)
                 self._kill(session)
             self._offers.drop(session)
+            self._outgoing.drop(session)
             session.sender.close()
             session.requests.close()
             session.ended.set()
@@ -429,6 +433,8 @@ class Broker:
                 self._open(session, source, beside)
             case {"directories": str(source)}:
                 self._list(session, source)
+            case {"connect": _} | {"send": _} | {"close": _}:
+                self._connection(session, message, descriptor)
             case {"withdraw": str(ticket)}:
                 self._offers.withdraw(session, ticket)
                 session.sender.withdraw(ticket)
@@ -502,6 +508,34 @@ class Broker:
             send(session.requests, answer, descriptor, wait=False)
         finally:
             os.close(descriptor)
+
+    def _connection(
+        self, session: _Session, message: dict[str, Any], descriptor: int | None
+    ) -> None:
+        """Opens, uses or closes a connection to a program, and answers when that is done."""
+
+        def check() -> None:
+            if _has_ended(session):
+                raise StorageError("the session has ended")
+
+        answer: dict[str, Any] = {}
+        try:
+            match message:
+                case {"connect": str(address), "options": dict(options)}:
+                    _log.info("session %d: connects to %.100r", session.number, address)
+                    number, peer = self._outgoing.connect(session, address, options)
+                    answer = {"number": number, "peer": peer}
+                case {"send": int(number), "tensor": dict(metadata), "options": dict(options)}:
+                    tensor = _mapped(metadata, descriptor)
+                    self._outgoing.send(session, number, tensor, options, check)
+                case {"close": int(number), "reason": None | str() as reason}:
+                    self._outgoing.close(session, number, reason)
+                case _:
+                    raise ConfigurationError("invalid request about a connection")
+        except Exception as error:
+            _log.info("session %d: its connection failed: %.200s", session.number, error)
+            answer = _failure(error)
+        send(session.requests, answer, wait=False)
 
     def _list(self, session: _Session, source: str) -> None:
         """Sends a session the directories of a source that have weights, or a refusal."""
@@ -593,8 +627,28 @@ def broker_of(options: dict[str, Any]) -> tuple[Broker, str]:
     return Broker(dispatcher, peers, weights, sessions, **limits), dispatcher.address
 
 
+def _mapped(metadata: dict[str, Any], descriptor: int | None) -> _native.Tensor:
+    """Returns a tensor that a session has passed, without a copy.
+
+    Raises:
+        ConfigurationError: The memory is not sealed, or is not that of such a tensor.
+        RuntimeError: The metadata is invalid.
+    """
+    dtype, sizes, _ = layout(metadata)
+    if descriptor is None or not is_sealed(descriptor):
+        raise ConfigurationError("invalid tensor: expected sealed memory")
+    size = os.fstat(descriptor).st_size
+    memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else b""
+    return _native.Tensor._sharing(memory, dtype, sizes)
+
+
 def _refusal(session: _Session, source: str, error: Exception) -> dict[str, Any]:
     """Returns the answer to a request for a source that cannot be read. Logs it."""
     _log.info("session %d: cannot read %.200r: %.200s", session.number, source, error)
+    return _failure(error)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """Returns the answer to a request that has failed."""
     kind = type(error) if isinstance(error, TensorStreamError) else StorageError
     return {"refused": str(error)[:1500], "error": kind.__name__}

@@ -246,7 +246,7 @@ class Connection:
 
         Args:
             tensor: A ``Tensor``, or any object in host memory that supports DLPack. Strides
-                are preserved.
+                are preserved. ``RemoteMachine.connect`` sends tensors of a remote machine.
             name: Its name at the receiver.
             metadata: Text by key, for the receiver.
             compression: A codec for the payload.
@@ -460,6 +460,17 @@ def _detached(tensor: Any) -> Any:
 
 
 def _tensor(tensor: Any, name: str | None, metadata: Mapping[str, str] | None = None) -> Tensor:
+    """Describes a tensor to send.
+
+    Raises:
+        ConfigurationError: It is on a remote machine.
+    """
+    device = getattr(tensor, "device", None)
+    if getattr(device, "type", None) == "ts":
+        raise ConfigurationError(
+            f"cannot send a tensor on {device} from this process: send it from its machine, with "
+            "machine.connect(ADDRESS).send(tensor), or copy it to the host first, with tensor.cpu()"
+        )
     return Tensor.from_dlpack(
         _detached(tensor), name=name, metadata=None if metadata is None else dict(metadata)
     )

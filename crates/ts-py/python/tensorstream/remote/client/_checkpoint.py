@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from types import TracebackType
@@ -11,14 +10,14 @@ from typing import Any
 
 import torch
 
-from ... import _native, errors
+from ... import _native
 from ...errors import (
     CheckpointNotFoundError,
     ConfigurationError,
     MissingTensorError,
-    TensorStreamError,
 )
 from .. import _registry
+from .._answers import answered
 from . import _server_operators as _operators
 
 Path = str | os.PathLike[str]
@@ -234,21 +233,14 @@ def source_on(source: Path, index: int) -> str:
 
 
 def _answered(text: str, device: torch.device, source: str) -> dict[str, Any]:
-    """Returns the JSON object that a machine answered.
-
-    Raises:
-        TensorStreamError: It is that of an error.
-    """
-    answer: dict[str, Any] = json.loads(text)
-    if "error" not in answer:
-        return answer
-    named: Any = getattr(errors, str(answer["error"]), None)
-    is_known = isinstance(named, type) and issubclass(named, TensorStreamError)
-    message = f"{device}: {answer['message']}"
-    is_elsewhere = _registry.ADDRESSES[device.index][0] not in _registry.SHARING_FILES
-    if named is CheckpointNotFoundError and is_elsewhere and os.path.exists(source):
-        message += (
-            "; this computer has it: load it here with load_file, and copy the tensors with "
-            f'.to("{device}")'
-        )
-    raise (named if is_known else errors.StorageError)(message)
+    """Returns the answer of a machine about a source. See ``answered``."""
+    try:
+        return answered(text, device)
+    except CheckpointNotFoundError as error:
+        is_elsewhere = _registry.ADDRESSES[device.index][0] not in _registry.SHARING_FILES
+        if not (is_elsewhere and os.path.exists(source)):
+            raise
+        raise CheckpointNotFoundError(
+            f"{error}; this computer has it: load it here with load_file, and copy the tensors "
+            f'with .to("{device}")'
+        ) from None

@@ -22,6 +22,7 @@ from ...wire._connection import LIMIT_BYTES, _settings
 from .. import _registry, providers
 from ..providers._gpus import GPUS
 from . import _device, _direct
+from ._connection import MachineConnection
 from ._pause import SavedStorages
 from ._status import Watcher
 from ._trace import LOG
@@ -499,6 +500,69 @@ class RemoteMachine:
             ConfigurationError: The machine was not started, or was stopped.
         """
         return [Wait(*wait) for wait in self._get_session().waits()]
+
+    @_exclusive
+    def connect(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        tls: bool = False,
+        idle_timeout: float = 30.0,
+        stall_timeout: float = 300.0,
+        shared_memory: bool = True,
+    ) -> MachineConnection:
+        """Connects from the machine to a ``ts.Listener``. Blocks.
+
+        Tensors of the machine can then be sent there. They do not pass through this process. A
+        machine of ``tensorstream serve`` must allow the address, with ``--peer ADDRESS``.
+
+        Args:
+            address: The address of the listener, as the machine reaches it: "HOST:PORT" or
+                "unix:PATH".
+            token: The secret that the listener requires. The machine gets it.
+            tls: Whether to use TLS. The certificates are those of ``tensorstream serve``:
+                ``--peer-ca`` to trust, and ``--cert`` of the machine.
+            idle_timeout: As ``ts.connect``, at most 600 seconds.
+            stall_timeout: As ``ts.connect``, at most 600 seconds.
+            shared_memory: As ``ts.connect``.
+
+        Raises:
+            ConfigurationError: An argument is invalid, the machine is not allowed to connect to the
+                address, it has 8 connections already, or it was not started.
+            ConnectionLost: The listener cannot be reached, or refuses the connection; or the
+                machine cannot be reached.
+            ConnectionTimeout: The listener does not answer.
+            ProtocolError: The listener uses another protocol, or its certificate is not trusted.
+
+        Examples:
+            >>> import tensorstream as ts, threading, torch
+            >>> from tensorstream.remote import RemoteMachine
+            >>> def receive(listener):
+            ...     with listener.accept() as connection:
+            ...         for tensor in connection:
+            ...             print(tensor.name, tensor.to_torch())
+            >>> with ts.listen("127.0.0.1:0") as listener, RemoteMachine.mock() as machine:
+            ...     thread = threading.Thread(target=receive, args=[listener])
+            ...     thread.start()
+            ...     with machine.connect(listener.address) as connection:
+            ...         connection.send(torch.arange(3, device=machine.device()), "a")
+            ...     thread.join()
+            a tensor([0, 1, 2])
+        """
+        self._get_session()
+        return MachineConnection(
+            self.name,
+            self.device(),
+            address,
+            {
+                "token": token,
+                "tls": tls,
+                "idle_timeout": idle_timeout,
+                "stall_timeout": stall_timeout,
+                "shared_memory": shared_memory,
+            },
+        )
 
     def _get_session(self) -> _native.RemoteSession:
         if self._session is None:

@@ -28,6 +28,9 @@ _LIBRARY.define(
 _LIBRARY.define(
     "take(Tensor(a!) into, str address, str ticket, ScalarType dtype, bool is_sent) -> ()"
 )
+_LIBRARY.define("connect(Tensor anchor, str address, str options) -> str")
+_LIBRARY.define("send(Tensor tensor, int number, str options) -> str")
+_LIBRARY.define("disconnect(Tensor anchor, int number, str? reason) -> str")
 _LIBRARY.define("open_checkpoint(Tensor anchor, str source, bool lenient) -> str")
 _LIBRARY.define(
     "load_tensors(Tensor anchor, int number, str[] names, bool verify) -> (Tensor[], str)"
@@ -64,6 +67,9 @@ OFFER = kernel(torch.ops.tensorstream.offer.default)
 WITHDRAW = kernel(torch.ops.tensorstream.withdraw.default)
 FETCH = kernel(torch.ops.tensorstream.fetch.default)
 TAKE = kernel(torch.ops.tensorstream.take.default)
+CONNECT = kernel(torch.ops.tensorstream.connect.default)
+SEND = kernel(torch.ops.tensorstream.send.default)
+DISCONNECT = kernel(torch.ops.tensorstream.disconnect.default)
 SEED = kernel(torch.ops.tensorstream.manual_seed.default)
 RNG_STATE = kernel(torch.ops.tensorstream.rng_state.default)
 SET_RNG_STATE = kernel(torch.ops.tensorstream.set_rng_state.default)

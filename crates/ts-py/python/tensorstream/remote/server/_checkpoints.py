@@ -5,20 +5,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
 
 import torch
 
 from ... import _native
-from ...errors import (
-    BudgetError,
-    ConfigurationError,
-    RemoteOutOfMemoryError,
-    StorageError,
-    TensorStreamError,
-)
+from ...errors import BudgetError, ConfigurationError, TensorStreamError
 from ...files._capsules import as_tensor
 from ...files._state_dict import torch_type
+from .._answers import failure
 from ._exchange import Exchange
 
 #: The most checkpoints that a session has open at a time.
@@ -64,7 +58,7 @@ class Checkpoints:
         Returns:
             A JSON object: "number" for the other methods; "tensors" with name, safetensors name of
             the dtype, shape and size in bytes of each tensor, in the order of the files; and
-            "streams", whether the tensors are streamed. Or that of an error: see ``_failure``.
+            "streams", whether the tensors are streamed. Or the answer of an error.
         """
         try:
             if len(self._open) >= _MAX_OPEN:
@@ -74,7 +68,7 @@ class Checkpoints:
             checkpoint = self._opened(source, lenient)
             tensors = [_described(checkpoint, name) for name in checkpoint.names_by_place()]
         except (TensorStreamError, OSError, RuntimeError, MemoryError) as error:
-            return json.dumps(_failure(error))
+            return json.dumps(failure(error))
         number = next(self._numbers)
         self._open[number] = checkpoint
         streams = self._budget is not None
@@ -113,7 +107,7 @@ class Checkpoints:
                 else self._streamed(checkpoint, names, verify)
             )
         except (TensorStreamError, OSError, RuntimeError, ValueError, MemoryError) as error:
-            return [], json.dumps(_failure(error))
+            return [], json.dumps(failure(error))
         return [loaded[name] for name in names], ""
 
     def _streamed(
@@ -170,7 +164,7 @@ class Checkpoints:
                 raise ConfigurationError(f"{opened.name} is longer than {_MAX_TEXT} bytes")
             return json.dumps({"text": opened.read().decode()})
         except (TensorStreamError, OSError, RuntimeError, ValueError) as error:
-            return json.dumps(_failure(error))
+            return json.dumps(failure(error))
 
     def directories(self, source: str) -> str:
         """Finds the directories of a source that have weights. Blocks.
@@ -181,7 +175,7 @@ class Checkpoints:
         try:
             return json.dumps({"directories": self._exchange.directories(source)})
         except (TensorStreamError, OSError, RuntimeError) as error:
-            return json.dumps(_failure(error))
+            return json.dumps(failure(error))
 
 
 def _read(
@@ -196,13 +190,3 @@ def _read(
 def _described(checkpoint: _native.Checkpoint, name: str) -> tuple[str, str, list[int], int]:
     dtype, shape, parts = checkpoint.entry(name)
     return name, dtype, shape, sum(length for _, _, length in parts)
-
-
-def _failure(error: Exception) -> dict[str, Any]:
-    """Returns the JSON object of an error: its class in ``tensorstream.errors`` and its text."""
-    name = type(error).__name__ if isinstance(error, TensorStreamError) else StorageError.__name__
-    # PyTorch and the system have no classes of their own for this error.
-    is_other = name == StorageError.__name__
-    if is_other and (isinstance(error, MemoryError) or "cannot allocate" in str(error).lower()):
-        name = RemoteOutOfMemoryError.__name__
-    return {"error": name, "message": str(error)}

@@ -22,9 +22,10 @@ import torch
 
 from ... import errors
 from ..._dtypes import SCALAR_TYPES
-from ..._native import PassedSource, RelayClient
+from ..._native import PassedSource, RelayClient, Tensor
 from ...serve._messages import SEALS, layout, receive_all, send
 from ...serve._offers import Offers
+from ...serve._outgoing import Outgoing
 from ...serve._peers import Peers
 from ...serve._weights import OpenFile, Weights
 
@@ -86,6 +87,28 @@ class Exchange(Protocol):
             sent.
         """
 
+    def connect(self, session: Hashable, address: str, options: dict[str, Any]) -> tuple[int, str]:
+        """Connects to a program, to send it tensors. See ``Outgoing.connect``. Blocks."""
+
+    def send(
+        self, session: Hashable, number: int, tensor: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        """Sends a tensor over a connection. Blocks.
+
+        Args:
+            session: The session.
+            number: The number of the connection.
+            tensor: The tensor, or the bytes of a message.
+            options: ``{"message": True}``; or "name", "metadata", "compression" and "checksums", as
+                ``Connection.send``.
+
+        Raises:
+            TensorStreamError: As ``Connection.send``.
+        """
+
+    def close(self, session: Hashable, number: int, reason: str | None) -> None:
+        """Closes a connection. See ``Outgoing.close``. Blocks."""
+
     def open(self, source: str, beside: str = "") -> PassedSource:
         """Opens a file of a checkpoint. See ``Weights.open``. Blocks.
 
@@ -107,11 +130,18 @@ class LocalExchange:
     Args:
         peers: The other machines from which tensors can be fetched. None are sent.
         weights: The checkpoints that the sessions can read.
+        programs: The programs to which sessions can connect. By default those of ``peers``.
     """
 
-    def __init__(self, peers: Peers | None = None, weights: Weights | None = None) -> None:
+    def __init__(
+        self,
+        peers: Peers | None = None,
+        weights: Weights | None = None,
+        programs: Peers | None = None,
+    ) -> None:
         self._peers, self._weights = peers, weights or Weights()
         self._offers: Offers[torch.Tensor] = Offers()
+        self._outgoing = Outgoing(programs or peers or Peers())
 
     def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str, to: str = "") -> str:
         # A copy, because the session may free, resize or write to the tensor.
@@ -125,6 +155,7 @@ class LocalExchange:
 
     def drop(self, session: Hashable) -> None:
         self._offers.drop(session)
+        self._outgoing.drop(session)
 
     def claim(self, ticket: str) -> torch.Tensor:
         return self._offers.take(ticket)
@@ -153,6 +184,17 @@ class LocalExchange:
         except RuntimeError as error:
             return str(error), False
         return "", not isinstance(got, bytes)
+
+    def connect(self, session: Hashable, address: str, options: dict[str, Any]) -> tuple[int, str]:
+        return self._outgoing.connect(session, address, options)
+
+    def send(
+        self, session: Hashable, number: int, tensor: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        self._outgoing.send(session, number, Tensor.from_dlpack(_on_host(tensor)), options)
+
+    def close(self, session: Hashable, number: int, reason: str | None) -> None:
+        self._outgoing.close(session, number, reason)
 
     def open(self, source: str, beside: str = "") -> PassedSource:
         opened = self._weights.open(source, beside)
@@ -232,6 +274,29 @@ class BrokerExchange:
             raise refusal(answer.get("refused", "the server sent no tensor"))
         return unpack(answer, descriptors[0]), bool(answer.get("was_sent"))
 
+    def connect(self, session: Hashable, address: str, options: dict[str, Any]) -> tuple[int, str]:
+        answer = self._done({"connect": address, "options": options})
+        return answer["number"], answer["peer"]
+
+    def send(
+        self, session: Hashable, number: int, tensor: torch.Tensor, options: dict[str, Any]
+    ) -> None:
+        packed, descriptor = pack(tensor)
+        try:
+            self._done({"send": number, "tensor": packed, "options": options}, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self, session: Hashable, number: int, reason: str | None) -> None:
+        self._done({"close": number, "reason": reason})
+
+    def _done(self, message: dict[str, Any], descriptor: int | None = None) -> dict[str, Any]:
+        """Returns the answer to a request that the broker must not refuse."""
+        answer, _ = self._request(message, descriptor)
+        if "refused" in answer:
+            raise _refusal(answer)
+        return answer
+
     def open(self, source: str, beside: str = "") -> PassedSource:
         answer, descriptors = self._request({"open": source, "beside": beside})
         match answer:
@@ -246,10 +311,7 @@ class BrokerExchange:
                 raise _refusal(answer)
 
     def directories(self, source: str) -> list[str]:
-        answer, _ = self._request({"directories": source})
-        if "directories" not in answer:
-            raise _refusal(answer)
-        found: list[str] = answer["directories"]
+        found: list[str] = self._done({"directories": source})["directories"]
         return found
 
 
@@ -268,7 +330,7 @@ def _copy_sent(tensor: torch.Tensor, into: torch.Tensor, dtype: torch.dtype) -> 
 
 
 def _refusal(answer: dict[str, Any]) -> Exception:
-    """Returns the error with which the broker refused to open a file."""
+    """Returns the error with which the broker refused a request."""
     error: Exception = getattr(errors, answer["error"])(answer["refused"])
     return error
 
@@ -280,7 +342,7 @@ def pack(tensor: torch.Tensor) -> tuple[dict[str, Any], int]:
         The metadata of the tensor, for ``unpack``, and a descriptor of the memory, which the caller
         owns.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    tensor = _on_host(tensor)
     descriptor = os.memfd_create("tensorstream-offer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         nbytes = tensor.numel() * tensor.element_size()
@@ -296,6 +358,11 @@ def pack(tensor: torch.Tensor) -> tuple[dict[str, Any], int]:
         os.close(descriptor)
         raise
     return _metadata(tensor.dtype, tensor.shape), descriptor
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor, or a copy, that is contiguous on the host."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def _metadata(dtype: torch.dtype, sizes: torch.Size) -> dict[str, Any]:

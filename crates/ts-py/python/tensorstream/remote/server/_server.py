@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import socket
 import threading
 import types
@@ -15,8 +16,9 @@ import torch
 from torch.utils import dlpack
 
 from ... import _native
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, TensorStreamError
 from ...wire._connection import LIMIT_BYTES, _settings
+from .._answers import failure
 from . import _bounds
 from ._checkpoints import Checkpoints, Loaded
 from ._exchange import Exchange, LocalExchange
@@ -29,7 +31,7 @@ SERVER_OPERATORS = frozenset({
     "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator",
     "default_dtype", "kind",
     "devices", "gpu_name", "gpu_bytes", "empty_cache", "offer", "withdraw", "claim", "fetch",
-    "take", "deposit",
+    "take", "deposit", "connect", "send", "disconnect",
     "open_checkpoint", "load_tensors", "close_checkpoint", "read_text", "directories",
     "run_function",
 })  # fmt: skip
@@ -269,6 +271,19 @@ class Session:
         if reason:
             raise RuntimeError(f"cannot copy the tensor from {address}: {reason}")
 
+    def _connect(self, anchor: torch.Tensor, address: str, options: str) -> str:
+        def connect() -> dict[str, Any]:
+            number, peer = self._exchange.connect(self._name, address, _options(options))
+            return {"number": number, "peer": peer}
+
+        return _answer(connect)
+
+    def _send(self, tensor: torch.Tensor, number: int, options: str) -> str:
+        return _answer(lambda: self._exchange.send(self._name, number, tensor, _options(options)))
+
+    def _disconnect(self, anchor: torch.Tensor, number: int, reason: str | None) -> str:
+        return _answer(lambda: self._exchange.close(self._name, number, reason))
+
     def _open_checkpoint(self, anchor: torch.Tensor, source: str, lenient: bool) -> str:
         return self._checkpoints.open(source, lenient)
 
@@ -310,6 +325,22 @@ class Session:
 
     def _set_rng_state(self, anchor: torch.Tensor, state: torch.Tensor) -> None:
         self._generator(anchor.device).set_state(state.cpu())
+
+
+def _answer(request: Callable[[], dict[str, Any] | None]) -> str:
+    """Returns the answer of a request, or that of its error."""
+    try:
+        return json.dumps(request() or {})
+    except (TensorStreamError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        return json.dumps(failure(error))
+
+
+def _options(text: str) -> dict[str, Any]:
+    """Returns the JSON object that a client has sent."""
+    options = json.loads(text)
+    if not isinstance(options, dict):
+        raise ConfigurationError("invalid options: expected a JSON object")
+    return options
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:
