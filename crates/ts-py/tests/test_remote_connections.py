@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -26,6 +28,7 @@ from tensorstream.errors import (
 )
 from tensorstream.remote import RemoteMachine
 from tensorstream.remote.client import _server_operators as operators
+from tensorstream.serve import _broker, _messages
 
 
 class Receiver:
@@ -49,12 +52,17 @@ class Receiver:
             return  # the listener is closed
 
     def _read(self, connection: ts.Connection) -> None:
-        try:
-            for item in connection:
-                self.received.put(item.to_torch() if isinstance(item, ts.Tensor) else item)
-            self.received.put("closed")
-        except ConnectionLost:
-            self.received.put("lost")
+        while True:
+            try:
+                item = connection.recv()
+            except OutOfMemoryError:
+                self.received.put("refused")
+                continue
+            except ConnectionLost:
+                return self.received.put("lost")
+            if item is None:
+                return self.received.put("closed")
+            self.received.put(item.to_torch() if isinstance(item, ts.Tensor) else item)
 
 
 @contextmanager
@@ -64,9 +72,9 @@ def receiving(reads: bool = True, **options: Any) -> Iterator[Receiver]:
 
 def test_only_allowed_addresses_can_be_reached() -> None:
     with receiving() as receiver, receiving() as other:
-        options = {"--peer": receiver.address}
+        options = {"--send-to": receiver.address}
         with Serving(options) as server, RemoteMachine("tcp", server.address) as machine:
-            with pytest.raises(ConfigurationError, match=rf"--peer {other.address}"):
+            with pytest.raises(ConfigurationError, match=rf"--send-to {other.address}"):
                 machine.connect(other.address)
             with machine.connect(receiver.address) as connection:
                 connection.send(torch.ones(2, device=machine.device()))
@@ -78,7 +86,7 @@ def test_tokens_and_tls_of_the_listener(trusted: dict[str, Path]) -> None:
     own = {"cert": trusted["cert"], "key": trusted["key"]}
     with (
         receiving(token="sesame", **own) as receiver,
-        Serving({"--peer": "any", "--peer-ca": trusted["ca"]}) as server,
+        Serving({"--send-to": "any", "--peer-ca": trusted["ca"]}) as server,
         RemoteMachine("tcp", server.address) as machine,
     ):
         with pytest.raises(ConnectionLost, match="token"):
@@ -86,29 +94,40 @@ def test_tokens_and_tls_of_the_listener(trusted: dict[str, Path]) -> None:
         with machine.connect(receiver.address, token="sesame", tls=True) as connection:
             connection.send_message(b"hidden")
         assert receiver.received.get(timeout=20) == b"hidden"
-        with Serving({"--peer": "any"}) as plain, RemoteMachine("tcp", plain.address) as without:
+        with Serving({"--send-to": "any"}) as plain, RemoteMachine("tcp", plain.address) as without:
             with pytest.raises(ConfigurationError, match="--peer-ca"):
                 without.connect(receiver.address, token="sesame", tls=True)
             with pytest.raises((ConnectionLost, ConnectionTimeout, ts.ProtocolError)):
                 without.connect(receiver.address, token="sesame", idle_timeout=2.0)
 
 
+@contextmanager
+def started(kind: str) -> Iterator[RemoteMachine]:
+    """Starts a machine that can send to all listeners."""
+    with ExitStack() as stack:
+        served = kind == "tcp"
+        place = [stack.enter_context(Serving({"--send-to": "any"})).address] if served else []
+        yield stack.enter_context(RemoteMachine(kind, *place))
+
+
 @pytest.mark.parametrize("kind", ["mock", "tcp"])
 def test_failures_are_typed_and_leave_the_machine_usable(kind: str) -> None:
     with ExitStack() as stack:
-        address = stack.enter_context(Serving({"--peer": "any"})).address if kind == "tcp" else None
-        machine = stack.enter_context(RemoteMachine(kind, *([address] if address else [])))
+        machine = stack.enter_context(started(kind))
         receiver, other = (stack.enter_context(receiving()) for _ in range(2))
         connection = machine.connect(receiver.address)
         x = torch.arange(4, device=machine.device())
         rar: Any = "rar"
+        numbers: Any = {"a": 1}
         wrong: list[tuple[type[Exception], str, Callable[[], object]]] = [
             (ConfigurationError, "move it there", lambda: connection.send(x.cpu())),
             (ConfigurationError, "at most 65536", lambda: connection.send_message(bytes(65537))),
             (ConfigurationError, "compression", lambda: connection.send(x, compression=rar)),
             (ConfigurationError, "too long", lambda: connection.send(x, "n" * 40_000)),
+            (ConfigurationError, "must be texts", lambda: connection.send(x, metadata=numbers)),
+            (ConfigurationError, "dtype", lambda: connection.send(x.to(torch.complex32))),
             (ConfigurationError, "expected HOST:PORT", lambda: machine.connect("nowhere")),
-            (ConfigurationError, "600 s", lambda: machine.connect("h:1", idle_timeout=1e9)),
+            (ConfigurationError, "60 s", lambda: machine.connect("h:1", idle_timeout=1e9)),
             (ConfigurationError, "positive", lambda: machine.connect("h:1", idle_timeout=-1)),
             (ConnectionLost, "refused", lambda: machine.connect("127.0.0.1:1")),
             (ConfigurationError, "machine.connect", lambda: sent_from_here(other.address, x)),
@@ -135,6 +154,66 @@ def sent_from_here(address: str, tensor: torch.Tensor) -> None:
         connection.send(tensor)
 
 
+@pytest.mark.parametrize("kind", ["mock", "tcp"])
+def test_tensors_that_the_program_refuses_are_reported(kind: str) -> None:
+    with started(kind) as machine, receiving(limit_bytes=1 << 20) as receiver:
+        large = torch.zeros(8 << 20, device=machine.device())
+        connection = machine.connect(receiver.address)
+        with pytest.raises(ConnectionLost, match="cancelled"):
+            for _ in range(10):
+                connection.send(large)
+                time.sleep(0.2)
+        with pytest.raises(ConfigurationError, match="is closed"):
+            connection.send(large[:1])
+
+
+def test_arguments_that_are_too_long_do_not_end_the_session() -> None:
+    with started("tcp") as machine, receiving() as receiver:
+        x = torch.ones(1, device=machine.device())
+        with pytest.raises(ConfigurationError, match="too long"):
+            machine.connect(receiver.address, token="t" * 40_000)
+        machine.connect(receiver.address).close("r" * 40_000)
+        assert receiver.received.get(timeout=20) == "closed"
+        assert x.item() == 1
+
+
+def test_failed_transfers_leave_nothing_in_the_server() -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(Serving({"--send-to": "any"}))
+        machine = stack.enter_context(RemoteMachine("tcp", server.address))
+        receiver = stack.enter_context(receiving(reads=False))
+        large = torch.zeros(8 << 20, device=machine.device())
+        held: list[int] = []
+        for _ in range(6):
+            connection = machine.connect(receiver.address, stall_timeout=0.2, shared_memory=False)
+            with pytest.raises(ConnectionTimeout):
+                connection.send(large)
+            for _ in range(3):
+                with pytest.raises(ConfigurationError, match="is closed"):
+                    connection.send(large)
+            held.append(len(os.listdir(f"/proc/{server.process.pid}/fd")))
+        assert held[-1] < held[0] + 4, held
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text(encoding="utf-8")
+        assert "tensorstream-offer" not in maps
+
+
+def test_memory_with_holes_is_refused(tmp_path: Path) -> None:
+    """Reading it would allocate memory of the server's main process."""
+    descriptor = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, 1 << 20)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _messages.SEALS)
+        metadata = {"dtype": "uint8", "sizes": [1 << 20]}
+        with pytest.raises(ConfigurationError, match="holes"):
+            _broker._mapped(metadata, descriptor, None)
+        with pytest.raises(ConfigurationError, match="session-memory"):
+            _broker._mapped(metadata, descriptor, 1 << 19)
+        with pytest.raises(ConfigurationError, match="sealed"):
+            _broker._mapped(metadata, None, None)
+    finally:
+        os.close(descriptor)
+
+
 def test_a_tensor_that_could_not_be_computed_is_not_sent() -> None:
     with receiving() as receiver, RemoteMachine.local(threads=1) as machine:
         table = torch.ones(3, device=machine.device())
@@ -146,7 +225,7 @@ def test_a_tensor_that_could_not_be_computed_is_not_sent() -> None:
 
 
 def test_connections_of_a_session_are_limited_and_end_with_it() -> None:
-    with receiving(reads=False) as receiver, Serving({"--peer": "any"}) as server:
+    with receiving(reads=False) as receiver, Serving({"--send-to": "any"}) as server:
         with RemoteMachine("tcp", server.address) as machine:
             first, *_ = [machine.connect(receiver.address) for _ in range(8)]
             with pytest.raises(ConfigurationError, match="8 connections"):
@@ -164,7 +243,7 @@ def test_a_session_that_ends_while_it_sends_ends_the_transfer() -> None:
     """The program does not read, so the transfer waits."""
     with (
         receiving(reads=False, limit_bytes=1 << 40) as receiver,
-        Serving({"--peer": "any"}) as server,
+        Serving({"--send-to": "any"}) as server,
     ):
         machine = RemoteMachine("tcp", server.address, retry=0.0)
         connection = machine.connect(receiver.address, shared_memory=False)
@@ -203,7 +282,7 @@ def swallow(call: Callable[[], object]) -> None:
     ],
 )
 def test_invalid_requests_are_refused(call: Callable[[str, torch.Tensor], str], match: str) -> None:
-    with Serving({"--peer": "any"}) as server, RemoteMachine("tcp", server.address) as machine:
+    with Serving({"--send-to": "any"}) as server, RemoteMachine("tcp", server.address) as machine:
         x = torch.ones(1, device=machine.device())
         answer = json.loads(call("127.0.0.1:1", x))
         assert match in answer["message"], answer

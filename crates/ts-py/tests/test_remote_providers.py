@@ -75,7 +75,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Start]:
         if kind == "local":
             options = {"threads": 1}
         elif kind == "tcp":
-            allowed = {"--weights": "any,http://", "--allow-functions": "any", "--peer": "any"}
+            allowed = {"--weights": "any,http://", "--allow-functions": "any", "--send-to": "any"}
             options = {"address": stack.enter_context(Serving(allowed)).address}
         elif kind == "ssh":
             options = request.getfixturevalue("sshd").options()

@@ -137,7 +137,7 @@ pub use event::Event;
 pub use handoff::{Dispatcher, Handoff};
 pub use hello::VERSION;
 pub use info::TensorInfo;
-pub use link::Link;
+pub use link::{AbortHandle, Link};
 pub use listener::Listener;
 pub use memory::{
     BufferSink, GpuMemory, HostMemory, Memory, OrderedMemory, OrderedSink, PooledMemory, PooledSink,

@@ -2,7 +2,7 @@
 //! A connection over a socket, for callers that may block.
 
 use std::io::{self, IoSliceMut};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -15,6 +15,19 @@ use crate::{
     Address, Connection, ConnectionOptions, ConnectionStats, Error, Event, Role, SendOptions, Sink,
     TensorInfo,
 };
+
+/// Ends a connection on another thread than the one that uses its [`Link`].
+#[derive(Debug)]
+pub struct AbortHandle(OwnedFd);
+
+impl AbortHandle {
+    /// Ends the connection in both directions. Does not block. The calls of the link that wait then
+    /// return an error, and what is not sent yet is lost.
+    pub fn abort(&self) {
+        // The peer may have closed the connection already.
+        let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
+    }
+}
 
 /// One end of a connection over a [`Socket`].
 ///
@@ -136,6 +149,15 @@ impl<S: Sink> Link<S> {
     /// Returns the address of the peer, as text.
     pub fn peer(&self) -> &str {
         self.socket.peer()
+    }
+
+    /// Returns a handle with which another thread can end the connection.
+    ///
+    /// # Errors
+    /// Returns [`Error::Io`] if the process has too many open files.
+    pub fn abort_handle(&self) -> Result<AbortHandle, Error> {
+        let socket = self.socket.as_fd().try_clone_to_owned();
+        socket.map(AbortHandle).map_err(|error| self.socket.failed("duplicating", error))
     }
 
     /// Returns counters of the bytes and frames since the connection began.

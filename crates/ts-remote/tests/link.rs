@@ -436,3 +436,33 @@ fn an_endless_frame_is_a_stall_although_bytes_arrive() {
     drop(link);
     server.join().unwrap();
 }
+
+#[test]
+fn another_thread_ends_a_link_that_waits() {
+    let listener = Listener::bind(&any_port(), options().idle_timeout).unwrap();
+    let to = listener.address().clone();
+    let client = thread::spawn(move || Link::<Vec<u8>>::connect(&to, options()).unwrap());
+    let silent = listener.accept().unwrap();
+    let silent = Link::<Vec<u8>>::start(silent, Role::Acceptor, options());
+    let accepting = thread::spawn(move || {
+        let mut silent = silent;
+        while !silent.handshake_within(Duration::from_millis(50)).unwrap() {}
+        silent
+    });
+    let (mut link, _silent) = (client.join().unwrap(), accepting.join().unwrap());
+    let handle = link.abort_handle().unwrap();
+    let began = Instant::now();
+    let sending = thread::spawn(move || {
+        let stream = link.connection().open_stream().unwrap();
+        let info = TensorInfo::new("large", Dtype::U8, vec![64 << 20]).unwrap();
+        let payload = vec![0_u8; 64 << 20].into();
+        link.connection().send(stream, info, payload, SendOptions::default()).unwrap();
+        link.flush(stream).and_then(|()| link.close("done"))
+    });
+    thread::sleep(Duration::from_millis(100));
+    assert!(!sending.is_finished(), "the peer does not read");
+    handle.abort();
+    assert!(sending.join().unwrap().is_err());
+    assert!(began.elapsed() < options().idle_timeout);
+    handle.abort();
+}

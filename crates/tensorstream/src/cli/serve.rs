@@ -29,7 +29,7 @@ pub(super) struct Arguments {
     #[arg(long, env = "TENSORSTREAM_FOLLOW_SYMLINKS", value_parser = FalseyValueParser::new())]
     follow_symlinks: bool,
     /// HOST:PORT at which /metrics, in the text format of Prometheus, and /healthz are served.
-    #[arg(long, env = "TENSORSTREAM_METRICS")]
+    #[arg(long, env = "TENSORSTREAM_METRICS", value_parser = host_and_port)]
     metrics: Option<String>,
     #[command(flatten)]
     server: ServerArguments,
@@ -94,6 +94,14 @@ struct ServerArguments {
     drain: u64,
 }
 
+/// Checks the form of the address of a page for monitors.
+pub(super) fn host_and_port(text: &str) -> Result<String, String> {
+    match text.rsplit_once(':') {
+        Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => Ok(text.into()),
+        _ => Err("expected HOST:PORT".into()),
+    }
+}
+
 pub(super) fn address(text: &str) -> Result<Address, String> {
     text.parse().map_err(|error: ts_remote::Error| error.to_string())
 }
@@ -137,6 +145,8 @@ fn read_token(path: &Path) -> Result<String, Error> {
 #[derive(Debug, Default)]
 struct State {
     stats: ServerStats,
+    /// Whether connections are accepted, or were.
+    started: bool,
     /// Whether no more connections are accepted.
     stops: bool,
 }
@@ -173,7 +183,11 @@ impl State {
             let name = format!("tensorstream_serve_files_{name}");
             format!("# HELP {name} {help}\n# TYPE {name} {kind}\n{name} {value}\n")
         };
-        let refuses = self.stops.then(|| "the server is stopping".into());
+        let refuses = match (self.started, self.stops) {
+            (false, _) => Some("the server is starting"),
+            (true, true) => Some("the server is stopping"),
+            (true, false) => None,
+        };
         Status { metrics: metrics.into_iter().map(text).collect(), refuses }
     }
 }
@@ -204,7 +218,7 @@ pub(super) fn serve(
     let _pages = pages.transpose()?;
     let mut stop = |stats: &ServerStats| {
         let mut state = state.lock();
-        state.stats = *stats;
+        (state.stats, state.started) = (*stats, true);
         state.stops |= interrupt();
         state.stops
     };

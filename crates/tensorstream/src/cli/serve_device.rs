@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use ts_remote::Address;
 
 use super::arguments::{at_least_one, budget};
-use super::serve::{AccessArguments, address};
+use super::serve::{AccessArguments, address, host_and_port};
 use crate::Error;
 
 #[derive(Debug, clap::Args)]
@@ -59,16 +59,19 @@ pub(super) struct Arguments {
     /// all, also those that clients send. Can be given several times, or separated by commas.
     #[arg(long, env = "TENSORSTREAM_ALLOW_FUNCTIONS", value_delimiter = ',')]
     allow_functions: Vec<String>,
-    /// A server with the same token, with which tensors can be copied directly, or a listener to
-    /// which clients can send tensors of this machine. Can be given several times, or separated by
-    /// commas.
+    /// A server with the same token, with which tensors can be copied directly. Can be given
+    /// several times, or separated by commas.
     #[arg(long, env = "TENSORSTREAM_PEER", value_delimiter = ',')]
     peer: Vec<String>,
-    /// Certificates (PEM) to trust for --peer.
+    /// The address of a listener to which clients can send tensors of this machine, or any for all.
+    /// Can be given several times, or separated by commas.
+    #[arg(long, env = "TENSORSTREAM_SEND_TO", value_delimiter = ',')]
+    send_to: Vec<String>,
+    /// Certificates (PEM) to trust for --peer and --send-to.
     #[arg(long, env = "TENSORSTREAM_PEER_CA")]
     peer_ca: Option<PathBuf>,
     /// HOST:PORT at which /metrics, in the text format of Prometheus, and /healthz are served.
-    #[arg(long, env = "TENSORSTREAM_METRICS")]
+    #[arg(long, env = "TENSORSTREAM_METRICS", value_parser = host_and_port)]
     metrics: Option<String>,
     /// Seconds for which sessions may go on after Ctrl-C or SIGTERM, while new ones are refused. A
     /// second signal ends them within seconds.
@@ -112,6 +115,7 @@ impl Arguments {
             "budget": self.budget,
             "functions": self.allow_functions,
             "peers": self.peer,
+            "send_to": self.send_to,
             "peer_ca": self.peer_ca,
             "metrics": self.metrics,
             "drain": self.drain,

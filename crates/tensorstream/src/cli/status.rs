@@ -22,7 +22,7 @@ pub(super) struct Status {
     /// Counters and gauges in the text format of Prometheus.
     pub(super) metrics: String,
     /// Why the server accepts no clients, if it does not.
-    pub(super) refuses: Option<String>,
+    pub(super) refuses: Option<&'static str>,
 }
 
 /// Answers monitors on threads, until it is dropped.

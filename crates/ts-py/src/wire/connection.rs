@@ -4,14 +4,14 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorstream::format::Compression;
-use tensorstream::remote::{Bytes, Error, Link, Role, SendOptions, Socket};
+use tensorstream::remote::{AbortHandle, Bytes, Error, Link, Role, SendOptions, Socket};
 
 use super::incoming::{ConnectionState, Incoming};
 use super::place::moved;
@@ -31,6 +31,8 @@ pub(crate) struct PyConnection {
     /// None after the connection was closed.
     state: Mutex<Option<ConnectionState>>,
     peer: String,
+    /// Set by `_allow_abort`.
+    abort: OnceLock<AbortHandle>,
 }
 
 /// Connects to a listener. Blocks until the handshake is done.
@@ -75,7 +77,7 @@ impl PyConnection {
     /// Creates a connection whose handshake is done.
     pub(super) fn new(state: ConnectionState) -> Self {
         let peer = state.link.peer().to_string();
-        Self { state: Mutex::new(Some(state)), peer }
+        Self { state: Mutex::new(Some(state)), peer, abort: OnceLock::new() }
     }
 
     fn state<'a>(&'a self, py: Python<'_>) -> PyResult<MutexGuard<'a, Option<ConnectionState>>> {
@@ -378,6 +380,23 @@ impl PyConnection {
             dict.set_item("pool", pool_dict)?;
         }
         Ok(dict)
+    }
+
+    /// Allows other threads to call ``_abort``.
+    fn _allow_abort(&self, py: Python<'_>) -> PyResult<()> {
+        let mut state = self.state(py)?;
+        let handle = open(py, &mut state)?.link.abort_handle();
+        // If there is a handle already, it stays.
+        let _ = self.abort.set(handle.map_err(|error| wire_error(py, &error))?);
+        Ok(())
+    }
+
+    /// Ends the connection, also while another thread uses it. Does not block. Does nothing without
+    /// ``_allow_abort``.
+    fn _abort(&self) {
+        if let Some(handle) = self.abort.get() {
+            handle.abort();
+        }
     }
 
     /// Closes the connection after everything that was sent. Does nothing if the connection is

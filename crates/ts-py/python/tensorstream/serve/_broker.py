@@ -132,7 +132,8 @@ class Broker:
 
     Args:
         dispatcher: Accepts and authenticates connections.
-        peers: The machines and programs with which sessions can exchange tensors.
+        peers: The machines from which sessions can fetch tensors.
+        outgoing: Connects sessions to programs to which they can send tensors.
         weights: The checkpoints that sessions can read.
         options: The options of the sessions: "device", "devices", "threads", "memory", "budget",
             "functions", "idle_timeout" and "sandbox".
@@ -151,6 +152,7 @@ class Broker:
         self,
         dispatcher: _native.Dispatcher,
         peers: Peers,
+        outgoing: Outgoing,
         weights: Weights,
         options: dict[str, Any],
         max_sessions: int,
@@ -172,7 +174,7 @@ class Broker:
         self._memory: int | None = options["memory"]
         #: The metadata and the memory of tensors.
         self._offers: Offers[tuple[dict[str, Any], int]] = offers(self._memory)
-        self._outgoing = Outgoing(peers)
+        self._outgoing = outgoing
         #: The time until which sessions may go on, once ``stop`` was called.
         self._until: float | None = None
         self._processes = Processes(options, self._process_failed, self._process_ended)
@@ -342,6 +344,7 @@ class Broker:
         if not session.is_killed:
             session.is_killed = True
             self._processes.kill(session.number)
+            self._outgoing.abort(session)
 
     def _begin(self, service: str, peer: str, client: str) -> _Session:
         number = next(self._numbers)
@@ -526,14 +529,14 @@ class Broker:
                     number, peer = self._outgoing.connect(session, address, options)
                     answer = {"number": number, "peer": peer}
                 case {"send": int(number), "tensor": dict(metadata), "options": dict(options)}:
-                    tensor = _mapped(metadata, descriptor)
+                    tensor = _mapped(metadata, descriptor, self._memory)
                     self._outgoing.send(session, number, tensor, options, check)
                 case {"close": int(number), "reason": None | str() as reason}:
                     self._outgoing.close(session, number, reason)
                 case _:
                     raise ConfigurationError("invalid request about a connection")
         except Exception as error:
-            _log.info("session %d: its connection failed: %.200s", session.number, error)
+            _log.info("session %d: its connection failed: %.200r", session.number, str(error))
             answer = _failure(error)
         send(session.requests, answer, wait=False)
 
@@ -615,6 +618,7 @@ def broker_of(options: dict[str, Any]) -> tuple[Broker, str]:
     token = options["token"]
     tls = {"cert": options["cert"], "key": options["key"]}
     peers = Peers(tuple(options["peers"]), token, {"ca": options["peer_ca"], **tls})
+    outgoing = Outgoing(tuple(options["send_to"]), options["peer_ca"])
     weights = Weights(tuple(options["weights"]))
     settings = _settings(token, 30.0, 300.0, True, None, LIMIT_BYTES)
     dispatcher = _native.Dispatcher(
@@ -624,22 +628,37 @@ def broker_of(options: dict[str, Any]) -> tuple[Broker, str]:
     sessions |= {"memory": options["session_memory"], "budget": options["budget"]}
     sessions |= {name: options[name] for name in ("idle_timeout", "functions")}
     limits = {name: options[name] for name in ("max_sessions", "client_sessions", "drain", "once")}
-    return Broker(dispatcher, peers, weights, sessions, **limits), dispatcher.address
+    return Broker(dispatcher, peers, outgoing, weights, sessions, **limits), dispatcher.address
 
 
-def _mapped(metadata: dict[str, Any], descriptor: int | None) -> _native.Tensor:
+def _mapped(metadata: dict[str, Any], descriptor: int | None, limit: int | None) -> _native.Tensor:
     """Returns a tensor that a session has passed, without a copy.
+
+    Args:
+        metadata: The dtype and the sizes of the tensor.
+        descriptor: Its memory.
+        limit: The most bytes of its memory.
 
     Raises:
         ConfigurationError: The memory is not sealed, or is not that of such a tensor.
-        RuntimeError: The metadata is invalid.
     """
-    dtype, sizes, _ = layout(metadata)
     if descriptor is None or not is_sealed(descriptor):
         raise ConfigurationError("invalid tensor: expected sealed memory")
-    size = os.fstat(descriptor).st_size
+    status = os.fstat(descriptor)
+    if limit is not None and status.st_size > limit:
+        raise ConfigurationError(
+            f"the tensor has {status.st_size} bytes, and the limit of --session-memory is {limit}"
+        )
+    # Otherwise reading would allocate memory of this process.
+    if 512 * status.st_blocks < status.st_size:
+        raise ConfigurationError("invalid tensor: expected memory without holes")
+    size = status.st_size
     memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) if size else b""
-    return _native.Tensor._sharing(memory, dtype, sizes)
+    try:
+        dtype, sizes, _ = layout(metadata)
+        return _native.Tensor._sharing(memory, dtype, sizes)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def _refusal(session: _Session, source: str, error: Exception) -> dict[str, Any]:

@@ -9,28 +9,32 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from .. import _native
-from ..errors import ConfigurationError
-from ..wire._connection import LIMIT_BYTES, _settings
-from ._peers import Peers
+from ..errors import ConfigurationError, ConnectionTimeout
+from ..wire._connection import _settings
 
 #: The most connections of one session at a time.
 _MAX_CONNECTIONS = 8
-#: The longest timeouts that clients can request, in seconds.
-_MAX_TIMEOUT = 600.0
-#: The most bytes of a message. A larger one is refused before it is read.
+#: The longest timeouts that clients can request, in seconds. A server also waits so long for a
+#: session that has ended.
+_MAX_IDLE, _MAX_STALL = 60.0, 600.0
+#: The most bytes of a message.
 _MAX_MESSAGE = 64 << 10
+#: The most bytes of a tensor from a program. All that programs send is dropped.
+_MAX_RECEIVED = 64 << 10
 
 
 class Outgoing:
     """The connections that sessions have opened. Each session uses its own, in one thread.
 
     Args:
-        peers: The machines and programs to which sessions can connect.
+        allowed: The addresses of programs to which sessions can connect. "any" allows all.
+        ca: A file of certificates (PEM) to trust, for connections with TLS.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-        self._lock = threading.Lock()
+    def __init__(self, allowed: tuple[str, ...] = (), ca: str | None = None) -> None:
+        self._allowed, self._ca = allowed, ca
+        # Reentrant, because the garbage collector may drop a session at any time.
+        self._lock = threading.RLock()
         #: By session, and by number.
         self._connections: dict[Hashable, dict[int, _native.Connection]] = {}
 
@@ -51,25 +55,38 @@ class Outgoing:
                 server does not allow connections to this address.
             TensorStreamError: The connection failed, with the errors of ``ts.connect``.
         """
+        if address not in self._allowed and "any" not in self._allowed:
+            raise ConfigurationError(
+                f"the machine is not allowed to connect to {address}; start it with "
+                f"`--send-to {address}` to allow it"
+            )
         match options:
             case {
                 "token": None | str() as token, "tls": bool(tls),
                 "idle_timeout": int() | float() as idle, "stall_timeout": int() | float() as stall,
                 "shared_memory": bool(shared),
             }:  # fmt: skip
-                if max(idle, stall) > _MAX_TIMEOUT:
-                    raise ConfigurationError(
-                        f"a machine waits for at most {_MAX_TIMEOUT:.0f} s: reduce the timeouts"
-                    )
+                pass
             case _:
                 raise ConfigurationError("invalid options of a connection")
+        if idle > _MAX_IDLE or stall > _MAX_STALL:
+            raise ConfigurationError(
+                f"a machine accepts an idle_timeout of at most {_MAX_IDLE:.0f} s, and a "
+                f"stall_timeout of at most {_MAX_STALL:.0f} s"
+            )
+        if tls and self._ca is None:
+            raise ConfigurationError(
+                f"the machine cannot verify the TLS certificate of {address}; start it with "
+                "`--peer-ca FILE`, a file with the authority (PEM) that signed the certificate"
+            )
         with self._lock:
             if len(self._connections.get(session, ())) >= _MAX_CONNECTIONS:
                 raise ConfigurationError(
                     f"a session can have {_MAX_CONNECTIONS} connections at a time; close one"
                 )
-        settings = _settings(token, idle, stall, shared, None, LIMIT_BYTES)
-        connection = self._peers.connect(address, settings, tls)
+        settings = _settings(token, idle, stall, shared, None, _MAX_RECEIVED)
+        connection = _native.connect(address, settings, self._ca if tls else None, None, None)
+        connection._allow_abort()
         # Random, because a client may still have numbers of an earlier session.
         number = secrets.randbits(48)
         with self._lock:
@@ -86,6 +103,8 @@ class Outgoing:
     ) -> None:
         """Sends a tensor, or a message. Blocks until the operating system has its bytes.
 
+        If the transfer fails, the connection is closed.
+
         Args:
             session: The session.
             number: The number of the connection.
@@ -99,26 +118,15 @@ class Outgoing:
             TensorStreamError: As ``Connection.send``.
         """
         connection = self._connection(session, number)
-        match options:
-            case {"message": True}:
-                if tensor.nbytes > _MAX_MESSAGE:
-                    raise ConfigurationError(
-                        f"a message has at most {_MAX_MESSAGE} bytes, got {tensor.nbytes}"
-                    )
-                connection.send_message(tensor.tobytes())
-            case {
-                "name": str(name), "metadata": dict(metadata),
-                "compression": None | str() as compression, "checksums": bool(checksums),
-            }:  # fmt: skip
-                named = _native.Tensor.from_dlpack(tensor, name=name, metadata=metadata)
-                connection._send(
-                    [(named, 0, False)],
-                    compression=compression,
-                    checksums=checksums,
-                    progress=lambda sent, expected: check(),
-                )
-            case _:
-                raise ConfigurationError("invalid options of a tensor to send")
+        try:
+            _send(connection, tensor, options, check)
+            _raise_if_refused(connection)
+        except ConfigurationError:
+            raise
+        except BaseException:
+            # It keeps what it has queued.
+            self._take(session, number)
+            raise
 
     def close(self, session: Hashable, number: int, reason: str | None) -> None:
         """Closes a connection, after everything that was sent. Blocks.
@@ -132,19 +140,80 @@ class Outgoing:
             TensorStreamError: As ``Connection.close``.
         """
         connection = self._connection(session, number)
+        try:
+            if reason is not None:
+                _raise_if_refused(connection)
+                connection.close(reason)
+        finally:
+            self._take(session, number)
+
+    def abort(self, session: Hashable) -> None:
+        """Ends the connections of a session, also while it uses them. Does not block."""
         with self._lock:
-            del self._connections[session][number]
-        if reason is not None:
-            connection.close(reason)
+            connections = list(self._connections.get(session, {}).values())
+        for connection in connections:
+            connection._abort()
 
     def drop(self, session: Hashable) -> None:
         """Drops the connections of a session that has ended."""
         with self._lock:
-            self._connections.pop(session, None)
+            connections = self._connections.pop(session, None)
+        del connections  # not while the lock is held
 
     def _connection(self, session: Hashable, number: int) -> _native.Connection:
         with self._lock:
             connection = self._connections.get(session, {}).get(number)
         if connection is None:
-            raise ConfigurationError("the connection is closed: the session has no such connection")
+            raise ConfigurationError(
+                "the connection is closed: it has failed before, or the session that opened it has "
+                "ended"
+            )
         return connection
+
+    def _take(self, session: Hashable, number: int) -> None:
+        with self._lock:
+            connection = self._connections.get(session, {}).pop(number, None)
+        del connection  # not while the lock is held
+
+
+def _send(
+    connection: _native.Connection,
+    tensor: _native.Tensor,
+    options: dict[str, Any],
+    check: Callable[[], None],
+) -> None:
+    match options:
+        case {"message": True}:
+            if tensor.nbytes > _MAX_MESSAGE:
+                raise ConfigurationError(
+                    f"a message has at most {_MAX_MESSAGE} bytes, got {tensor.nbytes}"
+                )
+            connection.send_message(tensor.tobytes())
+        case {
+            "name": str(name), "metadata": dict(metadata),
+            "compression": None | str() as compression, "checksums": bool(checksums),
+        } if all(isinstance(text, str) for text in metadata.values()):  # fmt: skip
+            named = _native.Tensor.from_dlpack(tensor, name=name, metadata=metadata)
+            connection._send(
+                [(named, 0, False)],
+                compression=compression,
+                checksums=checksums,
+                progress=lambda sent, expected: check(),
+            )
+        case _:
+            raise ConfigurationError(
+                "invalid options of a tensor: the name, and the metadata by key, must be texts"
+            )
+
+
+def _raise_if_refused(connection: _native.Connection) -> None:
+    """Raises an error if the program has refused a tensor, or ended the connection.
+
+    Raises:
+        ConnectionLost: The program has cancelled a transfer.
+    """
+    try:
+        while connection._recv(timeout=0.0) is not None:
+            pass  # what a program sends is dropped
+    except ConnectionTimeout:
+        pass

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from .. import _native
-from ..errors import ConfigurationError, ConnectionLost, ConnectionTimeout, RemoteTensorError
+from ..errors import ConnectionLost, ConnectionTimeout, RemoteTensorError
 from ..wire._connection import LIMIT_BYTES, _settings
 from ._messages import layout
 from ._offers import CLAIM_WAIT, MAX_OFFERED, NOT_YET, SENT, Offers
@@ -86,7 +86,7 @@ class _Connection:
 
 
 class Peers:
-    """The machines and programs with which sessions are allowed to exchange tensors.
+    """The machines from which sessions are allowed to fetch tensors.
 
     Args:
         allowed: The addresses of the machines. "any" allows all.
@@ -201,40 +201,19 @@ class Peers:
             raise RuntimeError(refusal)
         return connection
 
-    def connect(self, address: str, settings: dict[str, Any], tls: bool) -> _native.Connection:
-        """Connects to a program that receives tensors. Blocks.
-
-        Args:
-            address: The address of the program.
-            settings: The settings of the connection.
-            tls: Whether to use TLS, with the parameters of this object.
-
-        Raises:
-            ConfigurationError: The address is not allowed, or a parameter for TLS is missing.
-            TensorStreamError: As ``tensorstream.connect``.
-        """
-        if refusal := self._unless_allowed(address, "connect to"):
-            raise ConfigurationError(refusal)
-        if tls and "ca" not in self._tls:
-            raise ConfigurationError(_unverified(address))
-        ca, cert, key = (self._tls.get(name) if tls else None for name in ("ca", "cert", "key"))
-        return _native.connect(address, settings, ca, cert, key)
-
-    def _unless_allowed(self, address: str, to: str) -> str:
-        if address in self._allowed or "any" in self._allowed:
-            return ""
-        return (
-            f"the machine is not allowed to {to} {address}; start the machine with "
-            f"`--peer {address}` to allow it"
-        )
-
     def _refusal(self, address: str) -> str:
         """Returns the reason why sessions cannot exchange tensors with a machine, or ""."""
-        if refusal := self._unless_allowed(address, "fetch from"):
-            return refusal
+        if address not in self._allowed and "any" not in self._allowed:
+            return (
+                f"the machine is not allowed to fetch from {address}; start the machine with "
+                f"`--peer {address}` to allow it"
+            )
         if self._tls and "ca" not in self._tls and not address.startswith("unix:"):
             # Without TLS the token would be sent in the clear.
-            return _unverified(address)
+            return (
+                f"the machine cannot verify the TLS certificate of {address}; start the machine "
+                "with `--peer-ca FILE`, a file with the authority (PEM) that signed the certificate"
+            )
         return ""
 
     @contextlib.contextmanager
@@ -271,13 +250,6 @@ class Peers:
         tls = {} if address.startswith("unix:") else self._tls
         settings = _settings(self._token, _TIMEOUT, 300.0, True, None, LIMIT_BYTES)
         return _native.PeerSession(address, settings, _TIMEOUT, **tls)
-
-
-def _unverified(address: str) -> str:
-    return (
-        f"the machine cannot verify the TLS certificate of {address}; start the machine with "
-        "`--peer-ca FILE`, a file with the authority (PEM) that signed the certificate"
-    )
 
 
 class Sender:

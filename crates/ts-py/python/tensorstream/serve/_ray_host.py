@@ -37,6 +37,7 @@ class Host:
         self._broker, address = broker_of({
             "listen": f"{node}:0", "insecure": False,
             "cert": None, "key": None, "ca": None, "peers": ["any"], "peer_ca": None,
+            "send_to": ["any"],
             "weights": list(EVERYTHING), "functions": ["any"], "sandbox": True, "max_sessions": 256,
             "client_sessions": 256, "idle_timeout": None, "drain": 0, "once": False,
             **options,

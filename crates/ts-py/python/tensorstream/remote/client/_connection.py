@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, TensorStreamError
 from ...wire._connection import Compression
 from .. import _registry
 from .._answers import answered
@@ -18,13 +19,17 @@ from . import _server_operators as operators
 
 #: The most characters of a tensor's name and metadata, as JSON.
 _MAX_OPTIONS = 24 << 10
+#: The reason of ``close``, as that of ``Connection``.
+_CLOSED = "the peer called close()"
 
 
 class MachineConnection:
     """A connection from a machine to a ``ts.Listener``. ``RemoteMachine.connect`` creates it.
 
-    It only sends. What the program sends is not received. The connection ends with the machine's
-    session. Delivery is only certain after ``close``, or after the end of a ``with`` block.
+    It only sends; what the program sends is dropped. The connection ends with the session of the
+    machine, and if sending fails. A tensor that the program refuses, for example because of its
+    ``limit_bytes``, is reported by a later call. Delivery is only certain after ``close``, or after
+    the end of a ``with`` block.
 
     Attributes:
         peer: The address of the other side.
@@ -120,18 +125,19 @@ class MachineConnection:
         )
         self._send(on_machine, json.dumps({"message": True}))
 
-    def close(self, reason: str = "the peer called close()") -> None:
+    def close(self, reason: str = _CLOSED) -> None:
         """Sends everything that is queued, and closes the connection. See ``Connection.close``.
 
         Args:
-            reason: A reason, which is sent to the other side and appears in its errors.
+            reason: A reason, which is sent to the other side and appears in its errors. At most
+                1000 characters of it are.
 
         Raises:
-            ConnectionLost: The connection was lost before everything was received; or the machine
-                cannot be reached.
+            ConnectionLost: A tensor was refused, or the connection was lost before everything was
+                received; or the machine cannot be reached.
             ConnectionTimeout: The other side is silent, or makes no progress.
         """
-        self._end(reason)
+        self._end(reason[:1000])
 
     def _end(self, reason: str | None) -> None:
         """Closes the connection. Without a reason, drops what is not sent yet."""
@@ -147,11 +153,12 @@ class MachineConnection:
 
     def _is_here(self, device: torch.device) -> bool:
         addresses = _registry.ADDRESSES
-        return (
-            device.type == "ts"
-            and device.index in addresses
-            and addresses[device.index][0] == addresses[self._device.index][0]
-        )
+        if self._device.index not in addresses:
+            raise ConfigurationError(
+                f"the connection is closed: machine {self._machine} is paused or stopped"
+            )
+        own, _ = addresses[self._device.index]
+        return device.type == "ts" and addresses.get(device.index, (-1, ""))[0] == own
 
     def __enter__(self) -> MachineConnection:
         return self
@@ -159,7 +166,10 @@ class MachineConnection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._end("the peer called close()" if error is None else None)
+        if error is None:
+            return self.close()
+        with contextlib.suppress(TensorStreamError, RuntimeError):  # such as a lost machine
+            self._end(None)
 
     def __repr__(self) -> str:
         state = "closed" if self._number is None else "open"

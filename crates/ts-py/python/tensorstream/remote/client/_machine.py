@@ -501,7 +501,6 @@ class RemoteMachine:
         """
         return [Wait(*wait) for wait in self._get_session().waits()]
 
-    @_exclusive
     def connect(
         self,
         address: str,
@@ -515,15 +514,14 @@ class RemoteMachine:
         """Connects from the machine to a ``ts.Listener``. Blocks.
 
         Tensors of the machine can then be sent there. They do not pass through this process. A
-        machine of ``tensorstream serve`` must allow the address, with ``--peer ADDRESS``.
+        machine of ``tensorstream serve`` must allow the address, with ``--send-to ADDRESS``.
 
         Args:
             address: The address of the listener, as the machine reaches it: "HOST:PORT" or
                 "unix:PATH".
             token: The secret that the listener requires. The machine gets it.
-            tls: Whether to use TLS. The certificates are those of ``tensorstream serve``:
-                ``--peer-ca`` to trust, and ``--cert`` of the machine.
-            idle_timeout: As ``ts.connect``, at most 600 seconds.
+            tls: Whether to use TLS. The machine trusts the certificates of ``--peer-ca``.
+            idle_timeout: As ``ts.connect``, at most 60 seconds.
             stall_timeout: As ``ts.connect``, at most 600 seconds.
             shared_memory: As ``ts.connect``.
 

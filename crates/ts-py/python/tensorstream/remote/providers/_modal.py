@@ -218,7 +218,7 @@ def serve_in_container(
     broker, _ = broker_of({
         # Only the tunnel, whose end is in the container, can reach the server.
         "listen": f"127.0.0.1:{port}", "insecure": False,
-        "cert": None, "key": None, "ca": None, "peers": ["any"], "peer_ca": None,
+        "cert": None, "key": None, "ca": None, "peers": [], "peer_ca": None, "send_to": ["any"],
         "weights": list(EVERYTHING), "functions": ["any"],
         "sandbox": True, "max_sessions": 256, "client_sessions": 256, "idle_timeout": None,
         "session_memory": None, "drain": 0, "once": True,

@@ -234,7 +234,7 @@ def _start_script(
         *("-m", "tensorstream.serve", "--listen", f"unix:{directory}/live/socket", "--once"),
         # The server has the rights of its user, who is the client.
         *("--device", request.kind, "--devices", str(request.device_count)),
-        *("--weights", ",".join(EVERYTHING), "--allow-functions", "any", "--peer", "any"),
+        *("--weights", ",".join(EVERYTHING), "--allow-functions", "any", "--send-to", "any"),
         *options,
     ]
     own = "" if path is None else f"PYTHONPATH={shlex.quote(path)}${{PYTHONPATH:+:$PYTHONPATH}} "

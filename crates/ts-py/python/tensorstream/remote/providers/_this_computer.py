@@ -188,14 +188,14 @@ class ThreadServer(Server):
     """
 
     def __init__(self, device_type: str, device_count: int) -> None:
-        from ...serve._peers import Peers
+        from ...serve._outgoing import Outgoing
         from ...serve._weights import EVERYTHING, Weights
         from ..server._exchange import LocalExchange
         from ..server._functions import ANY, Functions
         from ..server._server import devices_of, server
 
         devices = devices_of(device_type, device_count)
-        exchange = LocalExchange(weights=Weights(EVERYTHING), programs=Peers(("any",)))
+        exchange = LocalExchange(weights=Weights(EVERYTHING), outgoing=Outgoing(("any",)))
         self._directory = tempfile.mkdtemp(prefix="tensorstream-")
         self.address = f"unix:{self._directory}/socket"
         functions = Functions((ANY,))

@@ -11,6 +11,7 @@ to other machines. The broker also opens the files of checkpoints, and passes th
 from __future__ import annotations
 
 import fcntl
+import json
 import mmap
 import os
 import socket
@@ -23,7 +24,8 @@ import torch
 from ... import errors
 from ..._dtypes import SCALAR_TYPES
 from ..._native import PassedSource, RelayClient, Tensor
-from ...serve._messages import SEALS, layout, receive_all, send
+from ...errors import ConfigurationError
+from ...serve._messages import MAX_MESSAGE, SEALS, layout, receive_all, send
 from ...serve._offers import Offers
 from ...serve._outgoing import Outgoing
 from ...serve._peers import Peers
@@ -130,18 +132,18 @@ class LocalExchange:
     Args:
         peers: The other machines from which tensors can be fetched. None are sent.
         weights: The checkpoints that the sessions can read.
-        programs: The programs to which sessions can connect. By default those of ``peers``.
+        outgoing: Connects sessions to programs. By default to none.
     """
 
     def __init__(
         self,
         peers: Peers | None = None,
         weights: Weights | None = None,
-        programs: Peers | None = None,
+        outgoing: Outgoing | None = None,
     ) -> None:
         self._peers, self._weights = peers, weights or Weights()
         self._offers: Offers[torch.Tensor] = Offers()
-        self._outgoing = Outgoing(programs or peers or Peers())
+        self._outgoing = outgoing or Outgoing()
 
     def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str, to: str = "") -> str:
         # A copy, because the session may free, resize or write to the tensor.
@@ -191,7 +193,15 @@ class LocalExchange:
     def send(
         self, session: Hashable, number: int, tensor: torch.Tensor, options: dict[str, Any]
     ) -> None:
-        self._outgoing.send(session, number, Tensor.from_dlpack(_on_host(tensor)), options)
+        host = _on_host(tensor)
+        # DLPack of some versions of PyTorch lacks dtypes.
+        elements = Tensor.from_dlpack(host.view(-1).view(torch.uint8))
+        try:
+            dtype, sizes, _ = layout(_metadata(host.dtype, host.shape))
+            given = elements._view("", dtype, sizes, list(host.stride()), 0)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigurationError(str(error)) from error
+        self._outgoing.send(session, number, given, options)
 
     def close(self, session: Hashable, number: int, reason: str | None) -> None:
         self._outgoing.close(session, number, reason)
@@ -221,6 +231,10 @@ class BrokerExchange:
     def _request(
         self, message: dict[str, Any], descriptor: int | None = None
     ) -> tuple[dict[str, Any], list[int]]:
+        if len(json.dumps(message)) > MAX_MESSAGE:
+            raise ConfigurationError(
+                f"the arguments are too long: the limit is {MAX_MESSAGE} bytes as JSON"
+            )
         with self._requesting:
             with self._sending:
                 send(self._requests, message, descriptor)

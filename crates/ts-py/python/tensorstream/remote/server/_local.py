@@ -13,6 +13,7 @@ import threading
 
 import torch
 
+from ...serve._outgoing import Outgoing
 from ...serve._peers import Peers
 from ...serve._weights import EVERYTHING, Weights
 from ._exchange import LocalExchange
@@ -36,7 +37,7 @@ def main() -> None:
     try:
         devices = devices_of(options.device, options.devices)
         # The process has the rights of its user, who is the client.
-        exchange = LocalExchange(Peers(("any",)), Weights(EVERYTHING))
+        exchange = LocalExchange(Peers(("any",)), Weights(EVERYTHING), Outgoing(("any",)))
         served = server(
             options.listen, devices=devices, exchange=exchange, budget=options.budget,
             functions=Functions((ANY,)),
