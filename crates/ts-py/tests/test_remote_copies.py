@@ -160,6 +160,21 @@ def test_a_tensor_that_cannot_be_sent_is_fetched() -> None:
     sender.close()
 
 
+def test_one_client_cannot_hold_all_offers() -> None:
+    """Neither with offers nor with refusals, from many sessions."""
+    offers = _offers.Offers[int](client=lambda session: str(session).partition("/")[0])
+    tickets = (f"{number:032x}" for number in range(10_000))
+    for number in range(40):
+        for _ in range(_offers.MAX_OFFERED):
+            refusal = offers.add(f"one/{number}", next(tickets), 7)
+            offers.refuse(f"one/{number}", next(tickets), "why")
+    assert "those of one client 512" in refusal
+    assert len(offers._offers) == 512
+    assert offers.add("other/1", next(tickets), 7) == ""
+    offers.drop("one/3")
+    assert offers.add("one/40", next(tickets), 7) == ""
+
+
 def test_an_offer_that_ends_while_it_is_sent_leaves_nothing() -> None:
     discarded: list[int] = []
     offers = _offers.Offers[int](discarded.append)

@@ -23,6 +23,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Hashable
 from typing import Any
 
 from .. import _native
@@ -594,7 +595,14 @@ def _niceness_of(count: int) -> int:
 
 def offers(memory: int | None) -> Offers[tuple[dict[str, Any], int]]:
     """Returns the offers of sessions whose tensors are in files of memory."""
-    return Offers(lambda item: os.close(item[1]), lambda item: os.fstat(item[1]).st_size, memory)
+
+    def client(session: Hashable) -> Hashable:
+        assert isinstance(session, _Session)
+        return session.client
+
+    return Offers(
+        lambda item: os.close(item[1]), lambda item: os.fstat(item[1]).st_size, memory, client
+    )
 
 
 def broker_of(options: dict[str, Any]) -> tuple[Broker, str]:

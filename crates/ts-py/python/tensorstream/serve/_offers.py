@@ -18,8 +18,8 @@ SENT = "this tensor is being sent to the machine that claims it"
 CLAIM_WAIT = 2.0
 #: The most tensors that one session can offer at a time.
 MAX_OFFERED = 16
-#: The most tensors that all sessions together can offer at a time.
-_MAX_OFFERED_TOTAL = 1024
+#: The most tensors that all sessions together can offer at a time, and those of one client.
+_MAX_OFFERED_TOTAL, _MAX_OFFERED_CLIENT = 1024, 512
 
 
 @dataclass
@@ -46,6 +46,7 @@ class Offers(Generic[Item]):
         discard: Called with an item that was withdrawn.
         size: Returns the size of an item in bytes.
         memory: The most bytes that one session can offer at a time. ``None`` for no limit.
+        client: Returns the client of a session. By default, each session has its own.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Offers(Generic[Item]):
         discard: Callable[[Item], None] = lambda item: None,
         size: Callable[[Item], int] = lambda item: 0,
         memory: int | None = None,
+        client: Callable[[Hashable], Hashable] = lambda session: session,
     ) -> None:
-        self._discard, self._size, self._memory = discard, size, memory
+        self._discard, self._size, self._memory, self._client = discard, size, memory, client
         self._changed = threading.Condition()
         #: By ticket.
         self._offers: dict[str, _Offer[Item]] = {}
@@ -73,7 +75,7 @@ class Offers(Generic[Item]):
             if ticket in self._offers:
                 return "invalid offer: its ticket is already in use"
             offered = [each.item for each in self._offers.values() if each.session == session]
-            refusal = self._refusal(offered, item)
+            refusal = self._refusal(session, offered, item)
             if not refusal:
                 self._offers[ticket] = _Offer(session, item, is_sent)
                 self._changed.notify_all()
@@ -107,16 +109,16 @@ class Offers(Generic[Item]):
                 raise LookupError(NOT_YET)
             return self.take(ticket, 0.0)
 
-    def _refusal(self, offered: list[Item | str], item: Item) -> str:
+    def _refusal(self, session: Hashable, offered: list[Item | str], item: Item) -> str:
         if len(offered) >= MAX_OFFERED:
             return (
                 f"a session can offer {MAX_OFFERED} tensors at a time; try again when another copy "
                 "from this session has ended"
             )
-        if len(self._offers) >= _MAX_OFFERED_TOTAL:
+        if self._is_full_for(session):
             return (
-                f"all sessions together can offer {_MAX_OFFERED_TOTAL} tensors at a time; try "
-                "again later"
+                f"all sessions together can offer {_MAX_OFFERED_TOTAL} tensors at a time, and "
+                f"those of one client {_MAX_OFFERED_CLIENT}; try again later"
             )
         total = sum(self._size(each) for each in (*offered, item) if not isinstance(each, str))
         if self._memory is not None and total > self._memory:
@@ -126,13 +128,19 @@ class Offers(Generic[Item]):
             )
         return ""
 
+    def _is_full_for(self, session: Hashable) -> bool:
+        """Returns whether all sessions together, or those of a client, offer too much."""
+        client = self._client(session)
+        own = sum(self._client(each.session) == client for each in self._offers.values())
+        return len(self._offers) >= _MAX_OFFERED_TOTAL or own >= _MAX_OFFERED_CLIENT
+
     def refuse(self, session: Hashable, ticket: str, reason: str) -> None:
         """Gives the claimant of a ticket a reason instead of an item."""
         # The reason may be that of another claim, which must not make this one wait again.
         reason = reason.replace(NOT_YET, "no session has offered the tensor in time")
         with self._changed:
             count = sum(each.session == session for each in self._offers.values())
-            is_full = count >= 2 * MAX_OFFERED or len(self._offers) >= _MAX_OFFERED_TOTAL
+            is_full = count >= 2 * MAX_OFFERED or self._is_full_for(session)
             if ticket not in self._offers and not is_full:
                 self._offers[ticket] = _Offer(session, reason)
                 self._changed.notify_all()
