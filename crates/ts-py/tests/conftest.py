@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+from tensorstream import devices
 from tensorstream.remote import RemoteMachine
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -50,6 +51,15 @@ def leased(parameter: Any) -> torch.Tensor:
     unit = weights.specs[parameter.key].unit
     real: torch.Tensor = weights.streamer.hold([unit]).weight(weights.streamer, parameter.key, True)
     return real
+
+
+@pytest.fixture(autouse=True)
+def registered_accelerators() -> Iterator[None]:
+    """Forgets the accelerators that a test, or an example in the documentation, registers."""
+    before = dict(devices._libraries)
+    yield
+    devices._libraries.clear()
+    devices._libraries.update(before)
 
 
 @pytest.fixture
