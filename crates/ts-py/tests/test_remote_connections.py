@@ -82,6 +82,15 @@ def test_only_allowed_addresses_can_be_reached() -> None:
             assert receiver.received.get(timeout=20) == "closed"
 
 
+def test_machines_that_send_do_not_exchange_tensors_with_servers() -> None:
+    """For that, they would send their own token."""
+    with started("tcp") as source, started("tcp") as target:
+        x = torch.ones(1000, device=source.device())
+        before = source.stats()["downloaded_bytes"]
+        assert torch.equal(x.to(target.device()).cpu(), torch.ones(1000))
+        assert source.stats()["downloaded_bytes"] >= before + x.nbytes
+
+
 def test_tokens_and_tls_of_the_listener(trusted: dict[str, Path]) -> None:
     own = {"cert": trusted["cert"], "key": trusted["key"]}
     with (
