@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tensorstream.errors import (
     OutOfMemoryError,
     RemoteTensorError,
 )
-from tensorstream.remote import RemoteMachine
+from tensorstream.remote import RemoteMachine, load_state_dict
 from tensorstream.remote.client import _server_operators as operators
 from tensorstream.serve import _broker, _messages
 
@@ -221,6 +221,30 @@ def test_memory_with_holes_is_refused(tmp_path: Path) -> None:
             _broker._mapped(metadata, None, None)
     finally:
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_stream_on_the_machine_are_sent(dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = {f"w{number}": torch.randn(1024, 1024).to(dtype) for number in range(12)}
+    ts.save_file(weights, tmp_path / "weights.safetensors")
+    budget = sum(weight.nbytes for weight in weights.values()) // 3
+    options = {"--weights": tmp_path, "--send-to": "any", "--budget": budget}
+    modes: list[Callable[[], AbstractContextManager[object]]]
+    modes = [torch.no_grad, torch.inference_mode, lambda: torch.autocast("ts", torch.bfloat16)]
+    with (
+        receiving() as receiver,
+        Serving(options) as server,
+        RemoteMachine("tcp", server.address) as machine,
+    ):
+        loaded = load_state_dict(tmp_path / "weights.safetensors", machine.device())
+        for mode in modes:
+            with mode(), machine.connect(receiver.address) as connection:
+                for name, weight in loaded.items():
+                    connection.send(weight, name, compression="zstd" if name == "w3" else None)
+            for name in loaded:
+                assert torch.equal(receiver.received.get(timeout=30), weights[name])
+            assert receiver.received.get(timeout=20) == "closed"
+        assert machine.stats()["downloaded_bytes"] == 0
 
 
 def test_a_tensor_that_could_not_be_computed_is_not_sent() -> None:

@@ -21,8 +21,8 @@ use crate::{
 pub struct AbortHandle(OwnedFd);
 
 impl AbortHandle {
-    /// Ends the connection in both directions. Does not block. The calls of the link that wait then
-    /// return an error, and what is not sent yet is lost.
+    /// Ends the connection in both directions. Does not block. Calls of the link that wait return
+    /// an error. Data that was not sent yet is lost.
     pub fn abort(&self) {
         // The peer may have closed the connection already.
         let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);

@@ -94,7 +94,7 @@ struct ServerArguments {
     drain: u64,
 }
 
-/// Checks the form of the address of a page for monitors.
+/// Checks that a text has the form HOST:PORT.
 pub(super) fn host_and_port(text: &str) -> Result<String, String> {
     match text.rsplit_once(':') {
         Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => Ok(text.into()),
@@ -145,7 +145,7 @@ fn read_token(path: &Path) -> Result<String, Error> {
 #[derive(Debug, Default)]
 struct State {
     stats: ServerStats,
-    /// Whether connections are accepted, or were.
+    /// Whether the server has begun to accept connections.
     started: bool,
     /// Whether no more connections are accepted.
     stops: bool,
@@ -153,25 +153,24 @@ struct State {
 
 impl State {
     fn status(&self) -> Status {
-        let ServerStats { accepted, open, failed_handshakes, failed, .. } = self.stats;
-        let ServerStats { sent_bytes, received_bytes, .. } = self.stats;
+        let stats = &self.stats;
         let metrics = [
-            ("connections_total", "counter", "Accepted connections.", accepted),
+            ("connections_total", "counter", "Accepted connections.", stats.accepted),
             (
                 "failed_handshakes_total",
                 "counter",
                 "Connections whose handshake took too long, or that were too many.",
-                failed_handshakes,
+                stats.failed_handshakes,
             ),
             (
                 "failed_connections_total",
                 "counter",
                 "Connections that ended with an error, such as a wrong token.",
-                failed,
+                stats.failed,
             ),
-            ("sent_bytes_total", "counter", "Bytes written to clients.", sent_bytes),
-            ("received_bytes_total", "counter", "Bytes read from clients.", received_bytes),
-            ("connections", "gauge", "Open connections.", open as u64),
+            ("sent_bytes_total", "counter", "Bytes written to clients.", stats.sent_bytes),
+            ("received_bytes_total", "counter", "Bytes read from clients.", stats.received_bytes),
+            ("connections", "gauge", "Open connections.", stats.open as u64),
             (
                 "stopping",
                 "gauge",

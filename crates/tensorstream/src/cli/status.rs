@@ -77,7 +77,7 @@ fn accept<S: Fn() -> Status + Send + Sync + 'static>(
             return;
         }
         let Ok(stream) = stream else {
-            // Such as too many open files.
+            // The process may have too many open files.
             std::thread::sleep(Duration::from_millis(100));
             continue;
         };
@@ -87,7 +87,7 @@ fn accept<S: Fn() -> Status + Send + Sync + 'static>(
             // If no thread can be started, the connection is closed.
             let _ = thread.spawn(move || {
                 let _open = open;
-                // The client has closed the connection, or is too slow.
+                // An error means that the client has closed the connection, or is too slow.
                 let _ = answer(stream, &*status);
             });
         } else {

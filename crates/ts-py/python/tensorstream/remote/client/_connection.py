@@ -72,8 +72,7 @@ class MachineConnection:
     ) -> None:
         """Sends a tensor. Blocks until the operating system of the machine has all of its bytes.
 
-        The elements are copied first, in row-major order, so the tensor may be written to
-        afterwards.
+        The elements are sent in row-major order. The tensor may be written to afterwards.
 
         Args:
             tensor: A tensor of the machine.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What sessions get from outside: tensors of other sessions and machines, and open files.
+"""What sessions exchange with others: tensors, and open files that they get.
 
 A session offers a tensor under a ticket, a random secret of the client. Any session of the same
 machine can claim the tensor with the ticket, once. Another machine fetches the tensor: it connects
 to this machine and claims the tensor. If each session has its own process, tensors are passed as
 descriptors of memory via the broker (``tensorstream.serve._broker``), and only the broker connects
-to other machines. The broker also opens the files of checkpoints, and passes their descriptors.
+to other machines, and to programs to which sessions send tensors. The broker also opens the files
+of checkpoints, and passes their descriptors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SCALAR_TYPES}
 
 
 class Exchange(Protocol):
-    """The operations that a session needs for direct copies and checkpoints."""
+    """The operations that a session needs for direct copies, connections and checkpoints."""
 
     def offer(self, session: Hashable, tensor: torch.Tensor, ticket: str, to: str = "") -> str:
         """Offers a tensor until it is claimed or withdrawn.
@@ -101,8 +102,7 @@ class Exchange(Protocol):
             session: The session.
             number: The number of the connection.
             tensor: The tensor, or the bytes of a message.
-            options: ``{"message": True}``; or "name", "metadata", "compression" and "checksums", as
-                ``Connection.send``.
+            options: See ``Outgoing.send``.
 
         Raises:
             TensorStreamError: As ``Connection.send``.
