@@ -5,20 +5,20 @@
 //! So an exception of a signal handler arrives before or after a step, never during one. Dropping a
 //! [`Use`](lease::Use) or a [`Pass`](pass::Pass) ends it.
 
+mod calls;
 mod engine;
 mod expected;
-mod forward;
 mod inner;
 mod lease;
 mod pass;
 mod planning;
-mod recurrent;
 mod sharing;
 mod stats;
 mod streamer;
 mod torch;
 mod unit_tensors;
 mod weight;
+mod weight_ref;
 
 use pyo3::prelude::*;
 use tensorstream::orchestrator;
@@ -31,9 +31,9 @@ type TensorBytes = orchestrator::TensorBytes<AnyDevice>;
 pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<inner::Streamer>()?;
     m.add_class::<lease::Use>()?;
-    m.add_class::<forward::UnitForward>()?;
+    m.add_class::<calls::ModuleCalls>()?;
+    m.add_class::<weight_ref::WeightRef>()?;
     m.add_class::<pass::Pass>()?;
-    m.add_class::<recurrent::Recurrent>()?;
     m.add_class::<expected::Expected>()?;
     m.add_class::<planning::Preview>()?;
     m.add_function(wrap_pyfunction!(planning::plan, m)?)?;

@@ -472,7 +472,7 @@ def _shared(tensors: Mapping[str, torch.Tensor]) -> list[set[str]]:
     streamed: dict[tuple[int, int], set[str]] = defaultdict(set)
     for name, tensor in tensors.items():
         if isinstance(tensor, StreamedTensor):
-            streamed[id(tensor.weights), tensor.key].add(name)
+            streamed[id(tensor._ref.weights), tensor._ref.key].add(name)
             continue
         if tensor.is_meta or tensor.layout != torch.strided or not storage_ptr(tensor):
             continue

@@ -5,10 +5,10 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::ThreadId;
 
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use tensorstream::PressureMonitor;
 use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::{PassId, Table, TableId, UnitId};
@@ -35,11 +35,11 @@ use crate::signals::interruptible;
 ///         unit. A tensor has a name, a safetensors dtype name, a shape, parts, and an address
 ///         modulo 64. None stands for the address that a mapping of the file would have.
 ///     weights: The parameters. Each has the number of its unit, its index in the unit, its shape
-///         and strides (None for those of the bytes), whether it requires gradients, its name and
-///         its dtype. The index of a parameter in this list is its key.
+///         and strides (None for those of the bytes), its name and its dtype. The index of a
+///         parameter in this list is its key.
 ///     budget: The memory for weights, in bytes.
 ///     together: Sets of units that one operation needs at the same time.
-///     weight_class: The class of the parameters that forwards receive.
+///     classes: The class of parameters with the memory of their unit, and that of stand-ins.
 ///     settings: The settings of the engine; None for the defaults.
 ///     tables: The tensors whose rows ``gather`` reads, each with its dtype.
 ///     scores: The scores of routed units in an earlier run, from ``routing_scores``.
@@ -64,6 +64,8 @@ pub(super) struct StreamerInner {
     new_engine: EngineFactory,
     /// The limit of the memory, in bytes.
     limit: AtomicUsize,
+    /// Which calls of modules are passes. Set once.
+    passes: PyOnceLock<Py<PyAny>>,
     pub(super) weights: Vec<Weight>,
     /// The tables, each with its `torch.dtype`.
     tables: Vec<(Table, Py<PyAny>)>,
@@ -135,6 +137,7 @@ impl StreamerInner {
             keeps_leases: AtomicBool::new(false),
             engine: Mutex::new(Arc::new(engine)),
             limit: AtomicUsize::new(usize::MAX),
+            passes: PyOnceLock::new(),
             new_engine,
             weights,
             tables,
@@ -166,6 +169,16 @@ impl StreamerInner {
             own.replan();
         }
         Ok(own)
+    }
+
+    /// Sets the object that says which calls of modules are passes.
+    pub(super) fn set_passes(&self, py: Python<'_>, passes: Py<PyAny>) {
+        let _ = self.passes.set(py, passes);
+    }
+
+    /// Returns the object that says which calls of modules are passes.
+    pub(super) fn passes<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.passes.get(py).map(|passes| passes.bind(py).clone())
     }
 
     fn address(&self) -> usize {
@@ -507,43 +520,19 @@ impl StreamerInner {
         lease.is_shared().then_some(Leaked { unit, lease, tensors })
     }
 
-    /// Ends one use of a unit. `lent_to` is the thread whose forward received the parameters, if a
-    /// forward did.
+    /// Ends one use of a unit, by a forward or by an operation.
     pub(super) fn end(
         &self,
         py: Python<'_>,
         tensors: Arc<UnitTensors>,
-        lent_to: Option<ThreadId>,
+        is_forward: bool,
     ) -> EndedUse {
-        if let Some(thread) = lent_to {
+        if is_forward {
             let _ = self.torch.clear_autocast_cache(py);
-            tensors.end_forward(thread);
         }
         let written = tensors.written_weight(py, &self.weights, self.entry(tensors.unit));
         let leaked = self.end_use(py, tensors, written.is_some());
         EndedUse { written, leaked }
-    }
-
-    /// Returns a weight's parameter while the forward of its module runs on this thread, else None.
-    /// `grad` is whether the caller records gradients, as in [`UnitTensors::parameter`].
-    pub(super) fn current_parameter(
-        &self,
-        py: Python<'_>,
-        key: usize,
-        grad: bool,
-    ) -> PyResult<Option<Py<PyAny>>> {
-        // Keys beyond this list belong to weights that are divided into several units. Such weights
-        // are never lent.
-        let Some(weight) = self.weights.get(key) else { return Ok(None) };
-        match self.tensors_in_use(weight.unit) {
-            Some(tensors) if tensors.is_lent() => {
-                // The forward may use another stream than at its beginning.
-                let stream = self.current_stream(py)?;
-                self.use_on(py, stream.as_ref(), &tensors)?;
-                Ok(Some(tensors.parameter(py, &self.torch, weight, grad)?))
-            }
-            _ => Ok(None),
-        }
     }
 
     /// Creates the tensors of a unit, by index. They keep the memory of the unit allocated, even

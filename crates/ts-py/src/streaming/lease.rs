@@ -2,7 +2,6 @@
 //! The class `Use`: leases of units, for one forward or one operation.
 
 use std::sync::Arc;
-use std::thread::ThreadId;
 
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyIndexError;
@@ -11,9 +10,10 @@ use tensorstream::orchestrator::UnitId;
 use tensorstream::streams::AnyStream;
 
 use super::Lease;
+use super::calls::{Own, ensure_pass};
 use super::inner::{Leaked, Streamer, StreamerInner};
-use super::recurrent::{FlatWeights, Recurrent, set_flat_weights};
 use super::unit_tensors::UnitTensors;
+use super::weight_ref::WeightRef;
 use crate::errors::{to_python, written_error};
 
 /// Keeps units in memory until the use ends: by ``exit``, by ``close``, or because the object is
@@ -29,10 +29,10 @@ struct UseState {
     tensors: Vec<Arc<UnitTensors>>,
     /// Further leases of units whose tensors already have a lease.
     extra_leases: Vec<Lease>,
-    /// The thread whose forward receives the parameters, if a forward does.
-    forward_thread: Option<ThreadId>,
-    /// The parameter list of a recurrent module, if it currently contains the parameters.
-    flat_weights: Option<FlatWeights>,
+    /// Whether a forward uses the units.
+    is_forward: bool,
+    /// The parameters that have the memory of the units.
+    lent: Vec<(Py<PyAny>, Py<WeightRef>)>,
     /// After the end, the units whose memory other objects still reference.
     leaked: Vec<Leaked>,
 }
@@ -44,8 +44,7 @@ impl Use {
     /// Args:
     ///     streamer: The streamer that created this use.
     ///     key: The key of the weight, which must be in one of the leased units.
-    ///     grad: Whether the caller records gradients. If so, the tensor itself does not require
-    ///         gradients.
+    ///     requires_grad: Whether the tensor requires gradients.
     ///
     /// Returns:
     ///     A tensor of the streamer's ``weight_class``. A reference to it keeps the memory of the
@@ -59,7 +58,7 @@ impl Use {
         py: Python<'_>,
         streamer: &Streamer,
         key: usize,
-        grad: bool,
+        requires_grad: bool,
     ) -> PyResult<Py<PyAny>> {
         let inner = &streamer.inner;
         let weight = inner.weights.get(key).ok_or_else(|| {
@@ -75,7 +74,7 @@ impl Use {
                 weight.name
             ))
         })?;
-        tensors.parameter(py, &inner.torch, weight, grad)
+        tensors.parameter(py, &inner.torch, weight, requires_grad)
     }
 
     /// Ends the use.
@@ -135,41 +134,40 @@ impl Use {
 }
 
 impl Use {
-    /// Leases the unit of a module for its forward on this thread. Blocks.
-    ///
-    /// With `lend`, [`StreamerInner::current_parameter`] returns the parameters to the forward, and
-    /// the parameter list of a recurrent module contains them.
+    /// Leases the unit of a module for its forward, and gives the parameters its memory. Blocks.
     pub(super) fn for_forward(
         py: Python<'_>,
         inner: &Arc<StreamerInner>,
         unit: usize,
-        lend: bool,
-        recurrent: Option<&Recurrent>,
+        lent: &[Own<'_>],
     ) -> PyResult<Self> {
+        ensure_pass(py, inner)?;
         let stream = inner.current_stream(py)?;
         if let Some(tensors) = inner.use_kept(unit) {
-            return Self::of_forward(py, inner, stream, (tensors, None), lend, recurrent);
+            return Self::of_forward(py, inner, stream, (tensors, None), lent);
         }
         let mut leases = inner.acquire(py, &[unit])?;
         let lease = leases.pop().expect("`acquire` returns a lease for each unit");
-        Self::of_forward(py, inner, stream, inner.share(unit, lease), lend, recurrent)
+        Self::of_forward(py, inner, stream, inner.share(unit, lease), lent)
     }
 
-    /// Like `for_forward`, but does not block. Returns None if the unit is not in memory.
+    /// Like `for_forward`, but does not block, and belongs to no pass. Returns None if the unit is
+    /// not in memory.
     pub(super) fn if_present(
         py: Python<'_>,
         inner: &Arc<StreamerInner>,
         unit: usize,
+        lent: &[Own<'_>],
     ) -> PyResult<Option<Self>> {
         let stream = inner.current_stream(py)?;
         if let Some(tensors) = inner.use_kept(unit) {
-            return Self::of_forward(py, inner, stream, (tensors, None), true, None).map(Some);
+            return Self::of_forward(py, inner, stream, (tensors, None), lent).map(Some);
         }
         let lease = inner.engine(py)?.try_acquire(UnitId(unit as u32));
         let Some(lease) = lease.map_err(|error| to_python(py, &error.into()))? else {
             return Ok(None);
         };
-        Self::of_forward(py, inner, stream, inner.share(unit, lease), true, None).map(Some)
+        Self::of_forward(py, inner, stream, inner.share(unit, lease), lent).map(Some)
     }
 
     fn of_forward(
@@ -177,33 +175,35 @@ impl Use {
         inner: &Arc<StreamerInner>,
         stream: Option<AnyStream>,
         (tensors, extra): (Arc<UnitTensors>, Option<Lease>),
-        lend: bool,
-        recurrent: Option<&Recurrent>,
+        lent: &[Own<'_>],
     ) -> PyResult<Self> {
-        let forward_thread = lend.then(|| std::thread::current().id());
-        if lend {
-            tensors.begin_forward();
-        }
         let this = Self {
             state: Mutex::new(UseState {
                 inner: Some(Arc::clone(inner)),
                 tensors: vec![Arc::clone(&tensors)],
                 extra_leases: extra.into_iter().collect(),
-                forward_thread,
+                is_forward: true,
                 ..UseState::default()
             }),
         };
         // If this fails, dropping the use ends it.
         inner.use_on(py, stream.as_ref(), &tensors)?;
-        drop(tensors);
-        if let Some(recurrent) = recurrent.filter(|_| lend)
-            && let Some(module) = recurrent.list().module(py)?
-        {
-            let parameters = recurrent.current_parameters(py, inner)?;
-            this.lock().flat_weights = Some(recurrent.list().clone());
-            set_flat_weights(&module, parameters.as_any())?;
+        for Own { parameter, weight } in lent {
+            if WeightRef::borrow_memory(weight, inner, parameter, &tensors)? {
+                let both = (parameter.clone().unbind(), weight.clone().unbind());
+                this.lock().lent.push(both);
+            }
         }
         Ok(this)
+    }
+
+    /// Ends the use. Returns it if other objects still reference the memory of the unit; then
+    /// `close` must be called.
+    ///
+    /// # Errors
+    /// Returns a ModelError if a weight was written to.
+    pub(super) fn finish(self, py: Python<'_>) -> PyResult<Option<Self>> {
+        Ok(self.exit(py)?.then_some(self))
     }
 
     /// Leases units for one operation. Blocks.
@@ -212,6 +212,7 @@ impl Use {
         inner: &Arc<StreamerInner>,
         units: &[u32],
     ) -> PyResult<Self> {
+        ensure_pass(py, inner)?;
         let stream = inner.current_stream(py)?;
         let state = UseState { inner: Some(Arc::clone(inner)), ..UseState::default() };
         // If this function fails, dropping the use ends what has begun.
@@ -250,13 +251,6 @@ impl Use {
         Ok(this)
     }
 
-    /// Returns a use that has ended, but keeps the lease of a unit whose memory other objects
-    /// still reference.
-    pub(super) fn of_leaked(inner: &Arc<StreamerInner>, leaked: Leaked) -> Self {
-        let (inner, leaked) = (Some(Arc::clone(inner)), vec![leaked]);
-        Self { state: Mutex::new(UseState { inner, leaked, ..UseState::default() }) }
-    }
-
     fn lock(&self) -> MutexGuard<'_, UseState> {
         self.state.lock()
     }
@@ -265,15 +259,14 @@ impl Use {
     /// reference. Returns the name of a weight that was written to, or None.
     fn end(&self, py: Python<'_>) -> Option<String> {
         let state = std::mem::take(&mut *self.lock());
-        let UseState { inner, tensors, extra_leases, forward_thread, flat_weights, mut leaked } =
-            state;
+        let UseState { inner, tensors, extra_leases, is_forward, lent, mut leaked } = state;
         let inner = inner?;
-        if let Some(flat_weights) = flat_weights {
-            flat_weights.restore(py);
+        for (parameter, weight) in lent {
+            weight.get().return_memory(&inner, parameter.bind(py));
         }
         let mut written = None;
         for tensors in tensors {
-            let ended = inner.end(py, tensors, forward_thread);
+            let ended = inner.end(py, tensors, is_forward);
             leaked.extend(ended.leaked);
             written = ended.written.or(written);
         }

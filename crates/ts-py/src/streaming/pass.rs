@@ -48,12 +48,6 @@ impl Pass {
         Ok(Self { begun: pass.map(|pass| (Arc::clone(inner), pass)) })
     }
 
-    /// Begins a pass, or returns None if any thread is in a pass.
-    pub(super) fn try_begin(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResult<Option<Self>> {
-        let pass = inner.try_begin_pass(py)?;
-        Ok(pass.map(|pass| Self { begun: Some((Arc::clone(inner), pass)) }))
-    }
-
     /// Ends the pass. Returns whether to replan, and the names of weights that were written to.
     fn finish(&self, py: Python<'_>) -> (bool, Option<String>) {
         match &self.begun {

@@ -2,7 +2,6 @@
 //! The methods of the class `Streamer`.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 use pyo3::exceptions::PyIndexError;
@@ -16,7 +15,6 @@ use super::expected::Expected;
 use super::inner::{Streamer, StreamerInner};
 use super::lease::Use;
 use super::pass::Pass;
-use super::recurrent::Recurrent;
 use super::stats::{curve_list, stats_dict};
 use super::torch::Torch;
 use super::weight::{Weight, WeightSpec};
@@ -28,7 +26,7 @@ use crate::signals::interruptible;
 #[pymethods]
 impl Streamer {
     #[new]
-    #[pyo3(signature = (checkpoint, units, weights, *, budget, together, weight_class,
+    #[pyo3(signature = (checkpoint, units, weights, *, budget, together, classes,
         settings=None, tables=Vec::new(), scores=Vec::new(), limits=None))]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
@@ -38,7 +36,7 @@ impl Streamer {
         weights: Vec<WeightSpec>,
         budget: usize,
         together: Vec<Vec<u32>>,
-        weight_class: Py<PyAny>,
+        classes: (Py<PyAny>, Py<PyAny>),
         settings: Option<Settings>,
         tables: Vec<TableSpec>,
         scores: Vec<(u32, f64)>,
@@ -51,7 +49,7 @@ impl Streamer {
             engine_factory(py, checkpoint, units, specs, budget, together, settings, scores)?;
         let tables = tables.into_iter().zip(dtypes).collect();
         let weight = |spec: WeightSpec| {
-            let (unit, index, name) = (spec.0, spec.1, spec.4.clone());
+            let (unit, index, name) = (spec.0, spec.1, spec.3.clone());
             Weight::new(spec, &units).ok_or_else(|| {
                 PyIndexError::new_err(format!(
                     "cannot stream weight `{name}`: unit {unit} does not exist, or has no tensor \
@@ -61,7 +59,7 @@ impl Streamer {
         };
         let weights = weights.into_iter().map(weight).collect::<PyResult<_>>()?;
         let device = accelerator.as_ref().map_or((CPU, 0), |device| device.get().dlpack());
-        let torch = Torch::new(py, weight_class, device)?;
+        let torch = Torch::new(py, classes, device)?;
         let inner =
             StreamerInner::new(py, new_engine, weights, tables, units.len(), torch, accelerator)?;
         let inner = Arc::new(inner);
@@ -82,18 +80,15 @@ impl Streamer {
         Pass::begin(py, &self.inner)
     }
 
-    /// Begins a pass on this thread, unless any thread is in a pass.
+    /// Sets the object that says which calls of modules are passes. It must not refer to the
+    /// streamer.
     ///
-    /// Returns:
-    ///     The pass, or ``None``.
-    fn try_begin_pass(&self, py: Python<'_>) -> PyResult<Option<Pass>> {
-        Pass::try_begin(py, &self.inner)
-    }
-
-    /// Clears autocast's cache of weights if autocast is enabled and no gradients are recorded.
-    /// Call this only while no operation is running on this thread.
-    fn forget_casts(&self, py: Python<'_>) -> PyResult<()> {
-        self.inner.torch.clear_autocast_cache(py)
+    /// Args:
+    ///     passes: Its method ``kind`` returns 2 for a module that is or contains the model, 1 for a
+    ///         part that is called by itself, and 0 for others. Its method ``progress`` returns
+    ///         ``None``, or an object that is closed at the end of the pass.
+    fn set_passes(&self, py: Python<'_>, passes: Py<PyAny>) {
+        self.inner.set_passes(py, passes);
     }
 
     /// Switches to a better plan, if there is one. Keeps the plan if a pass is running or the
@@ -105,34 +100,6 @@ impl Streamer {
         let engine = self.inner.engine(py)?;
         self.inner.drop_cached(py);
         interruptible(py, |interrupt| engine.replan_interruptible(interrupt))
-    }
-
-    /// Leases a unit for the forward of its module on this thread. Blocks until the unit is in
-    /// memory.
-    ///
-    /// Args:
-    ///     unit: The number of the unit.
-    ///     lend: Whether ``current`` returns the weights of the unit on this thread until the use
-    ///         ends.
-    ///     recurrent: The parameter list of a recurrent module. With ``lend``, it contains the
-    ///         weights until the use ends.
-    #[pyo3(signature = (unit, lend, recurrent=None))]
-    fn enter(
-        &self,
-        py: Python<'_>,
-        unit: u32,
-        lend: bool,
-        recurrent: Option<&Recurrent>,
-    ) -> PyResult<Use> {
-        Use::for_forward(py, &self.inner, unit as usize, lend, recurrent)
-    }
-
-    /// Like ``enter`` with ``lend``, but does not block, and belongs to no pass.
-    ///
-    /// Returns:
-    ///     None if the unit is not in memory.
-    fn enter_if_present(&self, py: Python<'_>, unit: u32) -> PyResult<Option<Use>> {
-        Use::if_present(py, &self.inner, unit as usize)
     }
 
     /// Announces that routed units are about to be leased, in this order. Starts to read those that
@@ -188,23 +155,9 @@ impl Streamer {
         self.inner.gather(py, table, &rows)
     }
 
-    /// Returns a weight's parameter while the forward of its module runs on this thread, else None.
-    ///
-    /// Args:
-    ///     key: The key of the weight.
-    ///     grad: Whether the caller records gradients. If so, the parameter requires no gradient.
-    fn current(&self, py: Python<'_>, key: usize, grad: bool) -> PyResult<Option<Py<PyAny>>> {
-        self.inner.current_parameter(py, key, grad)
-    }
-
     /// Returns whether a pass runs on this thread.
     fn in_pass(&self) -> bool {
         self.inner.in_pass()
-    }
-
-    /// Marks a weight as requiring no gradient.
-    fn freeze(&self, key: usize) {
-        self.inner.weights[key].requires_grad.store(false, Ordering::Relaxed);
     }
 
     /// Returns the tensors of a unit, by index. They keep the memory of the unit allocated, even

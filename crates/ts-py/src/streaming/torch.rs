@@ -3,6 +3,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use tensorstream::format::TensorMeta;
 
 use super::TensorBytes;
@@ -19,8 +20,12 @@ pub(super) struct Torch {
     is_any_autocast_enabled: Py<PyAny>,
     clear_autocast_cache: Py<PyAny>,
     storage_use_count: Py<PyAny>,
-    /// The class of the parameters that forwards receive.
+    swap: Py<PyAny>,
+    set_eval_frame: Py<PyAny>,
+    /// The class of parameters with the memory of their unit.
     weight_class: Py<PyAny>,
+    /// The class of stand-ins.
+    stand_in_class: Py<PyAny>,
     /// DLPack's device type and device number of weights.
     device: (i32, i32),
 }
@@ -28,7 +33,7 @@ pub(super) struct Torch {
 impl Torch {
     pub(super) fn new(
         py: Python<'_>,
-        weight_class: Py<PyAny>,
+        (weight_class, stand_in_class): (Py<PyAny>, Py<PyAny>),
         device: (i32, i32),
     ) -> PyResult<Self> {
         let torch = py.import("torch")?;
@@ -42,7 +47,14 @@ impl Torch {
             is_any_autocast_enabled: native.getattr("_is_any_autocast_enabled")?.unbind(),
             clear_autocast_cache: torch.getattr("clear_autocast_cache")?.unbind(),
             storage_use_count: native.getattr("_storage_Use_Count")?.unbind(),
+            swap: native.getattr("_swap_tensor_impl")?.unbind(),
+            set_eval_frame: native
+                .getattr("_dynamo")?
+                .getattr("eval_frame")?
+                .getattr("set_eval_frame")?
+                .unbind(),
             weight_class,
+            stand_in_class,
             device,
         })
     }
@@ -50,6 +62,50 @@ impl Torch {
     /// Returns the number of owners of a PyTorch storage, such as tensors.
     pub(super) fn storage_owners(&self, py: Python<'_>, storage: usize) -> PyResult<usize> {
         self.storage_use_count.bind(py).call1((storage,))?.extract()
+    }
+
+    /// Swaps the implementations of two tensors, which keep their Python objects.
+    ///
+    /// # Errors
+    /// Returns an error if something other than autocast's cache refers to an implementation
+    /// weakly. Then nothing is swapped.
+    pub(super) fn swap(&self, py: Python<'_>, pair: &Bound<'_, PyTuple>) -> PyResult<()> {
+        let swap = self.swap.bind(py);
+        if swap.call1(pair).is_ok() {
+            return Ok(());
+        }
+        self.clear_autocast_cache.bind(py).call0()?;
+        swap.call1(pair).map(drop)
+    }
+
+    /// Calls a function of Python that `torch.compile` must not compile.
+    pub(super) fn uncompiled<T>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce() -> PyResult<T>,
+    ) -> PyResult<T> {
+        let set_eval_frame = self.set_eval_frame.bind(py);
+        let before = set_eval_frame.call1((py.None(),))?;
+        let result = call();
+        set_eval_frame.call1((before,))?;
+        result
+    }
+
+    /// Sets the class of a Python object.
+    pub(super) fn set_class(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        class: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        tensor.setattr(intern!(tensor.py(), "__class__"), class)
+    }
+
+    pub(super) fn weight_class<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
+        self.weight_class.bind(py)
+    }
+
+    pub(super) fn stand_in_class<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
+        self.stand_in_class.bind(py)
     }
 
     /// Returns whether gradients are recorded.

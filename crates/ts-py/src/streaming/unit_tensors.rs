@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The tensors and parameters over the memory of a unit, which all uses of the unit share.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use std::thread::ThreadId;
 
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::intern;
@@ -14,6 +12,7 @@ use tensorstream::streams::{AnyStream, Stream, StreamId};
 use super::Lease;
 use super::torch::Torch;
 use super::weight::Weight;
+use super::weight_ref;
 
 /// The current tensors of a unit, if any.
 #[derive(Default)]
@@ -43,8 +42,6 @@ pub(super) struct UnitTensorsState {
     pub(super) address: usize,
     /// The tensor and the parameters of each weight, by index in the unit.
     views: Vec<WeightViews>,
-    /// The threads that run the forward of the unit's module, with one entry for each running call.
-    forward_threads: Vec<ThreadId>,
     /// The name of a weight that was written to.
     written: Option<String>,
 }
@@ -57,18 +54,24 @@ struct WeightViews {
     storage: usize,
     /// The number of owners of the storage when the tensor was created.
     first_owners: usize,
-    /// The parameter that requires no gradient. Callers that record gradients get it, because a
-    /// streamed weight could not keep its gradient. If the model's own parameter requires no
-    /// gradient, all callers get it.
-    while_recording: Option<Py<PyAny>>,
-    /// The parameter that requires a gradient, if the model's own parameter does. Callers that
-    /// record no gradients get it, so that results do not differ from those of the model's own
-    /// parameter: if an operand requires a gradient, `matmul` folds a batch, which changes the
-    /// rounding.
-    while_not_recording: Option<Py<PyAny>>,
+    /// The tensors for operations: one that requires no gradients, and one that does. PyTorch
+    /// chooses kernels by it: if an operand requires gradients, `matmul` folds a batch, which
+    /// changes the rounding.
+    for_operations: [Option<Py<PyAny>>; 2],
+    /// The tensors whose implementations parameters have while forwards run, each with the identity
+    /// of the `WeightRef` of the parameter, and whether it requires gradients.
+    for_parameters: Vec<(usize, bool, Py<PyAny>)>,
 }
 
 impl WeightViews {
+    /// Returns the tensor for a parameter, by the identity of its `WeightRef` and whether it
+    /// requires gradients.
+    fn parameter(&self, py: Python<'_>, wanted: (usize, bool)) -> Option<Py<PyAny>> {
+        let mut known = self.for_parameters.iter();
+        let found = known.find(|(identity, grad, _)| (*identity, *grad) == wanted);
+        found.map(|(_, _, tensor)| tensor.clone_ref(py))
+    }
+
     /// Returns whether PyTorch has counted a write to the tensor.
     fn is_written(&self, py: Python<'_>) -> bool {
         let version = |tensor: &Py<PyAny>| -> PyResult<u64> {
@@ -112,80 +115,89 @@ impl UnitTensors {
         Ok(())
     }
 
-    /// Begins to lend the parameters to a forward on this thread.
-    pub(super) fn begin_forward(&self) {
-        self.lock().forward_threads.push(std::thread::current().id());
-    }
-
-    /// Ends to lend the parameters to a forward on this thread.
-    pub(super) fn end_forward(&self, thread: ThreadId) {
-        let mut state = self.lock();
-        if let Some(call) = state.forward_threads.iter().position(|&call| call == thread) {
-            state.forward_threads.swap_remove(call);
-        }
-    }
-
-    /// Returns whether the parameters are lent to a forward on this thread.
-    pub(super) fn is_lent(&self) -> bool {
-        self.lock().forward_threads.contains(&std::thread::current().id())
-    }
-
     /// Returns a weight as a tensor of the streamer's weight class, and creates it if necessary.
-    ///
-    /// `grad` is whether the caller records gradients. If so, the tensor itself requires no
-    /// gradient. Otherwise, it requires one if the model's own parameter does.
     pub(super) fn parameter(
         &self,
         py: Python<'_>,
         torch: &Torch,
         weight: &Weight,
-        grad: bool,
+        requires_grad: bool,
     ) -> PyResult<Py<PyAny>> {
-        let requires_grad = weight.requires_grad.load(Ordering::Relaxed) && !grad;
+        let slot = usize::from(requires_grad);
+        if let Some(known) = &self.lock().views[weight.index].for_operations[slot] {
+            return Ok(known.clone_ref(py));
+        }
+        let tensor = self.tensor(py, torch, weight)?;
+        let new = torch.parameter(py, &tensor, requires_grad)?;
+        let known = &mut self.lock().views[weight.index].for_operations[slot];
+        Ok(known.get_or_insert(new).clone_ref(py))
+    }
+
+    /// Returns a tensor whose implementation a parameter can have, and creates it if necessary.
+    ///
+    /// # Arguments
+    /// * `identity` - the identity of the `WeightRef` of the parameter.
+    /// * `weak` - returns the `WeightRef` for the tensor.
+    pub(super) fn for_parameter(
+        &self,
+        py: Python<'_>,
+        torch: &Torch,
+        weight: &Weight,
+        identity: usize,
+        requires_grad: bool,
+        weak: impl FnOnce() -> PyResult<Py<PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
+        let wanted = (identity, requires_grad);
+        let known = self.lock().views[weight.index].parameter(py, wanted);
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let tensor = self.tensor(py, torch, weight)?;
+        let new = torch.parameter(py, &tensor, requires_grad)?;
+        // While a parameter has its implementation, this object has the stand-in.
+        torch.set_class(new.bind(py), torch.stand_in_class(py))?;
+        new.setattr(py, intern!(py, weight_ref::ATTRIBUTE), weak()?)?;
+        let mut state = self.lock();
+        let views = &mut state.views[weight.index];
+        if let Some(known) = views.parameter(py, wanted) {
+            return Ok(known);
+        }
+        views.for_parameters.push((identity, requires_grad, new.clone_ref(py)));
+        Ok(new)
+    }
+
+    /// Returns the tensor over the memory of a weight, and creates it if necessary.
+    fn tensor(&self, py: Python<'_>, torch: &Torch, weight: &Weight) -> PyResult<Py<PyAny>> {
         // Creating a tensor can run the garbage collector, which can end other uses. Ending a use
         // takes the lock, so the lock is released first.
-        let (tensor, bytes) = {
+        let bytes = {
             let state = self.lock();
-            let views = &state.views[weight.index];
-            if let Some(known) =
-                if requires_grad { &views.while_not_recording } else { &views.while_recording }
-            {
+            if let Some(known) = &state.views[weight.index].tensor {
                 return Ok(known.clone_ref(py));
             }
             let lease =
                 state.lease.as_ref().expect("`end_use` takes the lease only after the last use");
-            (views.tensor.as_ref().map(|tensor| tensor.clone_ref(py)), lease.tensor(weight.index))
+            lease.tensor(weight.index)
         };
-        let tensor = match tensor {
-            Some(tensor) => tensor,
-            None => {
-                let new = torch.tensor(py, bytes, weight)?;
-                let storage = new.bind(py).call_method0(intern!(py, "untyped_storage"))?;
-                let storage: usize = storage.getattr(intern!(py, "_cdata"))?.extract()?;
-                let first_owners = torch.storage_owners(py, storage)?;
-                let mut state = self.lock();
-                let views = &mut state.views[weight.index];
-                // Another thread may have created the tensor in the meantime.
-                if views.tensor.is_none() {
-                    (views.storage, views.first_owners) = (storage, first_owners);
-                }
-                views.tensor.get_or_insert(new).clone_ref(py)
-            }
-        };
-        let new = torch.parameter(py, &tensor, requires_grad)?;
+        let new = torch.tensor(py, bytes, weight)?;
+        let storage = new.bind(py).call_method0(intern!(py, "untyped_storage"))?;
+        let storage: usize = storage.getattr(intern!(py, "_cdata"))?.extract()?;
+        let first_owners = torch.storage_owners(py, storage)?;
         let mut state = self.lock();
         let views = &mut state.views[weight.index];
-        let parameter =
-            if requires_grad { &mut views.while_not_recording } else { &mut views.while_recording };
-        Ok(parameter.get_or_insert(new).clone_ref(py))
+        // Another thread may have created the tensor in the meantime.
+        if views.tensor.is_none() {
+            (views.storage, views.first_owners) = (storage, first_owners);
+        }
+        Ok(views.tensor.get_or_insert(new).clone_ref(py))
     }
 
     /// Returns whether anything except these tensors references the memory of the unit.
     pub(super) fn is_shared(&self, py: Python<'_>, torch: &Torch) -> bool {
         let state = self.lock();
         state.views.iter().filter(|views| views.tensor.is_some()).any(|views| {
-            let parameters = usize::from(views.while_recording.is_some())
-                + usize::from(views.while_not_recording.is_some());
+            let parameters =
+                views.for_operations.iter().flatten().count() + views.for_parameters.len();
             torch
                 .storage_owners(py, views.storage)
                 .is_ok_and(|owners| owners > views.first_owners + parameters)

@@ -15,22 +15,20 @@ from .. import _native
 from ..budget import Budget
 from ..config import Config
 from ..errors import BudgetError, ModelError
-from ._copying import Attach, replace_copying
+from ._calls import announce, replace_calls
 from ._distributed import ignore_streamed
-from ._forward import Forward, Parameters, PartPass, Pass, parts, recurrent
-from ._guards import guard
+from ._guards import replace_guarded
 from ._interrupts import deferred
 from ._live import add_live
+from ._passes import Passes
 from ._placement import Placement
 from ._profile import Profile
-from ._replaced_method import replace_method
 from ._routing import announced
 from ._rules import register_transformers
 from ._saving import save_in_pieces
-from ._state import Share, Streaming
 from ._store import DimensionOrders, derived_of, store_derived
 from ._stored_weights import StoredWeights
-from ._streamed_tensor import StreamedWeight, parameter_of
+from ._streamed_tensor import StreamedTensor, StreamedWeight, new_stand_in, to_stand_in
 from ._symbolic_tensor import Source, SymbolicTensor
 from ._units import UnitBuilder, units_for_budget
 from ._weights import Weights
@@ -92,21 +90,16 @@ def attach(
         for module, name, value in engine.units.read_buffers()
     ]
     moved = _moved(model, placement, kept)
-    replaced = [each for engine in engines for each in engine.parameters()]
-    passed_over = placement.config.passed_over(placement.main)
-    streaming = Streaming(checkpoint, [each.share for each in engines], passed_over)
+    for number, engine in enumerate(engines):
+        engine.weights.number = number
+        engine.weights.passed_over = placement.config.passed_over(placement.main)
     register_transformers()
+    replace_calls()
+    replace_guarded()
+    save_in_pieces(model)
     with deferred():
-        for module, parameters in replaced:
-            module.__dict__["_parameters"] = parameters
-            recurrent(module)
-        for engine in engines:
-            _replace_methods(model, engine.units, engine.share.weights)
-        guard(model)
+        _stream(model, engines)
         placement.move_inputs()
-        save_in_pieces(model, stored)
-        replace_copying(model, stored, _attach_copy(placement.config, checkpoint))
-        model.__dict__["_tensorstream"] = streaming
         _place(model, placement, buffers, moved)
         if with_device_map or torch.accelerator.is_available():
             # Without one, other libraries would refuse the CPU as a device.
@@ -114,11 +107,36 @@ def attach(
         ignore_streamed(model)
         add_live(model)
         for engine in engines:
-            engine.share.profile.save_at_end(model, engine.share.streamer)
+            weights = engine.weights
+            announced(model, weights, engine.units.routed(), engine.units.experts())
+            weights.profile.save_at_end(weights, weights.streamer)
             if engine.is_limited:
                 # A thread that needs the interpreter must end before the interpreter does.
-                weakref.finalize(model, engine.share.streamer.stop_monitor)
+                weakref.finalize(weights, weights.streamer.stop_monitor)
     return model
+
+
+def _stream(model: nn.Module, engines: list[_Engine]) -> None:
+    """Makes the parameters of a model stream. They stay the same objects.
+
+    If modules on several devices share a parameter, those on the second device get another one.
+    """
+    parameters = {
+        id(each): each
+        for module in nn.Module.modules(model)
+        for each in module._parameters.values()
+        if each is not None
+    }
+    for engine in engines:
+        others: dict[int, nn.Parameter] = {}
+        for identity, key in engine.units.keys.items():
+            if isinstance(parameters[identity], StreamedTensor):
+                others[key] = new_stand_in(engine.weights, key)  # type: ignore[assignment]
+            else:
+                to_stand_in(parameters[identity], engine.weights, key)
+        for module, keys in engine.units.modules if others else ():
+            own = {name: others[key] for name, key in keys.items() if key in others}
+            module._parameters.update(own)
 
 
 @dataclass(frozen=True)
@@ -126,20 +144,9 @@ class _Engine:
     """The engine for the weights of a model on one device."""
 
     units: UnitBuilder
-    share: Share
+    weights: Weights
     #: Whether a thread limits the memory.
     is_limited: bool
-
-    def parameters(self) -> list[tuple[nn.Module, Parameters]]:
-        """Returns new parameters for modules, in which stand-ins replace those that stream."""
-        weights = self.share.weights
-        made = {key: parameter_of(weights, key) for key in self.units.sources}
-        replaced = []
-        for module, keys in self.units.modules:
-            streamed = {name: made[key] for name, key in keys.items()}
-            lists = hasattr(module, "_flat_weights_names")
-            replaced.append((module, Parameters(module._parameters, weights, streamed, lists)))
-        return replaced
 
 
 def _start(
@@ -206,7 +213,7 @@ def _start(
         [weight.spec() for weight in units.weights],
         budget=most,
         together=units.leased_together(),
-        weight_class=StreamedWeight,
+        classes=(StreamedWeight, StreamedTensor),
         settings=settings,
         tables=units.tables,
         scores=profile.load(),
@@ -214,32 +221,16 @@ def _start(
     )
     if isinstance(config.budget, Budget):
         config.budget.add(streamer, max(extremes[1], budget))
-    weights = Weights(streamer, units.weights, units.divided, budget, stored.mapped, device)
-    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    passes = Passes(model, streamer, device)
+    streamer.set_passes(passes)
+    weights = Weights(
+        streamer, units.weights, units.divided, budget, device, stored, passes, profile
+    )
+    weights.sources, weights.expert_units = units.sources, units.expert_units()
+    parameters = (each for module in nn.Module.modules(model) for each in module._parameters.values())
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     stored.add(weights, units.sources, {key: numbers[own] for own, key in units.keys.items()})
-    share = Share(weights, units.sources, profile, units.expert_units())
-    return _Engine(units, share, limits is not None)
-
-
-def _attach_copy(config: Config, checkpoint: _native.Checkpoint) -> Attach:
-    """Returns a function that offloads a copy of a model. It does not refer to the model."""
-
-    def attach_copy(twin: nn.Module, orders: DimensionOrders, kept: frozenset[int]) -> None:
-        attach(twin, Placement(twin, config), checkpoint, orders, kept=kept)
-
-    return attach_copy
-
-
-def _replace_methods(model: nn.Module, units: UnitBuilder, weights: Weights) -> None:
-    """Replaces methods of the modules of a model, so that they lease weights."""
-    for module, unit in units.leaves():
-        replace_method(module, Forward(module, weights, unit))
-    # After the leaves, because an expert can be one.
-    for module, forward in announced(model, weights, units.routed(), units.experts()):
-        replace_method(module, forward)
-    for part in parts(model, {id(module) for module, _ in units.modules}):
-        replace_method(part, PartPass(part, weights))
-    replace_method(model, Pass(model, weights))
+    return _Engine(units, weights, limits is not None)
 
 
 def _moved(model: nn.Module, placement: Placement, kept: frozenset[int]) -> Moved:
@@ -280,13 +271,13 @@ def _place(
         device = placement.device(module)
         for name, buffer in module._buffers.items():
             module._buffers[name] = moved.get((id(buffer), device), buffer)
-        own: list[tuple[str, Any]] = list(dict.items(module._parameters))
+        own: list[tuple[str, Any]] = list(module._parameters.items())
         for name, parameter in own:
             key = id(parameter)
             if (key, device) in moved:
                 if key not in parameters:
                     parameters[key] = _replaced(parameter, moved[key, device])
-                dict.__setitem__(module._parameters, name, parameters[key])
+                module._parameters[name] = parameters[key]
 
 
 def _replaced(parameter: nn.Parameter, copy: torch.Tensor) -> nn.Parameter:

@@ -1,84 +1,102 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Refuses calls that would change streamed weights. A refused call changes nothing."""
+"""Refuses calls that would change streamed weights. A refused call changes nothing.
+
+The methods of ``nn.Module`` are replaced once for the process, as soon as a model streams, because
+such a call may come from a module around the streamed ones, which changes others first.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ModelError
-from ._forward import own_stand_ins
-from ._replaced_method import ReplacedMethod, replace_method
+from ._calls import own_stand_ins, stand_ins_below
 from ._store import memory_order
-from ._streamed_tensor import StreamedTensor, StreamedWeight, is_same
+from ._streamed_tensor import StreamedTensor, is_same, name_of
+
+#: Whether the call of a module around has been checked.
+_is_checked: ContextVar[bool] = ContextVar("tensorstream_is_checked", default=False)
+_is_replaced = False
 
 
-def guard(model: nn.Module) -> None:
-    """Replaces ``_apply`` and ``load_state_dict`` of each module with streamed weights.
-
-    Also replaces ``train`` of the model.
-    """
-    for module in model.modules():
-        if next(stand_ins_below(module), None) is not None:
-            replace_method(module, Apply(module, "_apply"))
-            replace_method(module, LoadStateDict(module, "load_state_dict"))
-    replace_method(model, Train(model, "train"))
+def replace_guarded() -> None:
+    """Replaces ``_apply`` and ``load_state_dict`` of all modules, unless this has happened."""
+    global _is_replaced  # noqa: PLW0603
+    if not _is_replaced:
+        _is_replaced = True
+        nn.Module._apply = _apply(nn.Module._apply)  # type: ignore[method-assign]
+        nn.Module.load_state_dict = _load(nn.Module.load_state_dict)  # type: ignore[method-assign]
 
 
-def stand_ins_below(module: nn.Module) -> Any:
-    for each in module.modules():
-        yield from own_stand_ins(each)
+def _apply(original: Any) -> Any:
+    """Returns ``_apply``, which ``to``, ``half``, ``to_empty`` and ``share_memory`` call.
 
-
-class Apply(ReplacedMethod):
-    """Replaces ``_apply``. Refuses functions that would move, cast or change a streamed weight.
-
-    ``to``, ``cpu``, ``float``, ``half``, ``to_empty`` and ``share_memory`` call ``_apply``.
+    It refuses functions that would move, cast or change a streamed weight.
     """
 
-    def __call__(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.module()
-        checked: set[tuple[torch.dtype, tuple[int, ...]]] = set()
-        for _, stand_in in stand_ins_below(module):
-            kind = stand_in.dtype, memory_order(stand_in)
-            if kind not in checked:
-                checked.add(kind)
-                self._require_no_change(fn, stand_in)
-        return self.original()(_skipping_streamed(fn), *args, **kwargs)
+    @functools.wraps(original)
+    def _apply(self: nn.Module, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_checked.get() or next(iter(stand_ins_below(self)), None) is None:
+            return original(self, fn, *args, **kwargs)
+        require_no_change(self, fn)
+        token = _is_checked.set(True)
+        try:
+            return original(self, _skipping_streamed(fn), *args, **kwargs)
+        finally:
+            _is_checked.reset(token)
 
-    def _require_no_change(self, fn: Any, stand_in: StreamedTensor) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            order = memory_order(stand_in)
-            probe = (
-                torch.empty_permuted([2] * len(order), order)
-                .fill_(3)
-                .to(stand_in.dtype)
-                .to(stand_in.device)
-            )
-            before, version = probe.clone(), probe._version
-            outcome = fn(probe)
-            if _is_unchanged(probe, before, version, outcome):
-                return
-        wanted, advice = "changed", "restore(model) first"
-        if isinstance(outcome, torch.Tensor) and outcome.device != probe.device:
-            wanted = f"moved to {outcome.device}"
-        elif isinstance(outcome, torch.Tensor) and outcome.dtype != probe.dtype:
-            wanted = f"cast from {probe.dtype} to {outcome.dtype}"
-            advice = "pass the dtype to from_pretrained, or restore(model) first"
-        elif isinstance(outcome, torch.Tensor) and outcome.stride() != probe.stride():
-            wanted = "stored in another order of dimensions"
-            advice = "change the memory format of a model in memory, and pass that to offload"
-        elif _is_shared(outcome):
-            wanted = "moved to shared memory"
-            advice = "load the model in each process, or restore(model) first"
-        raise ModelError(
-            f"streamed weights, such as `{stand_in.name}`, cannot be {wanted}: their values come "
-            f"from a file; nothing was changed; {advice}"
+    return _apply
+
+
+def require_no_change(module: nn.Module, fn: Any) -> None:
+    """Requires that a function leaves the streamed weights of a module as they are.
+
+    Raises:
+        ModelError: It would change one.
+    """
+    checked: set[tuple[torch.dtype, tuple[int, ...]]] = set()
+    for _, stand_in in stand_ins_below(module):
+        kind = stand_in.dtype, memory_order(stand_in)
+        if kind not in checked:
+            checked.add(kind)
+            _require_same(fn, stand_in)
+
+
+def _require_same(fn: Any, stand_in: StreamedTensor) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        order = memory_order(stand_in)
+        probe = (
+            torch.empty_permuted([2] * len(order), order)
+            .fill_(3)
+            .to(stand_in.dtype)
+            .to(stand_in.device)
         )
+        before, version = probe.clone(), probe._version
+        outcome = fn(probe)
+        if _is_unchanged(probe, before, version, outcome):
+            return
+    wanted, advice = "changed", "restore(model) first"
+    if isinstance(outcome, torch.Tensor) and outcome.device != probe.device:
+        wanted = f"moved to {outcome.device}"
+    elif isinstance(outcome, torch.Tensor) and outcome.dtype != probe.dtype:
+        wanted = f"cast from {probe.dtype} to {outcome.dtype}"
+        advice = "pass the dtype to from_pretrained, or restore(model) first"
+    elif isinstance(outcome, torch.Tensor) and outcome.stride() != probe.stride():
+        wanted = "stored in another order of dimensions"
+        advice = "change the memory format of a model in memory, and pass that to offload"
+    elif _is_shared(outcome):
+        wanted = "moved to shared memory"
+        advice = "load the model in each process, or restore(model) first"
+    raise ModelError(
+        f"streamed weights, such as `{name_of(stand_in)}`, cannot be {wanted}: their values come "
+        f"from a file; nothing was changed; {advice}"
+    )
 
 
 def _is_unchanged(probe: torch.Tensor, before: torch.Tensor, version: int, outcome: Any) -> bool:
@@ -107,58 +125,77 @@ def _is_shared(outcome: Any) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _skipping_streamed(fn: Any) -> Any:
     """Returns a function that calls ``fn`` for every tensor that is not streamed."""
 
     def apply(tensor: torch.Tensor) -> Any:
-        return tensor if type(tensor) in (StreamedTensor, StreamedWeight) else fn(tensor)
+        return tensor if "_ref" in tensor.__dict__ else fn(tensor)
 
     return apply
 
 
-class LoadStateDict(ReplacedMethod):
-    """Replaces ``load_state_dict``. Refuses to load streamed weights from other tensors."""
+def _load(original: Any) -> Any:
+    """Returns ``load_state_dict``, which accepts values that are equal to those that stream."""
 
-    def __call__(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        own = {}
-        module: Any = self.module()
-        for prefix, each in module.named_modules():
-            for name, stand_in in own_stand_ins(each):
-                own[f"{prefix}.{name}".lstrip(".")] = stand_in
+    @functools.wraps(original)
+    def load_state_dict(
+        self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        own = {} if _is_checked.get() else dict(_named_stand_ins(self))
+        if not own:
+            return original(self, state_dict, *args, **kwargs)
+        loaded = type(state_dict)() if isinstance(state_dict, dict) else {}
+        loaded.update(state_dict)
         for name, value in state_dict.items():
-            if name in own and not is_same(own[name], value):
-                raise ModelError(
-                    f"cannot load `{name}`: a streamed weight cannot be changed; nothing was "
-                    "changed; restore(model) first, or offload with another checkpoint"
-                )
-        return self.original()(state_dict, *args, **kwargs)
+            if name in own:
+                if not _is_equal(own[name], value):
+                    raise ModelError(
+                        f"cannot load `{name}`: a streamed weight cannot be changed; nothing was "
+                        "changed; restore(model) first, or offload with another checkpoint"
+                    )
+                loaded[name] = own[name]
+        if (metadata := getattr(state_dict, "_metadata", None)) is not None:
+            loaded._metadata = metadata  # type: ignore[attr-defined]
+        token = _is_checked.set(True)
+        try:
+            return original(self, loaded, *args, **kwargs)
+        finally:
+            _is_checked.reset(token)
+
+    return load_state_dict
 
 
-class Train(ReplacedMethod):
-    """Replaces ``train``. Warns once if the model has weights that a program may want to train."""
+def _named_stand_ins(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
+    """Yields the qualified names and streamed parameters of a module and of those below it.
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        super().__init__(module, name)
-        self._warns = True
+    Leaves out those of modules with loading code of their own, which may change what it gets.
+    """
+    for prefix, each in nn.Module.named_modules(module):
+        is_plain = (
+            type(each)._load_from_state_dict is nn.Module._load_from_state_dict
+            and not each._load_state_dict_pre_hooks
+        )
+        for name, stand_in in own_stand_ins(each) if is_plain else ():
+            yield f"{prefix}.{name}".lstrip("."), stand_in
 
-    def __call__(self, mode: bool = True) -> Any:
-        module: Any = self.module()
-        if mode and self._warns:
-            keys = {
-                each.key
-                for _, each in stand_ins_below(module)
-                if each.weights.requires_grad(each.key)
-            }
-            self._warns = not keys
-            if keys:
-                warnings.warn(
-                    f"{len(keys)} parameters of {type(module).__name__} stream, and a streamed "
-                    "weight is never updated: to train, put an adapter (PEFT) on top, or "
-                    "restore(model) first; model.requires_grad_(False) says that they stay as they "
-                    "are",
-                    stacklevel=2,
-                )
-        return self.original()(mode)
+
+def _is_equal(own: StreamedTensor, value: Any) -> bool:
+    """Returns whether loading a value would leave a streamed weight as it is."""
+    if is_same(own, value):
+        return True
+    if not isinstance(value, torch.Tensor) or value.shape != own.shape:
+        return False
+    with torch.no_grad():
+        other = value.detach().to(device=own.device, dtype=own.dtype)
+        streamed = own.detach()
+        divided = own._ref.weights.divided(own._ref.key)
+        if divided is None:
+            return torch.equal(_bytes(streamed), _bytes(other))
+        begins = [divided.first_row(index) for index in range(divided.slice_count())]
+        return all(
+            torch.equal(_bytes(streamed[begin:end]), _bytes(other[begin:end]))
+            for begin, end in zip(begins, [*begins[1:], own.shape[0]], strict=True)
+        )

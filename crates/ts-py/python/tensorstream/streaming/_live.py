@@ -9,6 +9,8 @@ import weakref
 
 from torch import nn
 
+from ._state import is_offloaded
+
 _names = itertools.count(1)
 _lock = threading.Lock()
 _live: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -24,4 +26,4 @@ def live_models() -> list[tuple[str, nn.Module]]:
     """Returns the offloaded models, each with a name that no other one has."""
     with _lock:
         models = list(_live.items())
-    return [(name, model) for model, name in models if "_tensorstream" in model.__dict__]
+    return [(name, model) for model, name in models if is_offloaded(model)]

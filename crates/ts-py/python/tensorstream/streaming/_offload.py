@@ -19,16 +19,15 @@ from ..errors import ConfigurationError, ModelError
 from ..files._places import find
 from ._adapters import adapter_parameters
 from ._attach import attach
+from ._calls import stand_ins_below
 from ._distributed import restore_names
 from ._division import Rows
-from ._forward import Parameters, own_stand_ins, recurrent
 from ._interrupts import deferred
 from ._placement import Placement
-from ._replaced_method import restore_methods
-from ._state import Share, is_offloaded, offloaded_in, streaming_of
+from ._state import is_offloaded, streaming_of
 from ._stats import Stats, merged
 from ._store import derived_of, store_live
-from ._streamed_tensor import StreamedWeight
+from ._streamed_tensor import StreamedTensor, StreamedWeight, copied, is_parameter, to_memory
 from ._units import TensorSpec, UnitBuilder, units_for_budget
 from ._weights import Divided, Weight, Weights
 
@@ -102,10 +101,11 @@ def offload(
     for name, module in model.named_modules():
         _refuse_torchscript(name, module)
     if is_offloaded(model):
+        streamed = streaming_of(model).shares[0].passes.models
+        inside = [name for name, each in nn.Module.named_modules(model) if each in streamed]
+        if inside and inside[0]:
+            raise ModelError(f"`{inside[0]}` is already streamed; restore it first")
         raise ModelError(f"the {type(model).__name__} is already offloaded; restore(model) first")
-    for name, module in model.named_modules():
-        if is_offloaded(module):
-            raise ModelError(f"`{name}` is already streamed; restore it first")
     placement = Placement(model, config)
     kept = adapter_parameters(model)
     streamed = [parameter for parameter in model.parameters() if id(parameter) not in kept]
@@ -233,7 +233,7 @@ def stats(model: nn.Module, *, device: Device | None = None) -> Stats:
     return stats
 
 
-def _stats_of(share: Share) -> Stats:
+def _stats_of(share: Weights) -> Stats:
     """Returns the statistics of the weights on one device."""
     stats = share.streamer.stats()
     stats["experts"] = [
@@ -272,54 +272,48 @@ def restore(model: M) -> M:
         >>> type(model.weight)
         <class 'torch.nn.parameter.Parameter'>
     """
-    root = offloaded_in(model)
-    streaming = streaming_of(root)
+    streaming = streaming_of(model)
     if any(share.streamer.in_use() for share in streaming.shares):
         raise ModelError(
             "cannot restore the model while a forward runs: call restore(model) after the forward"
         )
-    parameters = {
-        (share.weights, key): nn.Parameter(
-            tensor.detach().to(share.device), requires_grad=share.weights.requires_grad(key)
-        )
+    streamed = list({id(each): each for _, each in stand_ins_below(model)}.values())
+    wanted = {(each._ref.weights, each._ref.key) for each in streamed}
+    values = {
+        (share, key): tensor.detach().to(share.device)
         for share in streaming.shares
-        for key, tensor in _read_all(streaming.checkpoint, share.sources, share.weights).items()
+        for key, tensor in _read_all(
+            streaming.checkpoint,
+            {key: spec for key, spec in share.sources.items() if (share, key) in wanted},
+            share,
+        ).items()
     }
-    streamed = {share.weights for share in streaming.shares}
-    # A wrapper can share parameters of the offloaded model that it contains.
-    restored = [(module, _restored(module, parameters, streamed)) for module in model.modules()]
-    for share in streaming.shares:
+    restored = [
+        (each, _values_of(each, values[each._ref.weights, each._ref.key])) for each in streamed
+    ]
+    modules = set(nn.Module.modules(model))
+    models = {each for share in streaming.shares for each in share.passes.models} & modules
+    for share in streaming.shares if models else ():
         share.profile.end()
     with deferred():
-        del root.__dict__["_tensorstream"]
-        if len(streaming.shares) == 1:  # else, its modules stay on their devices
-            root.__dict__.pop("hf_device_map", None)
-        restore_names(root)
-        for module in root.modules():
-            restore_methods(module)
-        for module, own in restored:
-            before = module.__dict__["_parameters"]
-            if isinstance(before, Parameters) and before.weights in streamed:
-                module.__dict__["_parameters"] = dict(dict.items(before)) | own
-                recurrent(module)
-            else:
-                dict.update(before, own)
+        for each, tensor in restored:
+            to_memory(each, tensor)
+        for each in models:
+            if len(streaming.shares) == 1:  # else, its modules stay on their devices
+                each.__dict__.pop("hf_device_map", None)
+            restore_names(each)
     return model
 
 
-def _restored(
-    module: nn.Module,
-    parameters: dict[tuple[Weights, int], nn.Parameter],
-    streamed: set[Weights],
-) -> dict[str, nn.Parameter]:
-    """Returns the parameters that replace the stand-ins of a module. Views become copies."""
-    return {
-        name: parameters[each.weights, each.key]
-        if each.is_parameter
-        else nn.Parameter(each.copy(), requires_grad=False)
-        for name, each in own_stand_ins(module)
-        if each.weights in streamed
-    }
+def _values_of(parameter: StreamedTensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns the memory for a parameter, which can be a view or a copy of the restored weight."""
+    if parameter._ref.is_copy:
+        return weight.clone(memory_format=torch.preserve_format)
+    shape, strides, offset = parameter.shape, parameter.stride(), int(parameter.storage_offset())
+    if parameter.dtype == weight.dtype:
+        return weight.as_strided(shape, strides, offset)
+    view = torch.empty(0, dtype=parameter.dtype, device=weight.device)
+    return view.set_(weight.untyped_storage(), offset, shape, strides)
 
 
 def _read_all(
@@ -354,7 +348,7 @@ def _read_all(
         [spec.spec() for spec in specs],
         budget=2 * total + (16 << 20),
         together=[],
-        weight_class=StreamedWeight,
+        classes=(StreamedWeight, StreamedTensor),
     )
     in_pass = streamer.begin_pass()
     bar = _native.Progress("restoring", total)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable
@@ -14,9 +13,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ._calls import announce, call_if_present
 from ._division import route_argument, selected
-from ._forward import Forward
-from ._replaced_method import ReplacedMethod
 from ._weights import Divided, Weights
 
 #: With more tokens than this, a layer needs most of its experts, and guesses save nothing.
@@ -25,15 +23,15 @@ _MOST_GUESSED_TOKENS = 8
 _RARELY = 32
 
 
-class _Announced(ReplacedMethod):
-    """The forward of a module that announces routed units."""
+class _Announcer:
+    """Announces the routed units of a module before each of its forwards."""
 
-    #: The module whose units are likely to be announced next.
+    #: The announcer of the module whose units are likely to be announced next.
     next: Any = None
 
-    def __init__(self, module: nn.Module, weights: Weights) -> None:
-        super().__init__(module, "forward")
-        self._weights = weights
+    def __init__(self, weights: Weights) -> None:
+        # The streamer ends with the model.
+        self._streamer = weakref.ref(weights.streamer)
         self._calls = 0
 
     def _announce(self, units: list[tuple[int, int]], inputs: Any) -> Any:
@@ -43,14 +41,16 @@ class _Announced(ReplacedMethod):
             units: The numbers of the units, each with the number of its uses.
             inputs: The input of the experts.
         """
-        streamer = self._weights.streamer
+        streamer = self._streamer()
+        if streamer is None:
+            return None
         expected = streamer.expect(units)
         self._calls += 1
         if self.next is not None and (streamer.guesses_pay() or self._calls % _RARELY == 1):
             guessed = self.next.likely(inputs)
             if guessed is not None:
                 streamer.guess(guessed)
-        return contextlib.closing(expected)
+        return expected
 
     def likely(self, inputs: Any) -> list[int] | None:
         """Returns the units that this module is likely to announce. ``None`` if it is unknown.
@@ -61,18 +61,17 @@ class _Announced(ReplacedMethod):
         raise NotImplementedError
 
 
-class Expert(_Announced):
-    """The forward of an expert that is a module. Announces all units below it."""
+class Expert(_Announcer):
+    """Announces all units of an expert that is a module."""
 
-    def __init__(self, module: nn.Module, weights: Weights, units: list[int]) -> None:
-        super().__init__(module, weights)
+    def __init__(self, weights: Weights, units: list[int]) -> None:
+        super().__init__(weights)
         self._units = units
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = next((leaf for leaf in args if isinstance(leaf, torch.Tensor)), None)
         uses = 1 if tensor is None or tensor.ndim == 0 else max(tensor.shape[:-1].numel(), 1)
-        with self._announce([(unit, uses) for unit in self._units], None):
-            return self.original()(*args, **kwargs)
+        return self._announce([(unit, uses) for unit in self._units], None)
 
     def likely(self, _: Any) -> list[int]:
         # A batch of many tokens uses all experts in order. With few tokens, such guesses are mostly
@@ -80,16 +79,14 @@ class Expert(_Announced):
         return self._units
 
 
-class Routed(_Announced):
-    """The forward of a module that chooses slices of its divided weights.
-
-    Announces the chosen slices before the forward uses them, so that they are read together.
+class Routed(_Announcer):
+    """Announces the slices of divided weights that a module chooses, so that they are read together.
     """
 
     def __init__(
         self, module: nn.Module, weights: Weights, keys: list[int], router: nn.Module | None
     ) -> None:
-        super().__init__(module, weights)
+        super().__init__(weights)
         self._divided = [each for key in keys if (each := weights.divided(key)) is not None]
         self._route = route_argument(module)
         #: Whether all slices of a weight are used before those of the next weight.
@@ -98,11 +95,11 @@ class Routed(_Announced):
         ) not in (None, "eager")
         self._router = None if router is None else weakref.ref(router)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._route is not None, "only modules with such an argument get this forward"
-        units = self._units(selected(self._route, args, kwargs))
-        with self._announce(units, args[0] if args else None):
-            return self.original()(*args, **kwargs)
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._route is not None, "only modules with such an argument are announced"
+        inputs = args[1:]  # the first one is the module
+        units = self._units(selected(self._route, inputs, kwargs))
+        return self._announce(units, inputs[0] if inputs else None)
 
     def _units(self, chosen: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns the units of slices in the order of their use, each with its number of uses."""
@@ -136,12 +133,9 @@ class Routed(_Announced):
         )
         if not usable:
             return None
-        forward = router.__dict__.get("forward")
-        if not isinstance(forward, Forward):
-            return None
         chosen = [
             leaf
-            for leaf in tree_leaves(forward.if_present(inputs))
+            for leaf in tree_leaves(call_if_present(router, inputs))
             if type(leaf) is torch.Tensor and leaf.dtype == torch.int64
         ]
         if not chosen:
@@ -178,8 +172,8 @@ def announced(
     weights: Weights,
     routed: Iterable[tuple[nn.Module, list[int]]],
     experts: Iterable[tuple[nn.Module, list[int]]],
-) -> list[tuple[nn.Module, ReplacedMethod]]:
-    """Returns the new forward of each module that announces units. They are in order of the model.
+) -> None:
+    """Announces the units of modules before their forwards.
 
     Args:
         model: The model.
@@ -190,10 +184,9 @@ def announced(
     choosing = [
         (module, Routed(module, weights, keys, router_of(model, module))) for module, keys in routed
     ]
-    chosen = [(module, Expert(module, weights, units)) for module, units in experts]
-    made: list[tuple[nn.Module, ReplacedMethod]] = []
-    for forwards in (choosing, chosen):
-        for (_, own), (_, after) in itertools.pairwise(forwards):
+    chosen = [(module, Expert(weights, units)) for module, units in experts]
+    for announcers in (choosing, chosen):
+        for (_, own), (_, after) in itertools.pairwise(announcers):
             own.next = after
-        made += forwards
-    return made
+        for module, announcer in announcers:
+            announce(module, announcer)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ._division import slice_bytes
-from ._streamed_tensor import StreamedTensor, rules, with_slice
+from ._streamed_tensor import StreamedTensor, name_of, rules, with_slice
 from ._weights import Divided
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def _rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @_rule("index")
 def _index(weight: Any, indices: Any) -> Any:
     """Returns ``weight[index]`` for one integer index of any shape."""
-    if type(weight) is not StreamedTensor or len(indices) != 1:
+    if not isinstance(weight, StreamedTensor) or len(indices) != 1:
         return NotImplemented
     return _select(weight, indices[0])
 
@@ -58,8 +58,8 @@ def _embedding_bag(operation: Any, weight: Any, indices: Any, *args: Any, **kwar
         return NotImplemented
     rows, numbers = torch.unique(indices, return_inverse=True)
     if (
-        type(weight) is not StreamedTensor
-        or rows.numel() * slice_bytes(weight) > weight.weights.budget_bytes
+        not isinstance(weight, StreamedTensor)
+        or rows.numel() * slice_bytes(weight) > weight._ref.weights.budget_bytes
     ):
         return NotImplemented  # the copy of the whole weight is refused
     selected = _select(weight, rows, negative=False)
@@ -102,7 +102,7 @@ def _select(weight: Any, index: Any, *, negative: bool = True) -> Any:
     usable = (
         type(index) is torch.Tensor
         and index.dtype in _INTEGERS
-        and type(weight) is StreamedTensor
+        and isinstance(weight, StreamedTensor)
         and _is_whole(weight)
     )
     least = -count if negative else 0
@@ -110,7 +110,7 @@ def _select(weight: Any, index: Any, *, negative: bool = True) -> Any:
         return NotImplemented
     if index.numel() and not (least <= index.min() and index.max() < count):
         raise IndexError(
-            f"index out of range in `{weight.name}`: it has {count} rows, got indices from "
+            f"index out of range in `{name_of(weight)}`: it has {count} rows, got indices from "
             f"{int(index.min())} to {int(index.max())}"
         )
     flat = torch.where(index < 0, index + count, index).reshape(-1)
@@ -118,7 +118,7 @@ def _select(weight: Any, index: Any, *, negative: bool = True) -> Any:
         (flat.numel(), *weight.shape[1:]), dtype=weight.dtype, device=weight.device
     )
     rows, numbers = torch.unique(flat, return_inverse=True)
-    divided = weight.weights.divided(weight.key)
+    divided = weight._ref.weights.divided(weight._ref.key)
     assert divided is not None, "`_is_whole` checks it"
     # Sorted by row, so that each slice is leased once.
     order = torch.argsort(numbers, stable=True)
@@ -146,7 +146,7 @@ def _pieces(weight: StreamedTensor, divided: Divided, rows: torch.Tensor) -> Ite
     if divided.table is not None:
         # A piece is no larger than a block. It fits into memory, because a block is a unit.
         step = divided.blocks[0] if divided.blocks else 1
-        streamer, table = weight.weights.streamer, divided.table
+        streamer, table = weight._ref.weights.streamer, divided.table
         for begin in range(0, len(wanted), step):
             some = wanted[begin : begin + step]
 
@@ -177,21 +177,21 @@ def _pieces(weight: StreamedTensor, divided: Divided, rows: torch.Tensor) -> Ite
 
 @_rule("linear")
 def _linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
-    if type(weight) is not StreamedTensor or not _has_blocks(weight, transposed=False):
+    if not isinstance(weight, StreamedTensor) or not _has_blocks(weight, transposed=False):
         return NotImplemented
     return _by_block(weight, bias, lambda own, bias: aten.linear.default(inputs, own, bias))
 
 
 @_rule("mm")
 def _mm(inputs: Any, weight: Any) -> Any:
-    if type(weight) is not StreamedTensor or not _has_blocks(weight, transposed=True):
+    if not isinstance(weight, StreamedTensor) or not _has_blocks(weight, transposed=True):
         return NotImplemented
     return _by_block(weight, None, lambda own, _: aten.mm.default(inputs, own.t()))
 
 
 @_rule("addmm")
 def _addmm(bias: Any, inputs: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    usable = type(weight) is StreamedTensor and _has_blocks(weight, transposed=True)
+    usable = isinstance(weight, StreamedTensor) and _has_blocks(weight, transposed=True)
     if not usable or bias.ndim != 1:
         return NotImplemented
 
@@ -206,9 +206,9 @@ def _by_block(
     weight: StreamedTensor, bias: Any, multiply: Callable[[torch.Tensor, Any], torch.Tensor]
 ) -> torch.Tensor:
     """Joins the products with all blocks of rows."""
-    divided = weight.weights.divided(weight.key)
+    divided = weight._ref.weights.divided(weight._ref.key)
     assert divided is not None and divided.blocks is not None, "`_has_blocks` checks it"
-    bias = bias.clone() if type(bias) is StreamedTensor else bias
+    bias = bias.clone() if isinstance(bias, StreamedTensor) else bias
     results: list[torch.Tensor] = []
     for index, count in enumerate(divided.blocks):
         begin = divided.first_row(index)
@@ -225,7 +225,7 @@ def _by_block(
 def _bmm(inputs: Any, weight: Any) -> Any:
     """Multiplies a batch of matrices by the slices of a weight, one slice after the other."""
     usable = (
-        type(weight) is StreamedTensor
+        isinstance(weight, StreamedTensor)
         and type(inputs) is torch.Tensor
         and (inputs.ndim, weight.ndim) == (3, 3)
         and inputs.shape[0] == weight.shape[0]
@@ -260,7 +260,7 @@ def _grouped_mm(
     Each group is computed by the operation itself, with one slice.
     """
     usable = (
-        type(weight) is StreamedTensor
+        isinstance(weight, StreamedTensor)
         and type(inputs) is torch.Tensor
         and (inputs.ndim, weight.ndim) == (2, 3)
         and _has_slices(weight)
@@ -280,7 +280,7 @@ def _grouped_mm(
 
 def _grouped_mm_fallback(inputs: Any, weight: Any, offs: Any) -> Any:
     """Like ``_grouped_mm``, for the operation ``grouped_mm_fallback`` of transformers."""
-    plain = type(weight) is StreamedTensor and type(inputs) is torch.Tensor
+    plain = isinstance(weight, StreamedTensor) and type(inputs) is torch.Tensor
     if not (plain and weight.ndim == 3 and _has_slices(weight)):
         return NotImplemented
 
@@ -321,18 +321,18 @@ def register_transformers() -> None:
 
 def _is_whole(weight: StreamedTensor) -> bool:
     """Returns whether a stand-in is a divided weight itself, and not a view of it."""
-    divided = weight.weights.divided(weight.key)
+    divided = weight._ref.weights.divided(weight._ref.key)
     return divided is not None and tuple(weight.shape) == divided.shape and weight.is_contiguous()
 
 
 def _is_batched(weight: StreamedTensor) -> bool:
-    divided = weight.weights.divided(weight.key)
+    divided = weight._ref.weights.divided(weight._ref.key)
     return divided is not None and divided.batched
 
 
 def _has_slices(weight: StreamedTensor) -> bool:
     """Returns whether the first dimension of a stand-in is that of the slices."""
-    divided = weight.weights.divided(weight.key)
+    divided = weight._ref.weights.divided(weight._ref.key)
     return (
         divided is not None
         and divided.blocks is None
@@ -345,7 +345,7 @@ def _has_slices(weight: StreamedTensor) -> bool:
 
 def _has_blocks(weight: StreamedTensor, *, transposed: bool) -> bool:
     """Returns whether a stand-in is a matrix that is divided into blocks, or its transpose."""
-    divided = weight.weights.divided(weight.key)
+    divided = weight._ref.weights.divided(weight._ref.key)
     if divided is None or divided.blocks is None or weight.ndim != 2:
         return False
     shape, strides = tuple(weight.shape), weight.stride()

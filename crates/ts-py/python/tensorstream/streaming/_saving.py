@@ -8,6 +8,7 @@ function of safetensors that it calls in the end is replaced by one that writes 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,10 +21,9 @@ from torch import nn
 from .. import _native
 from ..errors import ModelError
 from ..files._capsules import NewTensor, dtype_name, write_all
+from ._calls import stand_ins_below
 from ._diversion import replaced
-from ._guards import stand_ins_below
-from ._replaced_method import ReplacedMethod, replace_method
-from ._stored_weights import StoredWeights
+from ._streamed_tensor import StreamedTensor
 from ._symbolic_tensor import SymbolicTensor
 
 #: The functions of safetensors that classes of models call to write a file.
@@ -33,52 +33,77 @@ _WRITERS = (("transformers.modeling_utils", "safe_save_file"), ("safetensors.tor
 _saved: ContextVar[nn.Module | None] = ContextVar("tensorstream_saved", default=None)
 
 
-def save_in_pieces(model: nn.Module, stored: StoredWeights) -> None:
-    """Replaces ``save_pretrained`` of each module that has it and contains streamed weights."""
-    for module in model.modules():
-        if hasattr(type(module), "save_pretrained") and any(stand_ins_below(module)):
-            replace_method(module, StateDict(module, stored))
-            replace_method(module, SavePretrained(module, stored))
+def save_in_pieces(model: nn.Module) -> None:
+    """Replaces ``save_pretrained`` of the classes of the modules of a model, once for each class.
+
+    ``state_dict`` of all modules is replaced, too, so that ``save_pretrained`` gets symbolic
+    tensors.
+    """
+    if nn.Module.state_dict not in _replaced:
+        nn.Module.state_dict = _state_dict(nn.Module.state_dict)  # type: ignore[method-assign]
+        _replaced.add(nn.Module.state_dict)
+    for kind in {type(module) for module in nn.Module.modules(model)}:
+        for owner in kind.__mro__:
+            original = vars(owner).get("save_pretrained")
+            if callable(original) and original not in _replaced:
+                replacement = _save_pretrained(original)
+                _replaced.add(replacement)
+                setattr(owner, "save_pretrained", replacement)  # noqa: B010
 
 
-class StateDict(ReplacedMethod):
-    """Replaces ``state_dict``, so that ``save_pretrained`` gets symbolic tensors."""
-
-    def __init__(self, module: nn.Module, stored: StoredWeights) -> None:
-        super().__init__(module, "state_dict")
-        self._stored = stored
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = self.original()(*args, **kwargs)
-        return self._stored.symbolic_all(tensors) if _saved.get() is self.module() else tensors
+#: The methods that replace others.
+_replaced: set[Any] = set()
 
 
-class SavePretrained(ReplacedMethod):
-    """Replaces ``save_pretrained``, to write weights in small pieces.
+def _state_dict(original: Any) -> Any:
+    @functools.wraps(original)
+    def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors = original(self, *args, **kwargs)
+        return _symbolic_all(tensors) if _saved.get() is self else tensors
 
-    Refuses directories from where weights stream, because replacing their files ends streaming.
+    return state_dict
+
+
+def _save_pretrained(original: Any) -> Any:
+    """Returns ``save_pretrained``, which writes streamed weights in small pieces.
+
+    It refuses directories from where weights stream, because replacing their files ends streaming.
     """
 
-    def __init__(self, module: nn.Module, stored: StoredWeights) -> None:
-        super().__init__(module, "save_pretrained")
-        self._stored = stored
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(original)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        streams = isinstance(self, nn.Module) and _saved.get() is not self
+        stored = {each._ref.weights.stored for _, each in stand_ins_below(self)} if streams else ()
+        if not stored:
+            return original(self, *args, **kwargs)
         directory = args[0] if args else kwargs.get("save_directory")
-        if isinstance(directory, str | os.PathLike) and self._stored.is_in(directory):
+        is_path = isinstance(directory, str | os.PathLike)
+        if is_path and any(each.is_in(directory) for each in stored):
             raise ModelError(
                 f"cannot save to {os.fspath(directory)}, from where weights stream; nothing was "
                 "changed; save to another directory, or restore(model) first"
             )
         if isinstance(kwargs.get("state_dict"), Mapping):
-            kwargs["state_dict"] = self._stored.symbolic_all(kwargs["state_dict"])
+            kwargs["state_dict"] = _symbolic_all(kwargs["state_dict"])
         with contextlib.ExitStack() as stack:
             for module, name in _WRITERS:
                 if hasattr(owner := sys.modules.get(module), name):
                     stack.enter_context(replaced(owner, name, _writer))
-            token = _saved.set(self.module())
+            token = _saved.set(self)
             stack.callback(_saved.reset, token)
-            return self.original()(*args, **kwargs)
+            return original(self, *args, **kwargs)
+
+    return save_pretrained
+
+
+def _symbolic_all(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state dict with symbolic tensors instead of stand-ins."""
+    made = dict(tensors)
+    for stored in {
+        each._ref.weights.stored for each in tensors.values() if isinstance(each, StreamedTensor)
+    }:
+        made = stored.symbolic_all(made)
+    return made
 
 
 def _writer(original: Any) -> Any:

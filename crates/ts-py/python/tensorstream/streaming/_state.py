@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""The streaming state of a model, and where it is found."""
+"""The streaming state of a model. It is found through the parameters of the model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,45 +11,27 @@ from torch import nn
 from .. import _native
 from ..devices import device_of
 from ..errors import ConfigurationError, ModelError
-from ._profile import Profile
+from ._calls import own_stand_ins, stand_ins_below
 from ._weights import Weights
 
 
-@dataclass(frozen=True, eq=False)
-class Share:
-    """The weights of a model on one device, which have an engine of their own."""
-
-    weights: Weights
-    #: The stored tensor of each parameter, as a ``TensorSpec``, by key.
-    sources: dict[int, Any]
-    profile: Profile
-    #: The units of the experts of each layer, by the name of the module that contains them.
-    expert_units: dict[str, list[int]]
-
-    @property
-    def device(self) -> torch.device:
-        """The device."""
-        return self.weights.device
-
-    @property
-    def streamer(self) -> _native.Streamer:
-        """The engine."""
-        return self.weights.streamer
-
-
-@dataclass
+@dataclass(frozen=True)
 class Streaming:
-    """The streaming state of a model, which is its attribute ``_tensorstream``."""
+    """What streams in a module: the weights on each device, those on the main one first."""
 
-    checkpoint: _native.Checkpoint
-    #: The weights on each device, those on the main one first.
-    shares: list[Share]
-    #: Requested backends that are not built yet, with the reason.
-    passed_over: list[tuple[str, str]]
-    #: The shares of which a trace is being recorded.
-    traced: list[Share] = field(default_factory=list)
+    shares: list[Weights]
 
-    def share(self, device: str | int | torch.device | None) -> Share:
+    @property
+    def checkpoint(self) -> _native.Checkpoint:
+        """The checkpoint."""
+        return self.shares[0].stored.checkpoint
+
+    @property
+    def passed_over(self) -> list[tuple[str, str]]:
+        """Requested backends that are not built yet, with the reason."""
+        return self.shares[0].passed_over
+
+    def share(self, device: str | int | torch.device | None) -> Weights:
         """Returns the weights on a device, or the only ones for ``None``.
 
         Raises:
@@ -69,38 +50,39 @@ class Streaming:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Returns whether a model streams."""
-    return "_tensorstream" in model.__dict__
-
-
-def offloaded_in(model: nn.Module) -> nn.Module:
-    """Returns the model itself if it is offloaded, else the only offloaded model that it contains.
-
-    For example, a ``PeftModel`` contains its base model.
-
-    Raises:
-        ModelError: The model contains no offloaded model, or several.
-    """
-    found = {}
-    if isinstance(model, nn.Module):
-        modules = [("", model)] if is_offloaded(model) else model.named_modules()
-        found = {name: each for name, each in modules if is_offloaded(each)}
-    if len(found) > 1:
-        raise ModelError(
-            f"this {type(model).__name__} contains several offloaded models "
-            f"({', '.join(f'`{name}`' for name in found)}); pass one of them"
-        )
-    if not found:
-        raise ModelError(f"this {type(model).__name__} is not offloaded; call offload(model) first")
-    return next(iter(found.values()))
+    """Returns whether any parameter of a module streams."""
+    return next(iter(stand_ins_below(model)), None) is not None
 
 
 def streaming_of(model: nn.Module) -> Streaming:
-    """Returns the streaming state of an offloaded model, which another model may contain.
+    """Returns what streams in a module: a model, a part of one, or a module around one.
 
     Raises:
-        ModelError: The model is not offloaded.
+        ModelError: Nothing in it streams, or it contains several offloaded models.
     """
-    streaming = offloaded_in(model).__dict__["_tensorstream"]
-    assert isinstance(streaming, Streaming)
-    return streaming
+    found: dict[Weights, str] = {}
+    if isinstance(model, nn.Module):
+        for name, module in nn.Module.named_modules(model):
+            for _, each in own_stand_ins(module):
+                found.setdefault(each._ref.weights, name)
+    if not found:
+        raise ModelError(f"this {type(model).__name__} is not offloaded; call offload(model) first")
+    if len({weights.stored for weights in found}) > 1:
+        names = {weights.stored: _model_name(model, weights, name) for weights, name in found.items()}
+        raise ModelError(
+            f"this {type(model).__name__} contains several offloaded models "
+            f"({', '.join(f'`{name}`' for name in names.values())}); pass one of them"
+        )
+    return Streaming(sorted(found, key=lambda weights: weights.number))
+
+
+def _model_name(around: nn.Module, weights: Weights, first: str) -> str:
+    """Returns the name of an offloaded model in a module around it.
+
+    Args:
+        around: The module.
+        weights: The weights of the model.
+        first: The name of the first module with one of its weights.
+    """
+    names = nn.Module.named_modules(around)
+    return next((name for name, each in names if each in weights.passes.models), first)

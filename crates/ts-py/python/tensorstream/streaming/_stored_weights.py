@@ -33,7 +33,8 @@ class StoredWeights:
     """
 
     def __init__(self, checkpoint: _native.Checkpoint, budget_bytes: int) -> None:
-        self._checkpoint = checkpoint
+        #: The checkpoint.
+        self.checkpoint = checkpoint
         self._builder = Builder(checkpoint, budget_bytes)
         #: The stored tensor of each weight, and its original parameter as a number, by key, for the
         #: weights on each device. Those refer to this object.
@@ -58,18 +59,18 @@ class StoredWeights:
 
     def parameter(self, stand_in: StreamedTensor) -> int:
         """Returns the original parameter of a weight, as a number."""
-        return self._weights[stand_in.weights][stand_in.key][1]
+        return self._weights[stand_in._ref.weights][stand_in._ref.key][1]
 
     def has(self, stand_in: StreamedTensor) -> bool:
         """Returns whether a stand-in is one of the model's."""
-        return stand_in.weights in self._weights
+        return stand_in._ref.weights in self._weights
 
     def is_in(self, directory: str | os.PathLike[str]) -> bool:
         """Returns whether weights stream from files in a directory."""
         return any(
             os.path.realpath(os.path.dirname(path)) == os.path.realpath(directory)
-            for index, (path, _, _) in enumerate(self._checkpoint.files())
-            if not self._checkpoint.is_remote(index)
+            for index, (path, _, _) in enumerate(self.checkpoint.files())
+            if not self.checkpoint.is_remote(index)
         )
 
     def symbolic_all(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class StoredWeights:
         made: dict[int, torch.Tensor] = {}
         state_dict = dict(tensors)
         for name, tensor in tensors.items():
-            if type(tensor) is StreamedTensor:
+            if isinstance(tensor, StreamedTensor) and self.has(tensor):
                 parameter = self.parameter(tensor)
                 if parameter not in made:
                     made[parameter] = self.symbolic(tensor)
@@ -89,7 +90,7 @@ class StoredWeights:
 
     def symbolic(self, stand_in: StreamedTensor) -> torch.Tensor:
         """Returns a symbolic tensor for a weight, or a view of one if it is not contiguous."""
-        name, _, shape, parts, phase = self._weights[stand_in.weights][stand_in.key][0]
+        name, _, shape, parts, phase = self._weights[stand_in._ref.weights][stand_in._ref.key][0]
         source = Source(name, tuple(parts), phase)
         stored = SymbolicTensor(shape, stand_in.dtype, source, self._builder)
         if stand_in.is_contiguous():
@@ -107,8 +108,8 @@ class StoredWeights:
             StorageError: Reading or writing failed.
             CheckpointChangedError: The file changed since it was opened.
         """
-        spec = stand_in.weights.specs[stand_in.key]
-        stored, parameter = self._weights[stand_in.weights][stand_in.key]
+        spec = stand_in._ref.weights.specs[stand_in._ref.key]
+        stored, parameter = self._weights[stand_in._ref.weights][stand_in._ref.key]
         storage = self._mapped.get(parameter)
         if storage is None:
             storage = self._mapped[parameter] = self._map(stored).untyped_storage()
@@ -124,9 +125,9 @@ class StoredWeights:
         try:
             if len(parts) == 1 and self._is_plain(parts[0]):
                 file, offset, _ = parts[0]
-                path, _, _ = self._checkpoint.files()[file]
+                path, _, _ = self.checkpoint.files()[file]
                 with open(path, "rb") as opened:
-                    self._checkpoint.require_unchanged(file)
+                    self.checkpoint.require_unchanged(file)
                     begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
                     mapping = mmap.mmap(
                         opened.fileno(), offset - begin + length, access=mmap.ACCESS_COPY,
@@ -144,8 +145,8 @@ class StoredWeights:
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
             raise StorageError(f"cannot map `{stored[0]}`: {error}") from error
         target = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._checkpoint.read_into(parts, as_capsule(target))
+        self.checkpoint.read_into(parts, as_capsule(target))
         return target
 
     def _is_plain(self, part: tuple[int, int, int]) -> bool:
-        return self._checkpoint.can_gather([part]) and not self._checkpoint.is_remote(part[0])
+        return self.checkpoint.can_gather([part]) and not self.checkpoint.is_remote(part[0])

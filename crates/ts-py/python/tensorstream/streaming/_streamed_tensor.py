@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
+from .. import _native
 from ..errors import BudgetError, ModelError
 from ._weights import Weights
 
@@ -46,35 +47,29 @@ _VIEW_CACHE_SIZE = 4096
 
 
 class StreamedTensor(torch.Tensor):
-    """A stand-in for a weight, or for a view of it. Has no memory."""
+    """A stand-in for a weight, or for a view of it. Has no memory.
+
+    A parameter of a module keeps its Python object and its attributes when it begins to stream: it
+    only gets this class, and the implementation of a stand-in. While the forward of its module
+    runs, it has the class ``StreamedWeight``, and the implementation of the leased weight.
+    """
 
     # With this value, PyTorch does not call `__torch_function__`. Type checkers expect a method.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    weights: Weights
-    #: The key of the weight.
-    key: int
-    #: Whether it is the parameter of a module, and not a view or a copy of it.
-    is_parameter = False
-    #: Of a parameter that requires no gradients, the one for the same weight that does, if any.
-    trainable: StreamedTensor | None = None
-    #: The weight in a mapped file, once a library has asked for its memory to write it to a file.
-    mapping: torch.Tensor | None = None
-    #: Of a parameter that requires gradients, the one for the same weight that does not.
-    frozen: weakref.ref[StreamedTensor] | None = None
+    #: The weight that the tensor represents. Names of libraries do not begin with an underscore.
+    _ref: _native.WeightRef
 
     def __new__(cls, *_: Any, **__: Any) -> StreamedTensor:
         # Libraries call the class of a parameter to create its replacement.
         raise ModelError(f"cannot move or replace a streamed weight: {RESTORE_FIRST}")
 
-    @property
-    def name(self) -> str:
-        """The name of the weight in the checkpoint."""
-        return self.weights.specs[self.key].name
-
     # The stub of PyTorch declares this method without types.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"StreamedTensor({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"StreamedTensor({name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(copied(self.detach()), format_spec) if self.dim() == 0 else repr(self)
 
     @property
     def data(self) -> torch.Tensor:
@@ -82,78 +77,55 @@ class StreamedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not is_same(self, value):
-            raise ModelError(f"cannot set the data of `{self.name}`: {_CHANGE_IN_MEMORY}")
+        if is_same(self, value):
+            return
+        if not self._ref.is_copy:
+            raise ModelError(f"cannot set the data of `{name_of(self)}`: {_CHANGE_IN_MEMORY}")
+        to_memory(self, value.detach())
 
     def detach(self) -> torch.Tensor:
         """Returns a stand-in of the same weight without autograd history."""
-        offset = int(self.storage_offset())
-        return stand_in(self.weights, self.key, self.dtype, self.shape, self.stride(), offset)
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether autograd records operations on the stand-in.
-
-        In a pass, also true if the original parameter requires gradients, because modules of
-        PyTorch choose kernels by this property.
-        """
-        return bool(_requires_grad.__get__(self)) or (
-            self.weights.requires_grad(self.key) and self.weights.streamer.in_pass()
-        )
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> StreamedTensor:
-        """Freezes the weight if ``requires_grad`` is false. A frozen weight stays frozen.
-
-        Raises:
-            ModelError: The argument is true, but the property ``requires_grad`` is false.
-        """
-        if not requires_grad:
-            self.weights.freeze(self.key)
-        elif not self.requires_grad:
-            raise ModelError(
-                f"`{self.name}` cannot require gradients: a streamed weight is never updated; "
-                "train an adapter (PEFT) on top, or restore(model) first"
-            )
-        return self
-
-    def copy(self) -> torch.Tensor:
-        """Returns a copy of the weight in memory."""
-        with torch.no_grad():
-            return self.clone(memory_format=torch.preserve_format)
+        weights, key, offset = self._ref.weights, self._ref.key, int(self.storage_offset())
+        return stand_in(weights, key, self.dtype, self.shape, self.stride(), offset)
 
     # PyTorch's own versions of the following methods need the memory of the tensor.
 
     def tolist(self) -> Any:
-        return self.copy().tolist()
+        return copied(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Returns a copy. It is read-only, because writes to it would not reach the model."""
-        return _read_only(self.copy().numpy(force=force))
+        if self.requires_grad and not force and torch.is_grad_enabled():
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() "
+                "instead."
+            )
+        return _read_only(copied(self).numpy(force=force))
 
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy().astype(dtype) if dtype else self.numpy()
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.copy().__dlpack__(**kwargs)
+        return copied(self).__dlpack__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        spec = self.weights.specs[self.key]
+        weights, key = self._ref.weights, self._ref.key
+        spec = weights.specs[key]
         whole = (spec.dtype, spec.shape, spec.strides)
         is_whole = (self.dtype, tuple(self.shape), self.stride()) == whole
         # A program that pickles all weights keeps all of these tensors.
-        values: Any = self.weights.mapped(self) if is_whole else self.copy()
-        if getattr(self, "_is_param", False):
-            values = nn.Parameter(values, requires_grad=False)
+        values: Any = weights.mapped(self) if is_whole else copied(self)
+        if is_parameter(self):
+            values = nn.Parameter(values, requires_grad=self.requires_grad)
+            values.__dict__.update(attributes_of(self))
         return values.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copy = nn.Parameter(self.copy(), requires_grad=False)
-        memo[id(self)] = copy
-        return copy
+        known: torch.Tensor | None = memo.get(id(self))
+        if known is None:
+            known = _copy_of_parameter(self, memo) if is_parameter(self) else copied(self)
+            memo[id(self)] = known
+        return known
 
     def data_ptr(self) -> int:
         return self._mapped("data_ptr()").data_ptr() + int(self.storage_offset()) * self.itemsize
@@ -176,16 +148,17 @@ class StreamedTensor(torch.Tensor):
         caller: Any = sys._getframe(2).f_globals.get("__name__", "")
         if caller.partition(".")[0] not in _WRITERS:
             raise self._no_memory(what)
-        if self.mapping is None:
-            self.mapping = self.weights.mapped(self)
-        return self.mapping
+        mapping: torch.Tensor | None = self.__dict__.get(_MAPPING)
+        if mapping is None:
+            mapping = self.__dict__[_MAPPING] = self._ref.weights.mapped(self)
+        return mapping
 
     def share_memory_(self) -> Any:
         raise self._no_memory("share_memory_()")
 
     def _no_memory(self, what: str) -> ModelError:
         return ModelError(
-            f"{what} of `{self.name}` failed: a streamed weight has no permanent memory; "
+            f"{what} of `{name_of(self)}` failed: a streamed weight has no permanent memory; "
             "restore(model) first, or save the model with "
             "tensorstream.save_file(model.state_dict(), path)"
         )
@@ -201,18 +174,72 @@ class StreamedTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         # Parametrizations set a parameter to itself.
-        if (
-            func in (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
-            and type(args[0]) is StreamedTensor
-            and is_same(args[0], args[1])
-        ):
+        if func in _COPYING and isinstance(args[0], StreamedTensor) and is_same(*args[:2]):
             return args[0]
-        _refuse_writes(func, args, kwargs)
-        if func.is_view and type(args[0]) is StreamedTensor:
+        if func._schema.is_mutable and _write_to_copies(func, args, kwargs):
+            args, kwargs = tree_map_only(CopiedTensor, _with_memory, (args, kwargs))
+            return func(*args, **kwargs)
+        if func.is_view and isinstance(args[0], StreamedTensor):
             view = _view(func, args, kwargs)
             if view is not None:
                 return view
         return _run(func, args, kwargs)
+
+
+class CopiedTensor(StreamedTensor):
+    """A copy of a streamed parameter, or a view of one.
+
+    The copy streams the same weight until it is changed or trained. Then it becomes an ordinary
+    parameter in memory.
+    """
+
+    def detach(self) -> torch.Tensor:
+        """Returns a view of the copy without autograd history."""
+        return _view_stand_in(
+            self, self.dtype, self.shape, self.stride(), int(self.storage_offset())
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        args, kwargs = tree_map_only(CopiedTensor, _with_memory, (args, kwargs or {}))
+        if not any(isinstance(leaf, StreamedTensor) for leaf in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether autograd records operations on the parameter."""
+        return bool(_requires_grad.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Trains the copy, which gets memory of its own, or freezes it."""
+        if requires_grad:
+            to_memory(self, copied(self))
+        _requires_grad.__set__(self, requires_grad)
+        return self
+
+
+#: An attribute of a stand-in: the weight in a mapped file, once a library has asked for its memory
+#: to write it to a file.
+_MAPPING = "_ref_mapping"
+#: An attribute of a view of a copy: the copy.
+_COPY = "_ref_copy"
+#: Attributes of parameters that belong to TensorStream, or mean that PyTorch takes a tensor of this
+#: class for a parameter.
+_OWN_ATTRIBUTES = frozenset({"_ref", "_is_param", _MAPPING, _COPY})
+#: Attributes of the parameters of a model that transformers has built, before they stream.
+_SYMBOLIC_ATTRIBUTES = ("provider", "symbolic_storage", "steps", "_cached_source")
+_COPYING = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
 
 
 def stand_in(
@@ -237,33 +264,134 @@ def stand_in(
             device=weights.device,
             requires_grad=requires_grad,
         )
-    made.weights, made.key = weights, key
+    made._ref = _native.WeightRef(weights, key)
     return made
 
 
-def parameter_of(weights: Weights, key: int) -> StreamedTensor:
-    """Creates the stand-in that is the parameter of a module, which requires no gradients.
+def requires_grad(tensor: torch.Tensor) -> bool:
+    """Returns whether autograd records operations on a stand-in."""
+    return bool(_requires_grad.__get__(tensor))
 
-    If the original parameter requires gradients, its attribute ``trainable`` is one that does, too.
-    """
+
+def _with_memory(tensor: CopiedTensor) -> torch.Tensor:
+    """Returns a view of the memory of a copy, if the copy has memory by now."""
+    copy = tensor.__dict__.get(_COPY)
+    if copy is None or isinstance(copy, StreamedTensor | StreamedWeight):
+        return tensor
+    memory = torch.Tensor.detach(copy)
+    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    if tensor.dtype != memory.dtype:
+        view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+        return view.set_(memory.untyped_storage(), offset, shape, strides)
+    return memory.as_strided(shape, strides, offset)
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Returns whether a stand-in is a parameter, and not a view of one."""
+    return "_is_param" in tensor.__dict__
+
+
+def name_of(tensor: StreamedTensor) -> str:
+    """Returns the name of a weight in the checkpoint."""
+    name: str = tensor._ref.weights.specs[tensor._ref.key].name
+    return name
+
+
+def copied(tensor: StreamedTensor) -> torch.Tensor:
+    """Returns a copy of a weight, or of a view of it, in memory."""
+    with torch.no_grad():
+        return tensor.clone(memory_format=torch.preserve_format)
+
+
+def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """Returns the attributes that libraries have given to a parameter."""
+    return {k: v for k, v in parameter.__dict__.items() if k not in _OWN_ATTRIBUTES}
+
+
+def new_stand_in(weights: Weights, key: int) -> StreamedTensor:
+    """Creates a parameter that streams."""
     spec = weights.specs[key]
+    made = stand_in(
+        weights, key, spec.dtype, spec.shape, spec.strides, requires_grad=spec.requires_grad
+    )
+    made._ref = _native.WeightRef(weights, key, nn.Parameter)
+    made._is_param = True
+    return made
 
-    def make(requires_grad: bool) -> StreamedTensor:
-        made = stand_in(
-            weights, key, spec.dtype, spec.shape, spec.strides, requires_grad=requires_grad
-        )
-        made._is_param = made.is_parameter = True
-        return made
 
-    frozen = make(False)
-    if spec.requires_grad:
-        frozen.trainable = make(True)
-        frozen.trainable.frozen = weakref.ref(frozen)
-    return frozen
+def to_stand_in(parameter: torch.Tensor, weights: Weights, key: int) -> None:
+    """Makes a parameter stream. It stays the same Python object, with the same attributes."""
+    spec = weights.specs[key]
+    other = stand_in(
+        weights, key, spec.dtype, spec.shape, spec.strides, requires_grad=parameter.requires_grad
+    )
+    original = type(parameter)
+    if hasattr(original, "symbolic_storage") or "symbolic_storage" in parameter.__dict__:
+        original = nn.Parameter
+    for name in _SYMBOLIC_ATTRIBUTES:
+        parameter.__dict__.pop(name, None)
+    _exchange(parameter, other, StreamedTensor)
+    parameter._ref = _native.WeightRef(weights, key, original)
+    parameter._is_param = True
+
+
+def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> None:
+    """Makes a streamed parameter an ordinary one. It stays the same Python object.
+
+    Args:
+        parameter: The parameter.
+        values: Its memory from now on.
+    """
+    original: Any = parameter._ref.original
+    trains = requires_grad(parameter)
+    with torch.inference_mode(False):
+        other: torch.Tensor = nn.Parameter(values, trains)
+    _exchange(parameter, other, original or nn.Parameter)
+    for name in _OWN_ATTRIBUTES:
+        parameter.__dict__.pop(name, None)
+
+
+def _exchange(parameter: torch.Tensor, other: torch.Tensor, kind: type) -> None:
+    """Gives a parameter the implementation of another tensor, and a class.
+
+    Its gradient and its hooks belong to the implementation, so they are moved.
+    """
+    gradient, hooks = parameter.grad, _hooks_of(parameter)
+    _native_torch._swap_tensor_impl(parameter, other)
+    parameter.__class__ = kind
+    if gradient is not None:
+        parameter.grad = gradient
+    for name, each in hooks.items():
+        setattr(parameter, name, each)
+
+
+def _hooks_of(parameter: Any) -> dict[str, Any]:
+    """Returns the dictionaries of hooks of a parameter, by the name of the attribute."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return {name: each for name in names if (each := getattr(parameter, name, None)) is not None}
+
+
+def _copy_of_parameter(original: StreamedTensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Returns a copy of a streamed parameter, which streams the same weight."""
+    weights, key = original._ref.weights, original._ref.key
+    trains = requires_grad(original)
+    shape, strides = original.shape, original.stride()
+    offset = int(original.storage_offset())
+    copy = stand_in(weights, key, original.dtype, shape, strides, offset, trains)
+    copy.__class__ = CopiedTensor
+    copy._ref = _native.WeightRef(weights, key, original._ref.original, is_copy=True)
+    copy._is_param = True
+    memo[id(original)] = copy
+    for name, value in attributes_of(original).items():
+        copy.__dict__[name] = deepcopy(value, memo)
+    if original.grad is not None:
+        copy.grad = deepcopy(original.grad, memo)
+    weights.passes.add_copies(memo)
+    return copy
 
 
 class StreamedWeight(nn.Parameter):
-    """A weight that the forward of its module leases.
+    """A parameter while the forward of its module has leased its weight.
 
     It is an ordinary parameter, but writes to it are refused or detected. ``data`` and ``detach()``
     share its memory and its version counter, which is compared when the forward ends.
@@ -300,6 +428,11 @@ class StreamedWeight(nn.Parameter):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        known: torch.Tensor | None = memo.get(id(self))
+        if known is not None:
+            return known
+        if "_ref" in self.__dict__:
+            return _copy_of_parameter(self, memo)  # type: ignore[arg-type]
         copy = nn.Parameter(
             torch.Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad
         )
@@ -307,7 +440,10 @@ class StreamedWeight(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        copy: Any = self.__deepcopy__({})
+        copy: Any = nn.Parameter(
+            torch.Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad
+        )
+        copy.__dict__.update(attributes_of(self))
         return copy.__reduce_ex__(protocol)
 
 
@@ -332,6 +468,9 @@ class _Detached(torch.Tensor):
     numpy = StreamedWeight.numpy
     __dlpack__ = StreamedWeight.__dlpack__
 
+    def __format__(self, format_spec: str) -> str:
+        return format(torch.Tensor.detach(self).clone(), format_spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         memo[id(self)] = copy = torch.Tensor.detach(self).clone(memory_format=torch.preserve_format)
         return copy
@@ -347,8 +486,12 @@ def is_same(own: StreamedTensor, value: Any) -> bool:
     def geometry(tensor: torch.Tensor) -> Any:
         return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
-    same = type(value) is StreamedTensor and value.weights is own.weights and value.key == own.key
-    return same and geometry(value) == geometry(own)
+    return (
+        isinstance(value, StreamedTensor)
+        and value._ref.weights is own._ref.weights
+        and value._ref.key == own._ref.key
+        and geometry(value) == geometry(own)
+    )
 
 
 def replace_weights(result: Any, weights: Weights, use: Any) -> Any:
@@ -363,7 +506,7 @@ def replace_weights(result: Any, weights: Weights, use: Any) -> Any:
         plain = (
             isinstance(leaf, torch.Tensor)
             and leaf.layout == torch.strided
-            and type(leaf) is not StreamedTensor
+            and not isinstance(leaf, StreamedTensor)
         )
         if not plain or leaf.device != weights.device or leaf.grad_fn is not None:
             return leaf
@@ -389,7 +532,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns the results of a view function as stand-ins, or ``None`` if the function must run."""
     base = args[0]
     geometry = base.dtype, tuple(base.shape), base.stride(), base.storage_offset()
-    elements = base.weights.elements(base.key, base.dtype)
+    elements = base._ref.weights.elements(base._ref.key, base.dtype)
     key: Any = (func, geometry, elements, args[1:], tuple(sorted(kwargs.items())))
     try:
         known = _view_cache.get(key, ())
@@ -415,7 +558,7 @@ def _view_stand_in(
     offset: int,
 ) -> StreamedTensor:
     """Creates a stand-in for a view. If one slice contains the view, uses the key of the slice."""
-    weights, key = base.weights, base.key
+    weights, key = base._ref.weights, base._ref.key
     divided = weights.divided(key)
     if divided is not None and 0 not in shape:
         row = weights.elements(key, dtype) // divided.shape[0]
@@ -424,7 +567,11 @@ def _view_stand_in(
         if index == divided.slice_of(last // row):
             key = divided.first_key + index
             offset -= divided.first_row(index) * row
-    return stand_in(weights, key, dtype, shape, strides, offset)
+    made = stand_in(weights, key, dtype, shape, strides, offset)
+    if isinstance(base, CopiedTensor):
+        made.__class__ = CopiedTensor
+        made.__dict__[_COPY] = base.__dict__.get(_COPY, base)
+    return made
 
 
 def _infer_views(
@@ -481,11 +628,11 @@ def with_slice(
         function: Its argument is a block, or the slice without the first dimension. The function
             must not keep this tensor.
     """
-    weights, divided = tensor.weights, tensor.weights.divided(tensor.key)
-    assert divided is not None, f"{tensor.name} is not divided"
+    weights, divided = tensor._ref.weights, tensor._ref.weights.divided(tensor._ref.key)
+    assert divided is not None, f"{name_of(tensor)} is not divided"
     use = weights.streamer.hold([divided.first_unit + index])
     try:
-        weight = use.weight(weights.streamer, divided.first_key + index, torch.is_grad_enabled())
+        weight = use.weight(weights.streamer, divided.first_key + index, requires_grad(tensor))
         if divided.blocks is None:
             shape, strides, offset = tensor.shape[1:], tensor.stride()[1:], tensor.storage_offset()
             weight = weight.as_strided(shape, strides, offset)
@@ -507,7 +654,8 @@ def assembled(tensor: StreamedTensor, func: Any) -> torch.Tensor:
     Raises:
         BudgetError: The copy is larger than the budget, and ``func`` is neither a copy nor a cast.
     """
-    divided = tensor.weights.divided(tensor.key)
+    weights, key = tensor._ref.weights, tensor._ref.key
+    divided = weights.divided(key)
     if divided is None:
         return tensor.clone(memory_format=torch.preserve_format)
     if tensor.numel() == 0:
@@ -515,24 +663,24 @@ def assembled(tensor: StreamedTensor, func: Any) -> torch.Tensor:
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
     element = tensor.element_size()
-    row = tensor.weights.elements(tensor.key, tensor.dtype) // divided.shape[0]
+    row = weights.elements(key, tensor.dtype) // divided.shape[0]
     offset = int(tensor.storage_offset())
     first = divided.slice_of(offset // row)
     last = divided.slice_of((offset + _extent_bytes(tensor) // element - 1) // row)
     begin = divided.first_row(first) * row
     keys = range(divided.first_key + first, divided.first_key + last + 1)
-    lengths = [tensor.weights.elements(key, tensor.dtype) for key in keys]
+    lengths = [weights.elements(own, tensor.dtype) for own in keys]
     size = sum(lengths) * element
-    if size > tensor.weights.budget_bytes and func not in _COPIES:
+    if size > weights.budget_bytes and func not in _COPIES:
         raise BudgetError(
-            f"{func} needs {size} bytes of `{tensor.name}` at once, with a budget of "
-            f"{tensor.weights.budget_bytes} bytes; raise the budget to {size} bytes or more, or "
+            f"{func} needs {size} bytes of `{name_of(tensor)}` at once, with a budget of "
+            f"{weights.budget_bytes} bytes; raise the budget to {size} bytes or more, or "
             "use a copy in memory, such as weight.clone()"
         )
     memory = torch.empty(sum(lengths) + 64 // element, dtype=tensor.dtype, device=tensor.device)
     at = skip = (divided.phase + begin * element - memory.data_ptr()) % 64 // element
-    for key, length in zip(keys, lengths, strict=True):
-        part = stand_in(tensor.weights, key, tensor.dtype, [length], [1], 0)
+    for own, length in zip(keys, lengths, strict=True):
+        part = stand_in(weights, own, tensor.dtype, [length], [1], 0)
         memory[at : at + length].copy_(part)
         at += length
     return memory.as_strided(tensor.shape, tensor.stride(), skip + offset - begin)
@@ -549,8 +697,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on weights. Leases all their units for the duration of the operation."""
     nested = kwargs or any(isinstance(each, list | tuple | dict) for each in args)
     leaves = tree_flatten((args, kwargs))[0] if nested else args
-    streamed = [leaf for leaf in leaves if type(leaf) is StreamedTensor]
-    if any(each.weights.divided(each.key) for each in streamed):
+    streamed = [leaf for leaf in leaves if isinstance(leaf, StreamedTensor)]
+    if any(each._ref.weights.divided(each._ref.key) for each in streamed):
         rule = rules.get(func)
         result = NotImplemented if rule is None else rule(*args, **kwargs)
         if result is NotImplemented:
@@ -586,13 +734,13 @@ def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int
         The copies, by ``id`` of the stand-in.
     """
     if len(streamed) == 1:
-        weights = streamed[0].weights
-        uses[weights] = weights.streamer.hold([weights.unit(streamed[0].key)])
+        weights = streamed[0]._ref.weights
+        uses[weights] = weights.streamer.hold([weights.unit(streamed[0]._ref.key)])
         return _NO_COPIES
     copies: dict[int, torch.Tensor] = {}
-    for weights in {each.weights for each in streamed}:
-        own = [each for each in streamed if each.weights is weights]
-        unit = {id(each): weights.unit(each.key) for each in own}
+    for weights in {each._ref.weights for each in streamed}:
+        own = [each for each in streamed if each._ref.weights is weights]
+        unit = {id(each): weights.unit(each._ref.key) for each in own}
         own.sort(key=lambda each: (_extent_bytes(each), unit[id(each)]))
         room = max(COPIED_BYTES, weights.budget_bytes // COPIED_DIVISOR)
         while own:
@@ -620,8 +768,8 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 def _copied(tensor: StreamedTensor, unit: int) -> torch.Tensor:
     """Returns a copy of a weight, or of a view of it, at the same address modulo 64."""
-    with contextlib.closing(tensor.weights.streamer.hold([unit])) as use:
-        real = _real(tensor, use, torch.is_grad_enabled())
+    with contextlib.closing(tensor._ref.weights.streamer.hold([unit])) as use:
+        real = _real(tensor, use)
         element = real.element_size()
         count = _extent_bytes(real) // element + 64 // element
         memory = torch.empty(count, dtype=real.dtype, device=real.device)
@@ -631,10 +779,10 @@ def _copied(tensor: StreamedTensor, unit: int) -> torch.Tensor:
         return copy.detach().requires_grad_(real.requires_grad)
 
 
-def _real(tensor: StreamedTensor, use: Any, grad: bool) -> torch.Tensor:
+def _real(tensor: StreamedTensor, use: Any) -> torch.Tensor:
     """Returns the leased weight, or the view of it, that a stand-in represents."""
-    weights = tensor.weights
-    weight: torch.Tensor = use.weight(weights.streamer, tensor.key, grad)
+    weights = tensor._ref.weights
+    weight: torch.Tensor = use.weight(weights.streamer, tensor._ref.key, requires_grad(tensor))
     shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     if tensor.dtype != weight.dtype:
         view = torch.empty(0, dtype=tensor.dtype, device=weight.device)
@@ -653,11 +801,9 @@ def _call(
     nested: Any,
 ) -> Any:
     # Only this frame refers to the weights, so the references end when it returns.
-    grad = torch.is_grad_enabled()
-
     def real(tensor: StreamedTensor) -> torch.Tensor:
         copy = copies.get(id(tensor))
-        return _real(tensor, uses[tensor.weights], grad) if copy is None else copy
+        return _real(tensor, uses[tensor._ref.weights]) if copy is None else copy
 
     # Uses the dispatcher state of the caller, so that views require gradients as in a model in
     # memory. matmul rounds differently for operands that require gradients.
@@ -665,7 +811,7 @@ def _call(
         if nested:
             args, kwargs = tree_map_only(StreamedTensor, real, (args, kwargs))
         else:
-            args = tuple([real(each) if type(each) is StreamedTensor else each for each in args])
+            args = tuple([real(each) if isinstance(each, StreamedTensor) else each for each in args])
         device_type = next(iter(uses)).device.type if uses else "cpu"
         autocasts = torch.is_autocast_enabled(device_type)
         keys = _dispatch_keys() if autocasts or torch.is_inference_mode_enabled() else None
@@ -717,14 +863,26 @@ def _caller_dispatch_state(func: Any, key: str, autocasts: bool, called: tuple[A
     return _native_torch._ForceDispatchKeyGuard(include, exclude)
 
 
-def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not func._schema.is_mutable:
-        return
-    for tensor in _written(func, args, kwargs):
-        if type(tensor) is StreamedTensor:
+def _write_to_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Gives copies that an operation writes to memory of their own.
+
+    Returns:
+        Whether there were any.
+
+    Raises:
+        ModelError: The operation writes to a streamed weight that is no copy.
+    """
+    written = [each for each in _written(func, args, kwargs) if isinstance(each, StreamedTensor)]
+    copies = [each.__dict__.get(_COPY, each) for each in written]
+    for tensor, copy in zip(written, copies, strict=True):
+        if not isinstance(copy, CopiedTensor):
             raise ModelError(
-                f"cannot run {func}, which writes to `{tensor.name}`: {_CHANGE_IN_MEMORY}"
+                f"cannot run {func}, which writes to `{name_of(tensor)}`: {_CHANGE_IN_MEMORY}"
             )
+    for copy in copies:
+        if isinstance(copy, StreamedTensor):
+            to_memory(copy, copied(copy))
+    return bool(copies)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

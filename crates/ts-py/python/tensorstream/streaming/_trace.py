@@ -12,7 +12,8 @@ from torch import nn
 
 from ..devices import Device
 from ..errors import ConfigurationError, ModelError
-from ._state import Share, Streaming, streaming_of
+from ._state import streaming_of
+from ._weights import Weights
 
 #: The most budgets in the curve of a page.
 _POINTS = 8
@@ -65,16 +66,15 @@ class trace:
             )
         self._model = model
         self._device = device
-        self._running: tuple[Streaming, Share] | None = None
+        self._running: Weights | None = None
 
     def __enter__(self) -> trace:
-        streaming = streaming_of(self._model)
-        share = streaming.share(self._device)
-        if share in streaming.traced:
+        share = streaming_of(self._model).share(self._device)
+        if share.is_traced:
             raise ModelError("a trace of this model is running: end it before you begin another")
         share.streamer.begin_trace()
-        streaming.traced.append(share)
-        self._running = streaming, share
+        share.is_traced = True
+        self._running = share
         return self
 
     def __exit__(
@@ -83,11 +83,10 @@ class trace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        running, self._running = self._running, None
-        if running is None:
+        share, self._running = self._running, None
+        if share is None:
             return
-        streaming, share = running
-        streaming.traced.remove(share)
+        share.is_traced = False
         streamer = share.streamer
         stats = streamer.stats()
         budget, whole = stats["budget_bytes"], sum(unit["slot_bytes"] for unit in stats["units"])

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _native
+
+if TYPE_CHECKING:
+    from ._passes import Passes
+    from ._profile import Profile
+    from ._stored_weights import StoredWeights
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Weight:
         row_major = torch.empty(self.stored_shape, device="meta").stride()
         plain = list(self.shape) == self.stored_shape and self.strides == row_major
         strided = None if plain else (list(self.shape), list(self.strides))
-        return self.unit, self.index, strided, self.requires_grad, self.name, self.dtype
+        return self.unit, self.index, strided, self.name, self.dtype
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class Divided:
 
 
 class Weights:
-    """The streamed weights of a model, and the native object that leases them.
+    """The streamed weights of a model on a device, and the native object that leases them.
 
     The key of a weight is its index. The native object does not know divided weights, which have
     the largest keys.
@@ -91,8 +95,10 @@ class Weights:
         specs: list[Weight],
         divided: list[Divided],
         budget_bytes: int,
-        mapped: Callable[[Any], torch.Tensor],
         device: torch.device,
+        stored: StoredWeights,
+        passes: Passes,
+        profile: Profile,
     ) -> None:
         self.streamer = streamer
         #: The device on which the model runs, and on which leased weights are.
@@ -100,24 +106,25 @@ class Weights:
         self.specs: list[Weight | Divided] = [*specs, *divided]
         self._native_count = len(specs)
         self.budget_bytes = budget_bytes
-        self._frozen: set[int] = set()
-        #: Returns the weight of a stand-in as a view of a file. See ``StoredWeights.mapped``.
-        self.mapped = mapped
+        #: The stored tensors of the weights on all devices. Each model has its own.
+        self.stored = stored
+        #: Which calls of modules are passes.
+        self.passes = passes
+        self.profile = profile
+        #: The stored tensor of each parameter, as a ``TensorSpec``, by key.
+        self.sources: dict[int, Any] = {}
+        #: The units of the experts of each layer, by the name of the module that contains them.
+        self.expert_units: dict[str, list[int]] = {}
+        #: Requested backends that are not built yet, with the reason.
+        self.passed_over: list[tuple[str, str]] = []
+        #: The number of the device, among those of the model. The main one is first.
+        self.number = 0
+        #: Whether a trace is being recorded.
+        self.is_traced = False
 
-    def requires_grad(self, key: int) -> bool:
-        """Returns whether the original parameter requires gradients and was not frozen since."""
-        return self.specs[key].requires_grad and key not in self._frozen
-
-    def freeze(self, key: int) -> None:
-        """Makes a parameter no longer require gradients."""
-        if self.requires_grad(key):
-            self._frozen.add(key)
-            divided = self.divided(key)
-            if divided is None:
-                self.streamer.freeze(key)
-            else:
-                for index in range(divided.slice_count()):
-                    self.freeze(divided.first_key + index)
+    def mapped(self, stand_in: Any) -> torch.Tensor:
+        """Returns the weight of a stand-in as a view of a file. See ``StoredWeights.mapped``."""
+        return self.stored.mapped(stand_in)
 
     def divided(self, key: int) -> Divided | None:
         """Returns the description of a weight if it is divided."""

@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Calls of modules, which lend streamed weights to forwards and are passes.
+//!
+//! `nn.Module.__call__` is the only place through which every forward goes. Nothing is stored in a
+//! module: what it uses is looked up in its parameters, at each call.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use super::inner::{RunningPass, StreamerInner};
+use super::lease::Use;
+use super::weight_ref::WeightRef;
+use crate::errors::written_error;
+use crate::signals::interruptible;
+
+thread_local! {
+    /// How many calls of modules run on this thread.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+    /// The outermost of these calls.
+    static OUTERMOST: RefCell<Outermost> = RefCell::default();
+}
+
+/// The outermost call of a module on a thread.
+#[derive(Default)]
+struct Outermost {
+    module: Option<Py<PyAny>>,
+    passes: Vec<PassOfCall>,
+}
+
+/// What the outermost call of a module is to a streamer.
+struct PassOfCall {
+    inner: Arc<StreamerInner>,
+    /// None if the call is no pass.
+    pass: Option<RunningPass>,
+    /// Shows the progress of the first pass until it is closed.
+    progress: Option<Py<PyAny>>,
+}
+
+/// Ends a call when it is dropped.
+struct Call;
+
+impl Call {
+    fn begin(module: &Bound<'_, PyAny>) -> Self {
+        let depth = DEPTH.get();
+        DEPTH.set(depth + 1);
+        if depth == 0 {
+            OUTERMOST.with_borrow_mut(|outermost| outermost.module = Some(module.clone().unbind()));
+        }
+        Self
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        DEPTH.set(DEPTH.get() - 1);
+    }
+}
+
+/// What `call_module` needs of Python. See `_calls.py`.
+#[pyclass(frozen, module = "tensorstream._native")]
+pub(crate) struct ModuleCalls {
+    /// The method `__call__` of `nn.Module` that was replaced.
+    original: Py<PyAny>,
+    /// Returns whether a forward records gradients: of its positional arguments, with the module as
+    /// the first one, and the others.
+    records_gradients: Py<PyAny>,
+    /// Returns the result of a forward without leased weights: of the result and the use.
+    without_weights: Py<PyAny>,
+    /// Functions that announce what a module is about to use, by its `id`.
+    announcers: Py<PyDict>,
+}
+
+#[pymethods]
+impl ModuleCalls {
+    #[new]
+    fn new(
+        original: Py<PyAny>,
+        records_gradients: Py<PyAny>,
+        without_weights: Py<PyAny>,
+        announcers: Py<PyDict>,
+    ) -> Self {
+        Self { original, records_gradients, without_weights, announcers }
+    }
+
+    /// Calls a module. Lends it its weights while it runs.
+    ///
+    /// Args:
+    ///     args: The module, and the positional arguments of the call.
+    ///     kwargs: The other arguments.
+    fn call<'py>(
+        &self,
+        args: &Bound<'py, PyTuple>,
+        kwargs: &Bound<'py, PyDict>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = args.py();
+        let module = &args.get_item(0)?;
+        let call = Call::begin(module);
+        let result = self.call_announced(module, args, kwargs);
+        drop(call);
+        match (DEPTH.get() == 0).then(|| end_passes(py, result.is_ok())).flatten() {
+            Some(error) if result.is_ok() => Err(error),
+            _ => result,
+        }
+    }
+
+    /// Calls the forward of a module if its unit is in memory, and otherwise returns None. The
+    /// caller must not record gradients.
+    fn forward_if_present<'py>(
+        &self,
+        module: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = module.py();
+        let own = own_parameters(module)?;
+        let Some((inner, unit)) = unit_of_leaf(module, &own)? else { return Ok(None) };
+        let Some(used) = Use::if_present(py, &inner, unit, &own)? else { return Ok(None) };
+        let result = module.getattr(intern!(py, "forward"))?.call1(args);
+        let used = match used.finish(py)? {
+            Some(used) => used,
+            None => return result.map(Some),
+        };
+        used.close(py);
+        result.map(Some)
+    }
+}
+
+impl ModuleCalls {
+    fn call_announced<'py>(
+        &self,
+        module: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: &Bound<'py, PyDict>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = module.py();
+        let announcers = self.announcers.bind(py);
+        let announcer = match announcers.is_empty() {
+            true => None,
+            false => announcers.get_item(module.as_ptr().addr())?,
+        };
+        let announced = announcer.map(|announcer| announcer.call1((args, kwargs)));
+        let announced = announced.transpose()?;
+        let result = self.call_with_weights(module, args, kwargs);
+        if let Some(announced) = announced
+            && !announced.is_none()
+        {
+            announced.call_method0(intern!(py, "close"))?;
+        }
+        result
+    }
+
+    fn call_with_weights<'py>(
+        &self,
+        module: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+        kwargs: &Bound<'py, PyDict>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = module.py();
+        let own = own_parameters(module)?;
+        let Some((inner, unit)) = unit_of_leaf(module, &own)? else {
+            return self.original.bind(py).call(args, Some(kwargs));
+        };
+        let lent: &[Own<'_>] = match self.lends(&inner, &own, args, kwargs)? {
+            true => &own,
+            false => &[],
+        };
+        let used = Use::for_forward(py, &inner, unit, lent)?;
+        // If the call fails, dropping the use ends it.
+        let result = self.original.bind(py).call(args, Some(kwargs))?;
+        let Some(used) = used.finish(py)? else { return Ok(result) };
+        let used = Bound::new(py, used)?;
+        // Afterwards, nothing here references the memory any more.
+        let without_weights = self.without_weights.bind(py);
+        let result = inner.torch.uncompiled(py, || {
+            without_weights.call1((result, &used, own[0].weight.clone()))
+        })?;
+        used.get().close(py);
+        Ok(result)
+    }
+
+    /// Returns whether the parameters get the memory of the unit.
+    ///
+    /// An autograd graph of leased weights would keep their memory until backward. A graph of
+    /// stand-ins does not, because backward leases the weights again.
+    fn lends(
+        &self,
+        inner: &StreamerInner,
+        own: &[Own<'_>],
+        args: &Bound<'_, PyTuple>,
+        kwargs: &Bound<'_, PyDict>,
+    ) -> PyResult<bool> {
+        let py = args.py();
+        if !inner.torch.is_grad_enabled(py)? {
+            return Ok(true);
+        }
+        for Own { parameter, .. } in own {
+            if parameter.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
+                return Ok(false);
+            }
+        }
+        let records_gradients = self.records_gradients.bind(py);
+        let records = inner.torch.uncompiled(py, || records_gradients.call1((args, kwargs)))?;
+        Ok(!records.is_truthy()?)
+    }
+}
+
+/// A streamed parameter that a module owns.
+pub(super) struct Own<'py> {
+    pub(super) parameter: Bound<'py, PyAny>,
+    pub(super) weight: Bound<'py, WeightRef>,
+}
+
+/// Returns the streamed parameters that a module owns itself.
+fn own_parameters<'py>(module: &Bound<'py, PyAny>) -> PyResult<Vec<Own<'py>>> {
+    let mut own = Vec::new();
+    for_each_entry(module, intern!(module.py(), "_parameters"), |parameter| {
+        if !parameter.is_none()
+            && let Some(weight) = WeightRef::of(parameter)
+        {
+            own.push(Own { parameter: parameter.clone(), weight });
+        }
+        Ok(true)
+    })?;
+    Ok(own)
+}
+
+/// Returns the unit of a module whose forward leases it, and the streamer.
+///
+/// Such a module uses one unit only, has no divided weights, and no module below it has parameters.
+/// The weights of other modules are leased for each operation, so that no unit stays leased while
+/// another one is needed.
+fn unit_of_leaf(
+    module: &Bound<'_, PyAny>,
+    own: &[Own<'_>],
+) -> PyResult<Option<(Arc<StreamerInner>, usize)>> {
+    let Some(first) = own.first() else { return Ok(None) };
+    let Some(inner) = first.weight.get().inner() else { return Ok(None) };
+    let unit_of = |each: &Own<'_>| {
+        let weight = each.weight.get();
+        let is_own = weight.inner().is_some_and(|other| Arc::ptr_eq(&other, &inner));
+        let is_own = is_own && weight.is_whole();
+        inner.weights.get(weight.key()).filter(|_| is_own).map(|weight| weight.unit)
+    };
+    let Some(unit) = unit_of(first) else { return Ok(None) };
+    if own[1..].iter().any(|each| unit_of(each) != Some(unit)) || has_parameters_below(module)? {
+        return Ok(None);
+    }
+    Ok(Some((inner, unit)))
+}
+
+/// Returns whether a module below this one has parameters.
+fn has_parameters_below(module: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = module.py();
+    let mut found = false;
+    for_each_entry(module, intern!(py, "_modules"), |child| {
+        if !child.is_none() {
+            for_each_entry(child, intern!(py, "_parameters"), |parameter| {
+                found |= !parameter.is_none();
+                Ok(!found)
+            })?;
+            found = found || has_parameters_below(child)?;
+        }
+        Ok(!found)
+    })?;
+    Ok(found)
+}
+
+/// Calls a function with each value of a dictionary that is an attribute of a module, until it
+/// returns false.
+fn for_each_entry<'py>(
+    module: &Bound<'py, PyAny>,
+    name: &Bound<'py, pyo3::types::PyString>,
+    mut visit: impl FnMut(&Bound<'py, PyAny>) -> PyResult<bool>,
+) -> PyResult<()> {
+    let attributes = module.getattr(intern!(module.py(), "__dict__"))?;
+    let Some(entries) = attributes.cast::<PyDict>()?.get_item(name)? else { return Ok(()) };
+    let Ok(entries) = entries.cast_into::<PyDict>() else { return Ok(()) };
+    for (_, value) in entries.iter() {
+        if !visit(&value)? {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Begins a pass if the outermost call of a module on this thread is one that has not begun yet.
+/// Blocks while other passes run, if the call is one of the whole model.
+pub(super) fn ensure_pass(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResult<()> {
+    if DEPTH.get() == 0 {
+        return Ok(());
+    }
+    let module = OUTERMOST.with_borrow(|outermost| {
+        let is_known = outermost.passes.iter().any(|pass| Arc::ptr_eq(&pass.inner, inner));
+        outermost.module.as_ref().filter(|_| !is_known).map(|module| module.clone_ref(py))
+    });
+    let Some(module) = module else { return Ok(()) };
+    let mut known = PassOfCall { inner: Arc::clone(inner), pass: None, progress: None };
+    if let Some(passes) = inner.passes(py) {
+        let kind = inner.torch.uncompiled(py, || {
+            passes.call_method1(intern!(py, "kind"), (module,))?.extract::<u8>()
+        })?;
+        known.pass = match kind {
+            0 => None,
+            1 => inner.try_begin_pass(py)?,
+            _ => inner.begin_pass(py)?,
+        };
+        if known.pass.is_some() {
+            let progress = inner.torch.uncompiled(py, || {
+                passes.call_method0(intern!(py, "progress"))
+            })?;
+            known.progress = (!progress.is_none()).then(|| progress.unbind());
+        }
+    }
+    OUTERMOST.with_borrow_mut(|outermost| outermost.passes.push(known));
+    Ok(())
+}
+
+/// Ends the passes of the outermost call. Returns the error if weights were written to.
+fn end_passes(py: Python<'_>, succeeded: bool) -> Option<PyErr> {
+    let Outermost { module, passes } = OUTERMOST.take();
+    drop(module);
+    let mut failed = None;
+    for PassOfCall { inner, pass, progress } in passes {
+        if let Some(progress) = progress
+            && let Err(error) = progress.call_method0(py, intern!(py, "close"))
+        {
+            failed = Some(error);
+        }
+        let Some(pass) = pass else { continue };
+        let (proposed, written) = inner.end_pass(py, &pass);
+        if let Some(names) = written {
+            failed = Some(written_error(py, &names));
+        }
+        let finished = if succeeded { inner.torch.clear_autocast_cache(py) } else { Ok(()) }
+            .and_then(|()| if proposed { replan_if_idle(py, &inner) } else { Ok(()) });
+        failed = finished.err().or(failed);
+    }
+    failed
+}
+
+fn replan_if_idle(py: Python<'_>, inner: &StreamerInner) -> PyResult<()> {
+    if inner.is_in_use() {
+        return Ok(());
+    }
+    let engine = inner.engine(py)?;
+    inner.drop_cached(py);
+    interruptible(py, |interrupt| engine.replan_interruptible(interrupt)).map(|_: bool| ())
+}
