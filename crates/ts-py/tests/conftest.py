@@ -44,12 +44,12 @@ def pytest_sessionstart() -> None:
 
 def leased(parameter: Any) -> torch.Tensor:
     """Returns the leased weight of a streamed parameter. Returns other parameters unchanged."""
-    weights = getattr(parameter, "weights", None)
-    if weights is None:
+    ref = getattr(parameter, "_ref", None)
+    if ref is None:
         # The parameter is typed as Any, because stand-ins have other attributes.
         return parameter  # type: ignore[no-any-return]
-    unit = weights.specs[parameter.key].unit
-    real: torch.Tensor = weights.streamer.hold([unit]).weight(weights.streamer, parameter.key, True)
+    unit, streamer = ref.weights.specs[ref.key].unit, ref.weights.streamer
+    real: torch.Tensor = streamer.hold([unit]).weight(streamer, ref.key, False)
     return real
 
 

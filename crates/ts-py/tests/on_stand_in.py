@@ -414,7 +414,7 @@ def interrupts() -> None:
                 with contextlib.suppress(KeyboardInterrupt):
                     streamed(inputs)
                 calls = 0
-                weights = streamed[0][0].weight.weights
+                weights = streamed[0][0].weight._ref.weights
                 assert not weights.streamer.in_use(), turn
         torch.accelerator.current_stream = original
         ts.restore(streamed)

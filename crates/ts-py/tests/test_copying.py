@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import io
+import itertools
 import pickle
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import tensorstream as ts
 import torch
 import transformers as hf
 from conftest import Llama
+from tensorstream.streaming._state import streaming_of
 from torch import nn
 
 SHAPE: dict[str, Any] = {
@@ -71,7 +73,8 @@ def test_a_deep_copy_streams(name: str, tmp_path: Path) -> None:
     check(streamed, expected)
     twin = copy.deepcopy(streamed)
     assert type(twin) is type(streamed)
-    assert ts.stats(twin)["passes"] == 0
+    # The copy uses the engine, and so the budget, of the original.
+    assert ts.stats(twin)["passes"] == ts.stats(streamed)["passes"] > 0
     assert ts.stats(twin)["budget_bytes"] == ts.stats(streamed)["budget_bytes"]
     second = copy.deepcopy(twin)
     check(twin, expected)
@@ -166,22 +169,30 @@ def test_a_copy_of_a_wrapped_encoder(tmp_path: Path) -> None:
     twin = copy.deepcopy(streamed)
     for model in (twin, streamed, ts.restore(twin)):
         assert torch.equal(model.generate(X + 3, **options), expected)
-        forward = model.get_encoder().__dict__["forward"]
-        assert forward.__wrapped__ is not None
-    # The wrapper of the restored model does not keep the engine.
-    engine = weakref.ref(streamed.__dict__["_tensorstream"].shares[0].weights)
+    # Nothing of the restored models keeps the engine.
+    engine = weakref.ref(streaming_of(streamed).shares[0])
     ts.restore(streamed)
     gc.collect()
     assert engine() is None
 
 
-def test_other_copies_are_refused(llama: Llama) -> None:
-    streamed = ts.from_pretrained(llama(), budget="300KiB")
-    for refused in (copy.copy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
-        with pytest.raises(ts.ModelError, match=r"copy\.deepcopy .* save_pretrained"):
-            refused(streamed)
-    copied = copy.copy(ts.restore(streamed))
-    assert copied.lm_head is streamed.lm_head
+def test_other_copies_are_those_in_memory(llama: Llama) -> None:
+    path = llama()
+    reference = hf.LlamaForCausalLM.from_pretrained(path)
+    streamed = ts.from_pretrained(path, budget="300KiB")
+    shallow = copy.copy(streamed)
+    assert shallow.lm_head is streamed.lm_head
+    file = io.BytesIO()
+    torch.save(streamed, file)
+    file.seek(0)
+    with torch.inference_mode():
+        expected = reference(X).logits
+    check(shallow, expected)
+    for saved in (pickle.loads(pickle.dumps(streamed)), torch.load(file, weights_only=False)):
+        assert {type(parameter) for parameter in saved.parameters()} == {nn.Parameter}
+        with torch.inference_mode():
+            assert torch.equal(saved(X).logits, expected)
+    check(streamed, expected)
 
 
 def test_pickled_weights_are_those_of_the_model(tmp_path: Path) -> None:
@@ -264,25 +275,40 @@ def test_a_full_disk_is_reported(
         torch.save(streamed.state_dict(), io.BytesIO())
 
 
-def test_a_copy_of_a_part_is_in_memory(llama: Llama) -> None:
+def test_a_copy_of_a_part_can_be_changed(llama: Llama) -> None:
+    """Copies stream until they are changed. The original stays as it is."""
     path = llama()
     streamed = ts.from_pretrained(path, budget="300KiB")
     reference = hf.LlamaForCausalLM.from_pretrained(path)
-    for name in ("lm_head", "model.norm", "model.layers.1", "model.embed_tokens"):
+    changes: list[Callable[[Any], Any]] = [
+        lambda part: part.requires_grad_(True),
+        lambda part: part.to(torch.float64),
+        lambda part: part.load_state_dict({k: v * 2 for k, v in part.state_dict().items()}),
+        lambda part: [p.data.mul_(2) for p in part.parameters()],
+        lambda part: [p.detach()[:1].fill_(3) for p in part.parameters()],
+        lambda part: [nn.init.ones_(p) for p in part.parameters()],
+        lambda part: [setattr(p, "data", p.data + 1) for p in part.parameters()],
+        lambda part: torch.optim.SGD(_with_gradients(part), lr=0.1).step(),
+    ]
+    names = ("lm_head", "model.norm", "model.layers.1", "model.embed_tokens")
+    for name, change in itertools.product(names, changes):
         part = copy.deepcopy(streamed.get_submodule(name))
-        expected = reference.get_submodule(name)
+        expected = copy.deepcopy(reference.get_submodule(name))
+        for each in (part, expected):
+            change(each)
         assert [type(p) for p in part.parameters()] == [nn.Parameter] * len([*part.parameters()])
-        assert all(
-            torch.equal(a, b) and a.requires_grad == b.requires_grad
-            for a, b in zip(part.parameters(), expected.parameters(), strict=True)
-        )
-        assert not [
-            key for each in part.modules() for key in each.__dict__ if key in ("forward", "_apply")
-        ]
-        part.requires_grad_(True).to(torch.float64)
+        assert not [k for each in part.modules() for k in each.__dict__ if k in ("forward", "_apply")]
+        for own, wanted in zip(part.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(own, wanted) and own.requires_grad == wanted.requires_grad
     with torch.inference_mode():
         assert torch.equal(streamed(X).logits, reference(X).logits)
     assert ts.stats(streamed)["reserved_high_water_bytes"] <= 300 << 10
+
+
+def _with_gradients(part: nn.Module) -> list[nn.Parameter]:
+    for parameter in part.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    return [*part.parameters()]
 
 
 MODES: dict[str, Callable[[], Any]] = {

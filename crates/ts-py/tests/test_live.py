@@ -20,6 +20,7 @@ import pytest
 import tensorstream as ts
 import torch
 from conftest import leased
+from tensorstream.streaming._state import is_offloaded
 from torch import nn
 
 
@@ -115,7 +116,7 @@ def test_offload_frees_the_memory_of_the_model(tmp_path: Path) -> None:
     freed: list[int] = []
     model = mlp()
     for index, parameter in enumerate(model.parameters()):
-        weakref.finalize(parameter, freed.append, index)
+        weakref.finalize(parameter.untyped_storage(), freed.append, index)
     del parameter
     ts.offload(model, ts.Config(storage_path=tmp_path, budget="60KiB"))
     gc.collect()
@@ -251,7 +252,7 @@ def test_ctrl_c_while_storing_keeps_the_model(tmp_path: Path, moment: int) -> No
         timer.cancel()
         timer.join()
     assert all(file.suffix == ".ts" for file in tmp_path.iterdir())
-    if "_tensorstream" not in model.__dict__:
+    if not is_offloaded(model):
         assert torch.equal(model(x), expected)
         ts.offload(model, config)
     assert torch.equal(model(x), expected)
@@ -400,7 +401,7 @@ def test_ctrl_c_at_any_moment_leaves_a_working_model(tmp_path: Path) -> None:
         try:
             signal.setitimer(signal.ITIMER_REAL, 1e-4 + rng.random() * 0.03)
             while True:
-                if "_tensorstream" in model.__dict__:
+                if is_offloaded(model):
                     ts.restore(model)
                 ts.offload(model, config)
         except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from diffusers.hooks.group_offloading import GroupOffloadingType
 from sentence_transformers import SentenceTransformer
 from small_pipeline import image, save_pipeline
 from tensorstream.streaming._diversion import streamed_models
+from tensorstream.streaming._state import is_offloaded
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +188,9 @@ def test_other_loads_are_not_affected(pipeline: Path, llama: Llama) -> None:
 
     with pytest.raises(ts.BudgetError):
         ts.from_pretrained(pipeline, budget="10KiB", model_class=Other)
-    assert "_tensorstream" not in found[0].__dict__
+    assert not is_offloaded(found[0])
     assert vars(transformers.PreTrainedModel)["from_pretrained"] is before
-    assert "_tensorstream" not in transformers.LlamaForCausalLM.from_pretrained(llama()).__dict__
+    assert not is_offloaded(transformers.LlamaForCausalLM.from_pretrained(llama()))
 
 
 def test_several_models_in_a_subfolder(pipeline: Path, minilm: Path, tmp_path: Path) -> None:

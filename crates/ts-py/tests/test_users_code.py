@@ -164,19 +164,12 @@ FORBIDDEN: dict[str, Callable[[Any], Any]] = {
     "share_memory": lambda m: m.share_memory(),
     "a part": lambda m: m[3].half(),
     "numpy": lambda m: [p.detach().numpy().__imul__(0.5) for p in m.parameters()],
-    "foreach": lambda m: torch._foreach_mul_(list(m.parameters()), 0.5),
+    "foreach": lambda m: torch.no_grad()(torch._foreach_mul_)(list(m.parameters()), 0.5),
     "init": lambda m: m.apply(
         lambda part: nn.init.zeros_(part.weight) if isinstance(part, nn.Linear) else None
     ),
-    "assignment": lambda m: setattr(m[2], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
     "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
-    "requires_grad_": lambda m: m.requires_grad_(True),
-    "tie": lambda m: setattr(m[2], "weight", m[1].weight),
-    "delete": lambda m: delattr(m[2], "weight"),
-    "weight norm": lambda m: nn.utils.weight_norm(m[0]),
-    "copy": copy.copy,
     "twice": lambda m: ts.offload(m, ts.Config(budget="1MiB", storage_path="x")),
-    "script": torch.jit.script,
     "export": lambda m: torch.export.export(m, (X,)),
 }
 
@@ -194,6 +187,38 @@ def test_changes_of_weights_are_refused_without_side_effects(
             FORBIDDEN[what](model)
         assert isinstance(caught.value, ts.TensorStreamError) or "read-only" in str(caught.value)
         assert model.own.dtype == torch.float32 and model.own.device.type == "cpu"
+        require_right(model, reference)
+    require_right(ts.restore(model), reference)
+
+
+ALLOWED: dict[str, Callable[[Any], Any]] = {
+    "assignment": lambda m: setattr(m[2], "weight", nn.Parameter(torch.zeros(WIDTH, WIDTH))),
+    "requires_grad_": lambda m: m.requires_grad_(False).requires_grad_(True),
+    "tie": lambda m: setattr(m[2], "weight", m[1].weight),
+    "delete": lambda m: (delattr(m[2], "bias"), m[2].register_parameter("bias", None)),
+    "weight norm": lambda m: nn.utils.weight_norm(m[0]),
+    "parametrization": lambda m: nn.utils.parametrizations.weight_norm(m[0]),
+    "attribute": lambda m: setattr(m[0].weight, "scale", 2),
+    "class": lambda m: setattr(m[1], "__class__", Negated),
+    "forward": lambda m: setattr(m[1], "forward", lambda x: x * 2),
+    "hook": lambda m: m[1].register_forward_hook(lambda *args: args[2] + 1),
+}
+
+
+class Negated(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("what", "budget"), list(itertools.product(ALLOWED, BUDGETS)))
+def test_changes_of_modules_act_as_in_memory(what: str, budget: int, tmp_path: Path) -> None:
+    reference = layers()
+    model = streamed(reference, tmp_path, budget)
+    require_right(model, reference)
+    for each in (reference, model):
+        ALLOWED[what](each)
+    for _ in range(2):
         require_right(model, reference)
     require_right(ts.restore(model), reference)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -27,6 +28,18 @@ class StreamedNames:
     def __init__(self, model: nn.Module, before: Iterable[str]) -> None:
         self._model = weakref.ref(model)
         self.before = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamedNames:
+        copy = StreamedNames.__new__(StreamedNames)
+        original = self._model()
+        copied = None if original is None else memo.get(id(original))
+        copy._model, copy.before = self._model, list(self.before)
+        if isinstance(copied, nn.Module):
+            copy._model = weakref.ref(copied)
+        return copy
+
+    def __reduce__(self) -> Any:
+        return list, (list(self.before),)  # a pickled model is in memory
 
     def __iter__(self) -> Iterator[str]:
         yield from self.before

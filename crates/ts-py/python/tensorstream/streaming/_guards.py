@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import ModelError
 from ._calls import own_stand_ins, stand_ins_below
 from ._store import memory_order
-from ._streamed_tensor import StreamedTensor, is_same, name_of
+from ._streamed_tensor import StreamedTensor, copied, is_same, name_of, to_memory
 
 #: Whether the call of a module around has been checked.
 _is_checked: ContextVar[bool] = ContextVar("tensorstream_is_checked", default=False)
@@ -57,18 +57,28 @@ def _apply(original: Any) -> Any:
 def require_no_change(module: nn.Module, fn: Any) -> None:
     """Requires that a function leaves the streamed weights of a module as they are.
 
+    Copies of weights that it changes get memory of their own.
+
     Raises:
         ModelError: It would change one.
     """
-    checked: set[tuple[torch.dtype, tuple[int, ...]]] = set()
+    changes: dict[Any, ModelError | None] = {}
+    copies: list[StreamedTensor] = []
     for _, stand_in in stand_ins_below(module):
         kind = stand_in.dtype, memory_order(stand_in)
-        if kind not in checked:
-            checked.add(kind)
-            _require_same(fn, stand_in)
+        if kind not in changes:
+            changes[kind] = _change(fn, stand_in)
+        change = changes[kind]
+        if change is not None and not stand_in._ref.is_copy:
+            raise change
+        if change is not None:
+            copies.append(stand_in)
+    for copy in {id(copy): copy for copy in copies}.values():
+        to_memory(copy, copied(copy))
 
 
-def _require_same(fn: Any, stand_in: StreamedTensor) -> None:
+def _change(fn: Any, stand_in: StreamedTensor) -> ModelError | None:
+    """Returns an error that describes what a function would change, or ``None``."""
     with torch.inference_mode(False), torch.no_grad():
         order = memory_order(stand_in)
         probe = (
@@ -80,7 +90,7 @@ def _require_same(fn: Any, stand_in: StreamedTensor) -> None:
         before, version = probe.clone(), probe._version
         outcome = fn(probe)
         if _is_unchanged(probe, before, version, outcome):
-            return
+            return None
     wanted, advice = "changed", "restore(model) first"
     if isinstance(outcome, torch.Tensor) and outcome.device != probe.device:
         wanted = f"moved to {outcome.device}"
@@ -93,7 +103,7 @@ def _require_same(fn: Any, stand_in: StreamedTensor) -> None:
     elif _is_shared(outcome):
         wanted = "moved to shared memory"
         advice = "load the model in each process, or restore(model) first"
-    raise ModelError(
+    return ModelError(
         f"streamed weights, such as `{name_of(stand_in)}`, cannot be {wanted}: their values come "
         f"from a file; nothing was changed; {advice}"
     )
@@ -179,7 +189,8 @@ def _named_stand_ins(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
             and not each._load_state_dict_pre_hooks
         )
         for name, stand_in in own_stand_ins(each) if is_plain else ():
-            yield f"{prefix}.{name}".lstrip("."), stand_in
+            if not stand_in._ref.is_copy:
+                yield f"{prefix}.{name}".lstrip("."), stand_in
 
 
 def _is_equal(own: StreamedTensor, value: Any) -> bool:

@@ -272,6 +272,10 @@ def restore(model: M) -> M:
         >>> type(model.weight)
         <class 'torch.nn.parameter.Parameter'>
     """
+    if isinstance(model, nn.Module) and not any(
+        each is not None for module in nn.Module.modules(model) for each in module._parameters.values()
+    ):
+        return model  # there was nothing to offload
     streaming = streaming_of(model)
     if any(share.streamer.in_use() for share in streaming.shares):
         raise ModelError(

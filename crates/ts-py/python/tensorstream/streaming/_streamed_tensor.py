@@ -325,12 +325,13 @@ def to_stand_in(parameter: torch.Tensor, weights: Weights, key: int) -> None:
     other = stand_in(
         weights, key, spec.dtype, spec.shape, spec.strides, requires_grad=parameter.requires_grad
     )
-    original = type(parameter)
-    if hasattr(original, "symbolic_storage") or "symbolic_storage" in parameter.__dict__:
-        original = nn.Parameter
+    original = nn.Parameter if "symbolic_storage" in parameter.__dict__ else type(parameter)
     for name in _SYMBOLIC_ATTRIBUTES:
         parameter.__dict__.pop(name, None)
-    _exchange(parameter, other, StreamedTensor)
+    _exchange(parameter, other)
+    other.__class__ = original  # an autograd graph can have it
+    del other.__dict__["_ref"]
+    parameter.__class__ = StreamedTensor
     parameter._ref = _native.WeightRef(weights, key, original)
     parameter._is_param = True
 
@@ -346,19 +347,21 @@ def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> None:
     trains = requires_grad(parameter)
     with torch.inference_mode(False):
         other: torch.Tensor = nn.Parameter(values, trains)
-    _exchange(parameter, other, original or nn.Parameter)
+    _exchange(parameter, other)
+    other.__class__ = type(parameter)  # an autograd graph can have it
+    other._ref = parameter._ref
+    parameter.__class__ = original or nn.Parameter
     for name in _OWN_ATTRIBUTES:
         parameter.__dict__.pop(name, None)
 
 
-def _exchange(parameter: torch.Tensor, other: torch.Tensor, kind: type) -> None:
-    """Gives a parameter the implementation of another tensor, and a class.
+def _exchange(parameter: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchanges the implementations of a parameter and another tensor.
 
-    Its gradient and its hooks belong to the implementation, so they are moved.
+    The gradient and the hooks of the parameter belong to its implementation, so they are moved.
     """
     gradient, hooks = parameter.grad, _hooks_of(parameter)
     _native_torch._swap_tensor_impl(parameter, other)
-    parameter.__class__ = kind
     if gradient is not None:
         parameter.grad = gradient
     for name, each in hooks.items():
