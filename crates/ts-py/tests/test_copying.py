@@ -297,7 +297,9 @@ def test_a_copy_of_a_part_can_be_changed(llama: Llama) -> None:
         for each in (part, expected):
             change(each)
         assert [type(p) for p in part.parameters()] == [nn.Parameter] * len([*part.parameters()])
-        assert not [k for each in part.modules() for k in each.__dict__ if k in ("forward", "_apply")]
+        assert not [
+            k for each in part.modules() for k in each.__dict__ if k in ("forward", "_apply")
+        ]
         for own, wanted in zip(part.parameters(), expected.parameters(), strict=True):
             assert torch.equal(own, wanted) and own.requires_grad == wanted.requires_grad
     with torch.inference_mode():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-import weakref
 from collections.abc import Callable, Sequence
 from mmap import mmap
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import torch
-from typing_extensions import disjoint_base
 
 from .config import Settings as _Settings
 from .streaming._stats import Stats as _Stats
@@ -28,13 +26,13 @@ __all__ = [
     "GpuStatus",
     "Handoff",
     "Listener",
+    "ModuleCalls",
     "Pass",
     "PassedSource",
     "PeerSession",
     "PoolConfig",
     "Preview",
     "Progress",
-    "Recurrent",
     "Relay",
     "RelayClient",
     "RemoteKernel",
@@ -46,8 +44,8 @@ __all__ = [
     "Tensor",
     "TensorBuffer",
     "TensorMeta",
-    "UnitForward",
     "Use",
+    "WeightRef",
     "__version__",
     "available_memory",
     "backends",
@@ -91,9 +89,7 @@ _Path: TypeAlias = str | PathLike[str]
 _bool: TypeAlias = bool  # DType has a method of that name
 _Part: TypeAlias = tuple[int, int, int]
 _TensorSpec: TypeAlias = tuple[str, str, list[int], list[_Part], int | None]
-_WeightSpec: TypeAlias = tuple[
-    int, int, tuple[list[int], list[int]] | None, _bool, str, torch.dtype
-]
+_WeightSpec: TypeAlias = tuple[int, int, tuple[list[int], list[int]] | None, str, torch.dtype]
 _Descriptors: TypeAlias = tuple[int, tuple[int, int] | None]
 _NewTensorSpec: TypeAlias = tuple[str, str, list[int], int | None]
 
@@ -261,27 +257,22 @@ class Streamer:
         *,
         budget: int,
         together: list[list[int]],
-        weight_class: type[torch.Tensor],
+        classes: tuple[type[torch.Tensor], type[torch.Tensor]],
         settings: _Settings | None = None,
         tables: Sequence[tuple[Any, torch.dtype]] = ...,
         scores: Sequence[tuple[int, float]] = ...,
         limits: tuple[int, int] | None = None,
     ) -> Streamer: ...
     def begin_pass(self) -> Pass: ...
-    def try_begin_pass(self) -> Pass | None: ...
-    def forget_casts(self) -> None: ...
+    def set_passes(self, passes: Any) -> None: ...
     def replan(self) -> bool: ...
-    def enter(self, unit: int, lend: _bool, recurrent: Recurrent | None = None) -> Use: ...
-    def enter_if_present(self, unit: int) -> Use | None: ...
     def expect(self, units: list[tuple[int, int]]) -> Expected: ...
     def guess(self, units: list[int]) -> None: ...
     def guesses_pay(self) -> _bool: ...
     def routing_scores(self) -> list[tuple[int, float]]: ...
     def hold(self, units: list[int]) -> Use: ...
     def gather(self, table: int, rows: list[int]) -> torch.Tensor: ...
-    def current(self, key: int, grad: _bool) -> torch.Tensor | None: ...
     def in_pass(self) -> _bool: ...
-    def freeze(self, key: int) -> None: ...
     def take(self, unit: int) -> list[torch.Tensor]: ...
     def stats(self) -> _Stats: ...
     def set_limit(self, limit: int, now: _bool) -> None: ...
@@ -303,27 +294,39 @@ class Preview:
 class Expected:
     def close(self) -> None: ...
 
-@disjoint_base
-class UnitForward:
+@final
+class ModuleCalls:
     def __new__(
         cls,
-        streamer: Streamer,
-        unit: int,
-        module: weakref.ref[Any],
-        method: Callable[..., Any] | None,
-    ) -> Self: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+        original: Callable[..., Any],
+        records_gradients: Callable[..., Any],
+        without_weights: Callable[..., Any],
+        announcers: dict[int, Callable[..., Any]],
+        classes: list[type],
+    ) -> ModuleCalls: ...
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def forward_if_present(self, module: Any, args: tuple[Any, ...]) -> Any: ...
+
+@final
+class WeightRef:
+    def __new__(
+        cls, weights: Any, key: int, original: type | None = None, is_copy: _bool = False
+    ) -> WeightRef: ...
+    @property
+    def weights(self) -> Any: ...
+    @property
+    def key(self) -> int: ...
+    @property
+    def original(self) -> type | None: ...
+    @property
+    def is_copy(self) -> _bool: ...
 
 @final
 class Use:
-    def weight(self, streamer: Streamer, key: int, grad: _bool) -> torch.Tensor: ...
+    def weight(self, streamer: Streamer, key: int, requires_grad: _bool) -> torch.Tensor: ...
     def exit(self) -> _bool: ...
     def addresses(self, streamer: Streamer) -> list[tuple[int, int, int]]: ...
     def close(self) -> None: ...
-
-@final
-class Recurrent:
-    def __new__(cls, module: Any, stand_ins: Any, keys: list[int | None]) -> Recurrent: ...
 
 @final
 class Pass:

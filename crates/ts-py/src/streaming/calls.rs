@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyString, PyTuple, PyType};
 
 use super::inner::{RunningPass, StreamerInner};
 use super::lease::Use;
@@ -72,6 +72,8 @@ pub(crate) struct ModuleCalls {
     without_weights: Py<PyAny>,
     /// Functions that announce what a module is about to use, by its `id`.
     announcers: Py<PyDict>,
+    /// The classes of streamed parameters.
+    classes: Vec<Py<PyType>>,
 }
 
 #[pymethods]
@@ -82,8 +84,9 @@ impl ModuleCalls {
         records_gradients: Py<PyAny>,
         without_weights: Py<PyAny>,
         announcers: Py<PyDict>,
+        classes: Vec<Py<PyType>>,
     ) -> Self {
-        Self { original, records_gradients, without_weights, announcers }
+        Self { original, records_gradients, without_weights, announcers, classes }
     }
 
     /// Calls a module. Lends it its weights while it runs.
@@ -115,8 +118,9 @@ impl ModuleCalls {
         args: &Bound<'py, PyTuple>,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
         let py = module.py();
-        let own = own_parameters(module)?;
-        let Some((inner, unit)) = unit_of_leaf(module, &own)? else { return Ok(None) };
+        let attributes = attributes_of(module)?;
+        let own = self.own_parameters(&attributes)?;
+        let Some((inner, unit)) = unit_of_leaf(&attributes, &own)? else { return Ok(None) };
         let Some(used) = Use::if_present(py, &inner, unit, &own)? else { return Ok(None) };
         let result = module.getattr(intern!(py, "forward"))?.call1(args);
         let used = match used.finish(py)? {
@@ -159,8 +163,9 @@ impl ModuleCalls {
         kwargs: &Bound<'py, PyDict>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = module.py();
-        let own = own_parameters(module)?;
-        let Some((inner, unit)) = unit_of_leaf(module, &own)? else {
+        let attributes = attributes_of(module)?;
+        let own = self.own_parameters(&attributes)?;
+        let Some((inner, unit)) = unit_of_leaf(&attributes, &own)? else {
             return self.original.bind(py).call(args, Some(kwargs));
         };
         let lent: &[Own<'_>] = match self.lends(&inner, &own, args, kwargs)? {
@@ -179,6 +184,22 @@ impl ModuleCalls {
         })?;
         used.get().close(py);
         Ok(result)
+    }
+
+    /// Returns the streamed parameters among those of a module.
+    fn own_parameters<'py>(&self, attributes: &Bound<'py, PyDict>) -> PyResult<Vec<Own<'py>>> {
+        let py = attributes.py();
+        let mut own = Vec::new();
+        for_each_entry(attributes, intern!(py, "_parameters"), |parameter| {
+            let class = parameter.get_type();
+            if self.classes.iter().any(|each| class.is(each))
+                && let Some(weight) = WeightRef::of(parameter)
+            {
+                own.push(Own { parameter: parameter.clone(), weight });
+            }
+            Ok(true)
+        })?;
+        Ok(own)
     }
 
     /// Returns whether the parameters get the memory of the unit.
@@ -213,27 +234,13 @@ pub(super) struct Own<'py> {
     pub(super) weight: Bound<'py, WeightRef>,
 }
 
-/// Returns the streamed parameters that a module owns itself.
-fn own_parameters<'py>(module: &Bound<'py, PyAny>) -> PyResult<Vec<Own<'py>>> {
-    let mut own = Vec::new();
-    for_each_entry(module, intern!(module.py(), "_parameters"), |parameter| {
-        if !parameter.is_none()
-            && let Some(weight) = WeightRef::of(parameter)
-        {
-            own.push(Own { parameter: parameter.clone(), weight });
-        }
-        Ok(true)
-    })?;
-    Ok(own)
-}
-
 /// Returns the unit of a module whose forward leases it, and the streamer.
 ///
 /// Such a module uses one unit only, has no divided weights, and no module below it has parameters.
 /// The weights of other modules are leased for each operation, so that no unit stays leased while
 /// another one is needed.
 fn unit_of_leaf(
-    module: &Bound<'_, PyAny>,
+    attributes: &Bound<'_, PyDict>,
     own: &[Own<'_>],
 ) -> PyResult<Option<(Arc<StreamerInner>, usize)>> {
     let Some(first) = own.first() else { return Ok(None) };
@@ -245,38 +252,43 @@ fn unit_of_leaf(
         inner.weights.get(weight.key()).filter(|_| is_own).map(|weight| weight.unit)
     };
     let Some(unit) = unit_of(first) else { return Ok(None) };
-    if own[1..].iter().any(|each| unit_of(each) != Some(unit)) || has_parameters_below(module)? {
+    if own[1..].iter().any(|each| unit_of(each) != Some(unit)) || has_parameters_below(attributes)? {
         return Ok(None);
     }
     Ok(Some((inner, unit)))
 }
 
 /// Returns whether a module below this one has parameters.
-fn has_parameters_below(module: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let py = module.py();
+fn has_parameters_below(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let py = attributes.py();
     let mut found = false;
-    for_each_entry(module, intern!(py, "_modules"), |child| {
+    for_each_entry(attributes, intern!(py, "_modules"), |child| {
         if !child.is_none() {
-            for_each_entry(child, intern!(py, "_parameters"), |parameter| {
+            let attributes = attributes_of(child)?;
+            for_each_entry(&attributes, intern!(py, "_parameters"), |parameter| {
                 found |= !parameter.is_none();
                 Ok(!found)
             })?;
-            found = found || has_parameters_below(child)?;
+            found = found || has_parameters_below(&attributes)?;
         }
         Ok(!found)
     })?;
     Ok(found)
 }
 
+/// Returns the attributes of a module.
+fn attributes_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+    Ok(module.getattr(intern!(module.py(), "__dict__"))?.cast_into()?)
+}
+
 /// Calls a function with each value of a dictionary that is an attribute of a module, until it
 /// returns false.
 fn for_each_entry<'py>(
-    module: &Bound<'py, PyAny>,
-    name: &Bound<'py, pyo3::types::PyString>,
+    attributes: &Bound<'py, PyDict>,
+    name: &Bound<'py, PyString>,
     mut visit: impl FnMut(&Bound<'py, PyAny>) -> PyResult<bool>,
 ) -> PyResult<()> {
-    let attributes = module.getattr(intern!(module.py(), "__dict__"))?;
-    let Some(entries) = attributes.cast::<PyDict>()?.get_item(name)? else { return Ok(()) };
+    let Some(entries) = attributes.get_item(name)? else { return Ok(()) };
     let Ok(entries) = entries.cast_into::<PyDict>() else { return Ok(()) };
     for (_, value) in entries.iter() {
         if !visit(&value)? {

@@ -8,7 +8,7 @@ use pyo3::exceptions::PyReferenceError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyTuple, PyType, PyWeakrefMethods, PyWeakrefReference};
+use pyo3::types::{PyTuple, PyType, PyWeakrefMethods, PyWeakrefReference};
 
 use super::inner::{Streamer, StreamerInner};
 use super::unit_tensors::UnitTensors;
@@ -109,9 +109,7 @@ impl WeightRef {
     /// Returns the `WeightRef` of a tensor, or None if it has none.
     pub(super) fn of<'py>(tensor: &Bound<'py, PyAny>) -> Option<Bound<'py, Self>> {
         let py = tensor.py();
-        let attributes = tensor.getattr(intern!(py, "__dict__")).ok()?;
-        let found = attributes.cast::<PyDict>().ok()?.get_item(intern!(py, ATTRIBUTE)).ok()??;
-        found.cast_into::<Self>().ok()
+        tensor.getattr(intern!(py, ATTRIBUTE)).ok()?.cast_into::<Self>().ok()
     }
 
     /// Returns whether this is the reference of a parameter, and not of a view.

@@ -15,7 +15,7 @@ from .. import _native
 from ..budget import Budget
 from ..config import Config
 from ..errors import BudgetError, ModelError
-from ._calls import announce, replace_calls
+from ._calls import replace_calls
 from ._distributed import ignore_streamed
 from ._guards import replace_guarded
 from ._interrupts import deferred
@@ -227,7 +227,9 @@ def _start(
         streamer, units.weights, units.divided, budget, device, stored, passes, profile
     )
     weights.sources, weights.expert_units = units.sources, units.expert_units()
-    parameters = (each for module in nn.Module.modules(model) for each in module._parameters.values())
+    parameters = (
+        each for module in nn.Module.modules(model) for each in module._parameters.values()
+    )
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     stored.add(weights, units.sources, {key: numbers[own] for own, key in units.keys.items()})
     return _Engine(units, weights, limits is not None)

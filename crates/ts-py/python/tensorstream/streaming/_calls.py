@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .. import _native
-from ._streamed_tensor import StreamedTensor, StreamedWeight, replace_weights
+from ._streamed_tensor import CopiedTensor, StreamedTensor, StreamedWeight, replace_weights
 
 _NO_WHOLE_GRAPH = (
     "a model that streams cannot be one graph: compile it without fullgraph=True, or "
@@ -37,7 +37,9 @@ _NO_WHOLE_GRAPH = (
 _announcers: dict[int, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {}
 
 
-def announce(module: nn.Module, announcer: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+def announce(
+    module: nn.Module, announcer: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+) -> None:
     """Calls a function before each call of a module, until the module no longer exists."""
     _announcers[id(module)] = announcer
     weakref.finalize(module, _announcers.pop, id(module), None)
@@ -137,14 +139,16 @@ def replace_calls() -> None:
     if _module_calls is not None:
         return
     original: Any = nn.Module.__call__
-    calls = _native.ModuleCalls(original, _records_gradients, _without_weights, _announcers)
-    call = calls.call
+    classes: list[type] = [StreamedTensor, StreamedWeight, CopiedTensor]
+    calls = _native.ModuleCalls(
+        original, _records_gradients, _without_weights, _announcers, classes
+    )
+    call, is_compiling = calls.call, torch.compiler.is_dynamo_compiling
     dynamo_knows = False
 
-    @functools.wraps(original)
     def __call__(*args: Any, **kwargs: Any) -> Any:
         nonlocal dynamo_knows
-        if torch.compiler.is_dynamo_compiling():
+        if is_compiling():
             if not _streams(args[0]):
                 return original(*args, **kwargs)
             torch._dynamo.graph_break(msg=_NO_WHOLE_GRAPH)
@@ -152,6 +156,7 @@ def replace_calls() -> None:
             dynamo_knows = _tell_dynamo(original, __call__.__code__)
         return call(args, kwargs)
 
+    functools.update_wrapper(__call__, original)
     nn.Module.__call__ = __call__  # type: ignore[method-assign]
     _module_calls = calls
 
@@ -197,10 +202,10 @@ def _tell_dynamo(original: Any, replacement: CodeType) -> bool:
 def _functions(values: Iterable[Any], module: str) -> Iterator[FunctionType]:
     """Yields functions, and methods of classes, that a module defines."""
     for value in values:
-        value = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-        if getattr(value, "__module__", None) != module:
+        found = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        if getattr(found, "__module__", None) != module:
             continue
-        if isinstance(value, FunctionType):
-            yield value
-        elif isinstance(value, type):
-            yield from _functions(vars(value).values(), module)
+        if isinstance(found, FunctionType):
+            yield found
+        elif isinstance(found, type):
+            yield from _functions(vars(found).values(), module)

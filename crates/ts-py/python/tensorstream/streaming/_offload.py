@@ -27,7 +27,7 @@ from ._placement import Placement
 from ._state import is_offloaded, streaming_of
 from ._stats import Stats, merged
 from ._store import derived_of, store_live
-from ._streamed_tensor import StreamedTensor, StreamedWeight, copied, is_parameter, to_memory
+from ._streamed_tensor import StreamedTensor, StreamedWeight, to_memory
 from ._units import TensorSpec, UnitBuilder, units_for_budget
 from ._weights import Divided, Weight, Weights
 
@@ -101,8 +101,8 @@ def offload(
     for name, module in model.named_modules():
         _refuse_torchscript(name, module)
     if is_offloaded(model):
-        streamed = streaming_of(model).shares[0].passes.models
-        inside = [name for name, each in nn.Module.named_modules(model) if each in streamed]
+        models = streaming_of(model).shares[0].passes.models
+        inside = [name for name, each in nn.Module.named_modules(model) if each in models]
         if inside and inside[0]:
             raise ModelError(f"`{inside[0]}` is already streamed; restore it first")
         raise ModelError(f"the {type(model).__name__} is already offloaded; restore(model) first")
@@ -273,7 +273,9 @@ def restore(model: M) -> M:
         <class 'torch.nn.parameter.Parameter'>
     """
     if isinstance(model, nn.Module) and not any(
-        each is not None for module in nn.Module.modules(model) for each in module._parameters.values()
+        each is not None
+        for module in nn.Module.modules(model)
+        for each in module._parameters.values()
     ):
         return model  # there was nothing to offload
     streaming = streaming_of(model)
@@ -302,10 +304,10 @@ def restore(model: M) -> M:
     with deferred():
         for each, tensor in restored:
             to_memory(each, tensor)
-        for each in models:
+        for restored_model in models:
             if len(streaming.shares) == 1:  # else, its modules stay on their devices
-                each.__dict__.pop("hf_device_map", None)
-            restore_names(each)
+                restored_model.__dict__.pop("hf_device_map", None)
+            restore_names(restored_model)
     return model
 
 

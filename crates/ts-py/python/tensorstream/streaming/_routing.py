@@ -80,8 +80,7 @@ class Expert(_Announcer):
 
 
 class Routed(_Announcer):
-    """Announces the slices of divided weights that a module chooses, so that they are read together.
-    """
+    """Announces the slices of divided weights that a module chooses: they are read together."""
 
     def __init__(
         self, module: nn.Module, weights: Weights, keys: list[int], router: nn.Module | None
@@ -123,9 +122,10 @@ class Routed(_Announcer):
             ``None`` if there is no router that could be applied, or its weights are not in memory.
         """
         router = None if self._router is None else self._router()
+        if router is None:
+            return None
         usable = (
-            router is not None
-            and not router.training
+            not router.training
             and type(inputs) is torch.Tensor
             and inputs.ndim == 2
             and inputs.shape[0] <= _MOST_GUESSED_TOKENS

@@ -351,4 +351,5 @@ def _has_blocks(weight: StreamedTensor, *, transposed: bool) -> bool:
     shape, strides = tuple(weight.shape), weight.stride()
     if transposed:
         shape, strides = shape[::-1], strides[::-1]
-    return shape == divided.shape and strides == divided.strides and weight.dtype == divided.dtype
+    same = shape == divided.shape and strides == divided.strides
+    return bool(same and weight.dtype == divided.dtype)

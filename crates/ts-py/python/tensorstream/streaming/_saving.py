@@ -77,8 +77,9 @@ def _save_pretrained(original: Any) -> Any:
         if not stored:
             return original(self, *args, **kwargs)
         directory = args[0] if args else kwargs.get("save_directory")
-        is_path = isinstance(directory, str | os.PathLike)
-        if is_path and any(each.is_in(directory) for each in stored):
+        if isinstance(directory, str | os.PathLike) and any(
+            each.is_in(directory) for each in stored
+        ):
             raise ModelError(
                 f"cannot save to {os.fspath(directory)}, from where weights stream; nothing was "
                 "changed; save to another directory, or restore(model) first"

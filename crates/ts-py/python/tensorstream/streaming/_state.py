@@ -68,7 +68,9 @@ def streaming_of(model: nn.Module) -> Streaming:
     if not found:
         raise ModelError(f"this {type(model).__name__} is not offloaded; call offload(model) first")
     if len({weights.stored for weights in found}) > 1:
-        names = {weights.stored: _model_name(model, weights, name) for weights, name in found.items()}
+        names = {
+            weights.stored: _model_name(model, weights, name) for weights, name in found.items()
+        }
         raise ModelError(
             f"this {type(model).__name__} contains several offloaded models "
             f"({', '.join(f'`{name}`' for name in names.values())}); pass one of them"

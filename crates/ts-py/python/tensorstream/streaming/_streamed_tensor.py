@@ -69,7 +69,7 @@ class StreamedTensor(torch.Tensor):
         return f"StreamedTensor({name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __format__(self, format_spec: str) -> str:
-        return format(copied(self.detach()), format_spec) if self.dim() == 0 else repr(self)
+        return format(copied(self).detach(), format_spec) if self.dim() == 0 else repr(self)
 
     @property
     def data(self) -> torch.Tensor:
@@ -329,11 +329,12 @@ def to_stand_in(parameter: torch.Tensor, weights: Weights, key: int) -> None:
     for name in _SYMBOLIC_ATTRIBUTES:
         parameter.__dict__.pop(name, None)
     _exchange(parameter, other)
-    other.__class__ = original  # an autograd graph can have it
+    other.__class__ = original  # type: ignore[assignment]  # an autograd graph can have it
     del other.__dict__["_ref"]
-    parameter.__class__ = StreamedTensor
-    parameter._ref = _native.WeightRef(weights, key, original)
-    parameter._is_param = True
+    streamed: Any = parameter
+    streamed.__class__ = StreamedTensor
+    streamed._ref = _native.WeightRef(weights, key, original)
+    streamed._is_param = True
 
 
 def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> None:
@@ -346,11 +347,11 @@ def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> None:
     original: Any = parameter._ref.original
     trains = requires_grad(parameter)
     with torch.inference_mode(False):
-        other: torch.Tensor = nn.Parameter(values, trains)
+        other: Any = nn.Parameter(values, trains)
     _exchange(parameter, other)
     other.__class__ = type(parameter)  # an autograd graph can have it
     other._ref = parameter._ref
-    parameter.__class__ = original or nn.Parameter
+    parameter.__class__ = original or nn.Parameter  # type: ignore[assignment]
     for name in _OWN_ATTRIBUTES:
         parameter.__dict__.pop(name, None)
 
@@ -814,7 +815,9 @@ def _call(
         if nested:
             args, kwargs = tree_map_only(StreamedTensor, real, (args, kwargs))
         else:
-            args = tuple([real(each) if isinstance(each, StreamedTensor) else each for each in args])
+            args = tuple(
+                [real(each) if isinstance(each, StreamedTensor) else each for each in args]
+            )
         device_type = next(iter(uses)).device.type if uses else "cpu"
         autocasts = torch.is_autocast_enabled(device_type)
         keys = _dispatch_keys() if autocasts or torch.is_inference_mode_enabled() else None
