@@ -320,7 +320,7 @@ def test_products_round_as_in_memory(direct: Any, mode: Any) -> None:
     for _ in range(2):
         with mode():
             assert torch.equal(model(x), reference(x))
-    assert not model.w.requires_grad
+    assert model.w.requires_grad
 
 
 def test_modes_of_other_threads_have_no_effect(direct: Any, tmp_path: Path) -> None:
@@ -370,7 +370,9 @@ def test_writes_are_refused_in_every_mode(direct: Any) -> None:
     ]
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         for write in writes:
-            with mode(), pytest.raises(ts.ModelError):
+            # Autograd refuses some writes first, as it does in memory.
+            refused = RuntimeError if mode is torch.enable_grad else ts.ModelError
+            with mode(), pytest.raises(refused, match=r"stream|leaf Variable"):
                 write()
         with torch.no_grad():
             assert torch.equal(model(x), expected)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -376,7 +375,10 @@ def _hooks_of(parameter: Any) -> dict[str, Any]:
 
 
 def _copy_of_parameter(original: StreamedTensor, memo: dict[int, Any]) -> torch.Tensor:
-    """Returns a copy of a streamed parameter, which streams the same weight."""
+    """Returns a copy of a streamed parameter, which streams the same weight.
+
+    Like a copy of an ordinary parameter, it has no attributes, hooks or gradient.
+    """
     weights, key = original._ref.weights, original._ref.key
     trains = requires_grad(original)
     shape, strides = original.shape, original.stride()
@@ -386,10 +388,6 @@ def _copy_of_parameter(original: StreamedTensor, memo: dict[int, Any]) -> torch.
     copy._ref = _native.WeightRef(weights, key, original._ref.original, is_copy=True)
     copy._is_param = True
     memo[id(original)] = copy
-    for name, value in attributes_of(original).items():
-        copy.__dict__[name] = deepcopy(value, memo)
-    if original.grad is not None:
-        copy.grad = deepcopy(original.grad, memo)
     weights.passes.add_copies(memo)
     return copy
 
