@@ -15,6 +15,7 @@ from .. import _native
 from ..budget import Budget
 from ..config import Config
 from ..errors import BudgetError, ModelError
+from . import _tree as tree
 from ._copying import Attach, replace_copying
 from ._distributed import ignore_streamed
 from ._forward import Forward, Parameters, PartPass, Pass, parts, recurrent
@@ -215,7 +216,7 @@ def _start(
     if isinstance(config.budget, Budget):
         config.budget.add(streamer, max(extremes[1], budget))
     weights = Weights(streamer, units.weights, units.divided, budget, stored.mapped, device)
-    numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    numbers = {id(parameter): number for number, parameter in enumerate(tree.parameters(model))}
     stored.add(weights, units.sources, {key: numbers[own] for own, key in units.keys.items()})
     share = Share(weights, units.sources, profile, units.expert_units())
     return _Engine(units, share, limits is not None)
@@ -250,17 +251,20 @@ def _moved(model: nn.Module, placement: Placement, kept: frozenset[int]) -> Move
     """
     moved: Moved = {}
     devices: dict[int, torch.device] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in tree.named_modules(model):
         device = placement.device(module)
-        for name, each in module.named_parameters(prefix, False):
-            if id(each) in kept and devices.setdefault(id(each), device) != device:
+        kept_here = {
+            name: each for name, each in module._parameters.items() if id(each) in kept
+        }
+        for name, each in kept_here.items():
+            if devices.setdefault(id(each), device) != device:
                 raise ModelError(
-                    f"`{name}` stays in memory, and modules on {devices[id(each)]} and {device} "
+                    f"`{tree.joined(prefix, name)}` stays in memory, and modules on {devices[id(each)]} and {device} "
                     "share it: place these modules on one device"
                 )
-        parameters = [each for each in module.parameters(False) if id(each) in kept]
-        buffers = (each for each in module.buffers(False) if not isinstance(each, SymbolicTensor))
-        for each in (*buffers, *parameters):
+        for each in (*module._buffers.values(), *kept_here.values()):
+            if each is None or isinstance(each, SymbolicTensor):
+                continue
             if not each.is_meta and each.device != device and (id(each), device) not in moved:
                 moved[id(each), device] = each.detach().to(device)
     return moved
@@ -276,7 +280,7 @@ def _place(
     for module, name, value in read:
         module._buffers[name] = value
     parameters: dict[int, nn.Parameter] = {}
-    for module in model.modules() if moved else ():
+    for module in tree.modules(model) if moved else ():
         device = placement.device(module)
         for name, buffer in module._buffers.items():
             module._buffers[name] = moved.get((id(buffer), device), buffer)

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 from ..files._places import Place
+from . import _tree as tree
 from ._arguments import Arguments
 
 
@@ -192,5 +193,5 @@ def _is_of_new_head(name: str, model: Any, info: dict[str, Any], new_heads: bool
         return False
     whole = name[: len(name) - len(inner)] + head
     missing = set(info["missing_keys"])
-    own = (each for each, _ in model.named_parameters() if each.startswith(f"{whole}."))
+    own = (each for each, _ in tree.named_parameters(model) if each.startswith(f"{whole}."))
     return all(each in missing for each in own)

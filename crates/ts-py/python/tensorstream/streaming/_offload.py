@@ -17,6 +17,7 @@ from ..config import Config, expanded
 from ..devices import Device
 from ..errors import ConfigurationError, ModelError
 from ..files._places import find
+from . import _tree as tree
 from ._adapters import adapter_parameters
 from ._attach import attach
 from ._distributed import restore_names
@@ -99,16 +100,16 @@ def offload(
             "no checkpoint: give `checkpoint`, or set Config.storage_path to a directory for the "
             "weights of the model"
         )
-    for name, module in model.named_modules():
+    for name, module in tree.named_modules(model):
         _refuse_torchscript(name, module)
     if is_offloaded(model):
         raise ModelError(f"the {type(model).__name__} is already offloaded; restore(model) first")
-    for name, module in model.named_modules():
+    for name, module in tree.named_modules(model):
         if is_offloaded(module):
             raise ModelError(f"`{name}` is already streamed; restore it first")
     placement = Placement(model, config)
     kept = adapter_parameters(model)
-    streamed = [parameter for parameter in model.parameters() if id(parameter) not in kept]
+    streamed = [parameter for parameter in tree.parameters(model) if id(parameter) not in kept]
     freed = sum(parameter.nbytes for parameter in streamed if not parameter.is_meta)
     if checkpoint is None and not any(p.is_meta for p in streamed):
         stored = store_live(model, placement.configs[placement.main], kept)
@@ -287,7 +288,7 @@ def restore(model: M) -> M:
     }
     streamed = {share.weights for share in streaming.shares}
     # A wrapper can share parameters of the offloaded model that it contains.
-    restored = [(module, _restored(module, parameters, streamed)) for module in model.modules()]
+    restored = [(module, _restored(module, parameters, streamed)) for module in tree.modules(model)]
     for share in streaming.shares:
         share.profile.end()
     with deferred():
@@ -295,7 +296,7 @@ def restore(model: M) -> M:
         if len(streaming.shares) == 1:  # else, its modules stay on their devices
             root.__dict__.pop("hf_device_map", None)
         restore_names(root)
-        for module in root.modules():
+        for module in tree.modules(root):
             restore_methods(module)
         for module, own in restored:
             before = module.__dict__["_parameters"]

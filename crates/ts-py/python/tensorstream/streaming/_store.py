@@ -27,6 +27,7 @@ from ..errors import (
     StorageError,
 )
 from ..files._capsules import NewTensor, as_capsule, dtype_name, write_all
+from . import _tree as tree
 from ._builder import Builder
 from ._division import (
     FUSED,
@@ -167,7 +168,7 @@ def _pieces(wanted: dict[str, SymbolicTensor], builder: Builder) -> Iterator[tor
 
 
 def _distinct(model: nn.Module, kept: frozenset[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in model.named_parameters():
+    for name, parameter in tree.named_parameters(model):
         if id(parameter) in kept:
             continue
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
@@ -201,7 +202,7 @@ def _check_budget(model: nn.Module, config: Config, kept: frozenset[int]) -> Non
     names = list(sizes)
     together = [
         [i for i, unit in enumerate(names) if f"{unit}.".startswith(f"{prefix}." if prefix else "")]
-        for prefix, module in model.named_modules()
+        for prefix, module in tree.named_modules(model)
         if isinstance(module, FUSED)
     ]
 
@@ -288,6 +289,6 @@ def derived_of(model: nn.Module) -> dict[str, SymbolicTensor]:
     """Returns the distinct parameters of a model that have to be computed, by name."""
     return {
         name: parameter
-        for name, parameter in model.named_parameters()
+        for name, parameter in tree.named_parameters(model)
         if isinstance(parameter, SymbolicTensor) and isinstance(parameter.source, Derived)
     }

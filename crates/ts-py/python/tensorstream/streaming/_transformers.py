@@ -24,6 +24,7 @@ from ..errors import (
     ConfigurationError,
 )
 from ..files._places import Place, find
+from . import _tree as tree
 from ._arguments import Arguments, device_of_machine
 from ._attach import attach
 from ._builder import Builder
@@ -157,7 +158,7 @@ def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> An
     # The class has initialised these, such as new heads, and tables of sines that no file has.
     new = frozenset(
         id(parameter)
-        for parameter in model.parameters()
+        for parameter in tree.parameters(model)
         if not (isinstance(parameter, SymbolicTensor) or parameter.is_meta)
     )
     if model.can_generate() and "generation_config" not in arguments.for_class:

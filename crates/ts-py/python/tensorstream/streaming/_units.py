@@ -12,6 +12,7 @@ from .. import _native
 from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from ..config import HEADROOM, Settings
 from ..errors import BudgetError, CheckpointError, MissingTensorError, ModelError
+from . import _tree as tree
 from ._builder import Builder
 from ._division import (
     FUSED,
@@ -153,7 +154,7 @@ class UnitBuilder:
         self._batch_divided = batch_divided(model, rows, exact=exact, device=device)
         #: The experts that are modules of a list.
         self._experts = [each for each in expert_modules(model) if is_own(each)]
-        self._in_expert = {id(each) for expert in self._experts for each in expert.modules()}
+        self._in_expert = {id(each) for expert in self._experts for each in tree.modules(expert)}
         #: The tensors whose rows can be read one by one, with their dtypes.
         self.tables: list[tuple[TensorSpec, torch.dtype]] = []
         #: The stored orders of dimensions, by name, of parameters that are not contiguous.
@@ -178,21 +179,22 @@ class UnitBuilder:
         self._names = _qualified_names(model)
         self._embedded, self._multiplied = (
             {
-                id(module.weight)
-                for module in model.modules()
-                if isinstance(module, kind) and isinstance(module.weight, torch.Tensor)
+                # Not the attribute, which a parametrization computes.
+                id(module._parameters.get("weight"))
+                for module in tree.modules(model)
+                if isinstance(module, kind)
             }
             for kind in ((nn.Embedding, nn.EmbeddingBag), nn.Linear)
         )
         self._buffers = [
             (module, f"{prefix}.{name}".lstrip("."), name, buffer)
-            for prefix, module in model.named_modules()
+            for prefix, module in tree.named_modules(model)
             for name, buffer in module._buffers.items()
             if buffer is not None
             and is_own(module)
             and (isinstance(buffer, SymbolicTensor) or buffer.is_meta)
         ]
-        for prefix, module in model.named_modules():
+        for prefix, module in tree.named_modules(model):
             if is_own(module):
                 self._add_module(prefix, module)
         self.modules = [
@@ -354,7 +356,7 @@ class UnitBuilder:
         """
         owners = {id(module) for module, _ in self.modules}
         for module, keys in self.modules:
-            below = any(id(child) in owners for child in module.modules() if child is not module)
+            below = any(id(child) in owners for child in tree.modules(module) if child is not module)
             units = self._units(keys)
             divides = any(key >= len(self.weights) for key in keys.values())
             if not below and not divides and len(units) == 1:
@@ -380,14 +382,14 @@ class UnitBuilder:
         """
         keys = {id(module): own for module, own in self.modules}
         for expert in self._experts:
-            owned = (self._units(keys.get(id(each), {})) for each in expert.modules())
+            owned = (self._units(keys.get(id(each), {})) for each in tree.modules(expert))
             units = {unit: None for own in owned for unit in sorted(own) if self.specs[unit][2]}
             if units:
                 yield expert, list(units)
 
     def expert_units(self) -> dict[str, list[int]]:
         """Returns the routed units of each module that contains experts, by name of the module."""
-        names = {id(module): name for name, module in self._model.named_modules()}
+        names = {id(module): name for name, module in tree.named_modules(self._model)}
         units: dict[str, list[int]] = {}
         for module, keys in self.routed():
             for each in (self.divided[key - len(self.weights)] for key in keys):
@@ -409,8 +411,8 @@ class UnitBuilder:
         """
         units = {id(module): self._units(keys) for module, keys in self.modules}
         sets = [
-            set().union(*(units.get(id(each), set()) for each in module.modules()))
-            for module in self._model.modules()
+            set().union(*(units.get(id(each), set()) for each in tree.modules(module)))
+            for module in tree.modules(self._model)
             if isinstance(module, FUSED)
         ]
         return [sorted(each) for each in sets if len(each) > 1]
@@ -490,6 +492,6 @@ class UnitBuilder:
 def _qualified_names(model: nn.Module) -> dict[int, list[str]]:
     """Returns the names of each distinct parameter by ``id``. Tied parameters have several."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in tree.named_parameters(model, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return names
