@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "CheckpointPermissionError",
+    "CheckpointWarning",
     "ChecksumError",
     "ConfigurationError",
     "ConnectionLost",
@@ -205,6 +206,21 @@ class BudgetWarning(UserWarning):
         ...     warnings.simplefilter("error", ts.BudgetWarning)  # raise it instead
         ...     config = ts.Config(storage_path="weights", budget="1MiB")
         ...     model = ts.offload(torch.nn.Linear(4, 4), config)
+    """
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint has tensors that the model does not have. The message names one of them.
+
+    Examples:
+        >>> import tensorstream as ts, torch, warnings
+        >>> ts.save_file({"weight": torch.eye(4), "bias": torch.ones(4), "more": torch.ones(1)}, "a.ts")
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", ts.CheckpointWarning)  # raise it instead
+        ...     ts.offload(torch.nn.Linear(4, 4), checkpoint="a.ts", budget="64KiB")
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.CheckpointWarning: ...
     """
 
 

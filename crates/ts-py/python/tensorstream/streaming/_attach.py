@@ -29,6 +29,7 @@ from ._routing import announced
 from ._rules import register_transformers
 from ._saving import save_in_pieces
 from ._state import Share, Streaming
+from ._state_dict import Loaded
 from ._store import DimensionOrders, derived_of, store_derived
 from ._stored_weights import StoredWeights
 from ._streamed_tensor import StreamedWeight, parameter_of
@@ -54,6 +55,7 @@ def attach(
     freed_bytes: int = 0,
     kept: frozenset[int] = frozenset(),
     with_device_map: bool = False,
+    loaded: Loaded | None = None,
 ) -> M:
     """Offloads a model to an open checkpoint. If this fails, the model is unchanged.
 
@@ -65,14 +67,17 @@ def attach(
         freed_bytes: Memory that offloading frees, which the budget can use.
         kept: The ``id`` of each parameter that stays in memory as it is.
         with_device_map: Whether the model gets a map of devices also without an accelerator.
+        loaded: What the parameters and buffers become, if this was recorded.
     """
-    derived = derived_of(model)
+    loaded = Loaded() if loaded is None else loaded
+    derived = derived_of(model, loaded.parameters)
     if derived:
         main = placement.configs[placement.main]
-        checkpoint = store_derived(derived, checkpoint, main, main.working_bytes())
+        values = {name: value for name, (_, value) in derived.items()}
+        checkpoint = store_derived(values, checkpoint, main, main.working_bytes())
     converted = {
-        id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), tensor.source.phase)
-        for name, tensor in derived.items()
+        key: Source(name, tuple(checkpoint.entry(name)[2]), value.source.phase)
+        for name, (key, value) in derived.items()
     }
     budgets = [own.working_bytes() for own in placement.configs.values()]
     stored = StoredWeights(checkpoint, min(budgets))
@@ -80,7 +85,16 @@ def attach(
     for device, own in placement.configs.items():
         try:
             engine = _start(
-                model, own, placement, checkpoint, stored, converted, orders, freed_bytes, kept
+                model,
+                own,
+                placement,
+                checkpoint,
+                stored,
+                converted,
+                orders,
+                freed_bytes,
+                kept,
+                loaded,
             )
         except BudgetError as error:
             if len(placement.configs) == 1:
@@ -93,6 +107,10 @@ def attach(
         for module, name, value in engine.units.read_buffers()
     ]
     moved = _moved(model, placement, kept)
+    copies = [(module, own, value.materialize()) for module, own, value in loaded.copies]
+    for module, own, value in copies:
+        if placement.device(module) != own.device:
+            moved[id(own), placement.device(module)] = value.to(placement.device(module))
     replaced = [each for engine in engines for each in engine.parameters()]
     passed_over = placement.config.passed_over(placement.main)
     streaming = Streaming(checkpoint, [each.share for each in engines], passed_over)
@@ -108,6 +126,8 @@ def attach(
         save_in_pieces(model, stored)
         replace_copying(model, stored, _attach_copy(placement.config, checkpoint))
         model.__dict__["_tensorstream"] = streaming
+        for _, own, value in copies:
+            own.detach().copy_(value)
         _place(model, placement, buffers, moved)
         if with_device_map or torch.accelerator.is_available():
             # Without one, other libraries would refuse the CPU as a device.
@@ -153,6 +173,7 @@ def _start(
     orders: DimensionOrders,
     freed_bytes: int,
     kept: frozenset[int],
+    loaded: Loaded,
 ) -> _Engine:
     """Starts the engine for the weights on one device. Adds them to ``stored``.
 
@@ -166,6 +187,7 @@ def _start(
         orders: The stored orders of dimensions, by name, of parameters that are not contiguous.
         freed_bytes: Memory that offloading frees, which the budget can use.
         kept: The ``id`` of each parameter that stays in memory as it is.
+        loaded: What the parameters and buffers become, if this was recorded.
     """
     settings, device = config.settings(), config.torch_device()
     settings["host_bytes"] = int(settings["host_bytes"] * placement.share(device))
@@ -196,6 +218,7 @@ def _start(
         fitted,
         kept,
         lambda module: placement.device(module) == device,
+        loaded,
     )
     most, limits = config.limits(budget, *extremes, freed_bytes)
     if isinstance(config.budget, Budget):

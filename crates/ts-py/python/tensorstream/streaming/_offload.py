@@ -27,6 +27,7 @@ from ._interrupts import deferred
 from ._placement import Placement
 from ._replaced_method import restore_methods
 from ._state import Share, is_offloaded, offloaded_in, streaming_of
+from ._state_dict import load
 from ._stats import Stats, merged
 from ._store import derived_of, store_live
 from ._streamed_tensor import StreamedWeight
@@ -45,11 +46,14 @@ def offload(
     budget: int | str | Budget | Mapping[Any, int | str] | None = None,
     device: Device | Mapping[str, Device] | None = None,
     host_budget: int | str | None = None,
+    strict: bool | None = None,
 ) -> M:
     """Streams the parameters of a model from disk under a hard memory budget.
 
-    With a ``checkpoint``, the parameters get the values of the checkpoint. Without a checkpoint,
-    the weights of a model on the CPU are written to a ``.ts`` file in ``config.storage_path``, and
+    With a ``checkpoint``, parameters and buffers get the values that ``load_state_dict`` gives
+    them. Loading code of modules runs, such as hooks and ``_load_from_state_dict``; what it computes
+    is written to a ``.ts`` file once, in ``config.storage_path`` or the cache directory of the user.
+    Without a checkpoint, the weights of a model on the CPU are written to a ``.ts`` file in ``config.storage_path``, and
     their memory is freed. The file is named after its content. For a model on the meta device,
     ``config.storage_path`` is the checkpoint. Buffers stay in memory, and so do adapters of PEFT,
     which can be trained.
@@ -67,6 +71,10 @@ def offload(
         budget: Shorthand for ``Config(budget=...)``.
         device: Shorthand for ``Config(device=...)``.
         host_budget: Shorthand for ``Config(host_budget=...)``.
+        strict: Whether the names of the checkpoint and the model must match, as for
+            ``load_state_dict``. With ``False``, parameters and buffers that the checkpoint lacks
+            keep their values, and tensors that the model lacks are ignored. The default refuses the
+            first, and warns of the second. A shared parameter needs only one of its names.
 
     Raises:
         ConfigurationError: There is neither a checkpoint nor a storage path, a setting is given
@@ -94,6 +102,26 @@ def offload(
         >>> model = ts.restore(model)
     """
     config = with_shorthands(checked(config), budget, device, host_budget)
+    return offload_from(model, config, checkpoint, strict=strict)
+
+
+def offload_from(
+    model: M,
+    config: Config,
+    checkpoint: Path | None,
+    *,
+    strict: bool | None = None,
+    casts: bool = False,
+) -> M:
+    """Does what ``offload`` does.
+
+    Args:
+        model: The model.
+        config: The settings.
+        checkpoint: The checkpoint.
+        strict: As for ``offload``.
+        casts: Whether tensors are cast to the dtypes of the model.
+    """
     path = checkpoint if checkpoint is not None else config.storage_path
     if path is None:
         raise ConfigurationError(
@@ -121,7 +149,13 @@ def offload(
         )
     # A directory that does not exist yet is not the name of a model on the Hub.
     weights = expanded(path) if checkpoint is None else find(expanded(path)).weights
-    return attach(model, placement, _native.Checkpoint(weights), freed_bytes=freed, kept=kept)
+    opened = _native.Checkpoint(weights)
+    loaded = load(model, opened, strict=strict, kept=kept, casts=casts)
+    try:
+        return attach(model, placement, opened, freed_bytes=freed, kept=kept, loaded=loaded)
+    except BaseException:
+        loaded.undo()
+        raise
 
 
 def with_shorthands(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -285,10 +285,25 @@ def _described(value: Any) -> Any:
     return repr(value)
 
 
-def derived_of(model: nn.Module) -> dict[str, SymbolicTensor]:
-    """Returns the distinct parameters of a model that have to be computed, by name."""
-    return {
-        name: parameter
+def derived_of(
+    model: nn.Module, loaded: Mapping[int, SymbolicTensor] | None = None
+) -> dict[str, tuple[int, SymbolicTensor]]:
+    """Returns the distinct parameters of a model that have to be computed, by name.
+
+    Args:
+        model: The model.
+        loaded: What parameters become, by ``id``.
+
+    Returns:
+        The ``id`` of each parameter, and its value.
+    """
+    values = {} if loaded is None else loaded
+    found = {
+        name: (id(parameter), values.get(id(parameter), parameter))
         for name, parameter in tree.named_parameters(model)
-        if isinstance(parameter, SymbolicTensor) and isinstance(parameter.source, Derived)
+    }
+    return {
+        name: (key, value)
+        for name, (key, value) in found.items()
+        if isinstance(value, SymbolicTensor) and isinstance(value.source, Derived)
     }

@@ -11,7 +11,7 @@ from torch import nn
 from .. import _native
 from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from ..config import HEADROOM, Settings
-from ..errors import BudgetError, CheckpointError, MissingTensorError, ModelError
+from ..errors import BudgetError, MissingTensorError, ModelError
 from . import _tree as tree
 from ._builder import Builder
 from ._division import (
@@ -29,6 +29,7 @@ from ._division import (
     slices,
     trial_bytes,
 )
+from ._state_dict import Loaded, mismatch
 from ._store import DimensionOrders
 from ._streamed_tensor import StreamedTensor
 from ._symbolic_tensor import Source, SymbolicTensor
@@ -50,6 +51,7 @@ def units_for_budget(
     fitted: Callable[[int, int], int],
     kept: frozenset[int] = frozenset(),
     is_own: Callable[[nn.Module], bool] = lambda _: True,
+    loaded: Loaded | None = None,
 ) -> tuple[UnitBuilder, int]:
     """Divides no more parameters than the budget requires. Returns the units and the budget.
 
@@ -65,10 +67,13 @@ def units_for_budget(
             budget that keeps all units in memory.
         kept: The ``id`` of each parameter that stays in memory as it is.
         is_own: Returns whether a module is on the device.
+        loaded: What the parameters and buffers become, if this was recorded.
     """
 
     def build(rows: Rows) -> tuple[UnitBuilder, int, int]:
-        units = UnitBuilder(model, checkpoint, converted, orders, rows, exact, device, kept, is_own)
+        units = UnitBuilder(
+            model, checkpoint, converted, orders, rows, exact, device, kept, is_own, loaded
+        )
         together, tables = units.leased_together(), units.tables
         sizes = _native.requirement(
             checkpoint, units.specs, together=together, settings=settings, tables=tables
@@ -140,12 +145,14 @@ class UnitBuilder:
         device: torch.device,
         kept: frozenset[int] = frozenset(),
         is_own: Callable[[nn.Module], bool] = lambda _: True,
+        loaded: Loaded | None = None,
     ) -> None:
         #: Whether addresses modulo 64 are those in host memory. Else they are those that the
         #: allocator of a device gives: 0.
         self._on_host = device.type == "cpu"
         self._checkpoint = checkpoint
         self._kept = kept
+        self._loaded = Loaded() if loaded is None else loaded
         self._model = model
         self._exact = exact
         #: The parameters that are divided into blocks of rows, by ``id``.
@@ -187,7 +194,7 @@ class UnitBuilder:
             for kind in ((nn.Embedding, nn.EmbeddingBag), nn.Linear)
         )
         self._buffers = [
-            (module, f"{prefix}.{name}".lstrip("."), name, buffer)
+            (module, tree.joined(prefix, name), name, buffer)
             for prefix, module in tree.named_modules(model)
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -219,7 +226,7 @@ class UnitBuilder:
             key = self._keys.get(id(parameter))
             if key is None:
                 source = self._source(parameter)
-                order = self._orders.get(source.name)
+                order = self._loaded.orders.get(id(parameter), self._orders.get(source.name))
                 divides = is_divided(module, parameter) or id(parameter) in (
                     self._row_divided | self._batch_divided
                 )
@@ -425,8 +432,10 @@ class UnitBuilder:
         ]
 
     def _read_buffer(self, module: nn.Module, qualified: str, buffer: torch.Tensor) -> torch.Tensor:
-        if isinstance(buffer, SymbolicTensor):
-            return buffer.materialize()
+        name = qualified.rpartition(".")[2]
+        value = self._loaded.buffers.get((id(module), name), buffer)
+        if isinstance(value, SymbolicTensor):
+            return value.materialize()
         if qualified not in self._stored:
             raise ModelError(
                 f"buffer `{qualified}` of {type(module).__name__} is on the meta device but not in "
@@ -458,7 +467,13 @@ class UnitBuilder:
                 f"cannot stream parameter `{names[0]}` on {parameter.device}: expected the CPU or "
                 "the meta device"
             )
-        name = next((name for name in names if name in self._stored), None)
+        loaded = self._loaded.parameters.get(id(parameter))
+        if loaded is not None:
+            source = loaded.source
+            return source if isinstance(source, Source) else self._converted[id(parameter)]
+        name = self._loaded.names.get(id(parameter))
+        if name is None:
+            name = next((name for name in names if name in self._stored), None)
         if name is None:
             files = ", ".join(str(path) for path, _, _ in self._checkpoint.files())
             raise MissingTensorError(
@@ -479,12 +494,7 @@ class UnitBuilder:
             )
         wanted = list(tensor.permute(order).shape) if order else list(tensor.shape)
         if wanted != shape or tensor.dtype != TORCH_DTYPES.get(dtype):
-            path = self._checkpoint.files()[parts[0][0]][0] if parts else "the checkpoint"
-            at = f" at byte {parts[0][1]}" if parts else ""
-            raise CheckpointError(
-                f"{path}: tensor `{name}`{at} is {dtype} {shape}, but the model has "
-                f"{SAFETENSORS_DTYPES.get(tensor.dtype, tensor.dtype)} {wanted}"
-            )
+            raise mismatch(self._checkpoint, tensor, name, order)
         phase = None if tensor.is_meta else tensor.data_ptr() % 64
         return Source(name, tuple(parts), phase)
 
