@@ -164,14 +164,24 @@ class BudgetError(TensorStreamError, MemoryError):
 
     If the budget is too small, the message contains the smallest budget that works.
 
+    Attributes:
+        smallest: The smallest budget that works, in bytes. ``None`` if too little memory is
+            available, or if the smallest budget is unknown.
+
     Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a.weight": torch.zeros(4096)}, "a.ts")
-        >>> ts.plan("a.ts", budget="1KiB")
-        Traceback (most recent call last):
-            ...
-        tensorstream.errors.BudgetError: ...
+        >>> try:
+        ...     plan = ts.plan("a.ts", budget="1KiB")
+        ... except ts.BudgetError as error:
+        ...     plan = ts.plan("a.ts", budget=error.smallest)
+        >>> plan.budget_bytes >= 4 * 4096
+        True
     """
+
+    def __init__(self, message: str = "", smallest: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest = smallest
 
 
 class UnitReferencedError(TensorStreamError, RuntimeError):

@@ -198,6 +198,7 @@ def _start(
 
     extremes = (0, 0)
 
+    # All sizes are with the buffers, until the units are known.
     def fitted(smallest: int, whole: int) -> int:
         nonlocal extremes
         extremes = (smallest, whole)
@@ -220,9 +221,11 @@ def _start(
         lambda module: placement.device(module) == device,
         loaded,
     )
-    most, limits = config.limits(budget, *extremes, freed_bytes)
+    held = units.buffer_bytes
+    least, whole = (each - held for each in extremes)
+    most, limits = config.limits(budget, least, whole, freed_bytes)
     if isinstance(config.budget, Budget):
-        most = config.budget.bytes
+        most = config.budget.bytes - held
     profile = Profile(checkpoint, [(name, routed) for name, _, routed in units.specs])
     streamer = _native.Streamer(
         checkpoint,
@@ -237,11 +240,13 @@ def _start(
         limits=limits,
     )
     if isinstance(config.budget, Budget):
-        config.budget.add(streamer, max(extremes[1], budget))
+        config.budget.add(streamer, max(whole, budget) + held, held)
     weights = Weights(streamer, units.weights, units.divided, budget, stored.mapped, device)
     numbers = {id(parameter): number for number, parameter in enumerate(tree.parameters(model))}
     stored.add(weights, units.sources, {key: numbers[own] for own, key in units.keys.items()})
-    share = Share(weights, units.sources, profile, units.expert_units())
+    share = Share(
+        weights, units.sources, profile, units.expert_units(), units.smallest, units.buffer_bytes
+    )
     return _Engine(units, share, limits is not None)
 
 

@@ -32,7 +32,7 @@ _LEAST_SLICE_BYTES = 16 << 10
 _DIVIDES = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) > (2, 10)
 
 #: Ranges of compressed tensors begin at this offset. No file has such a range.
-_VIRTUAL_START = 1 << 63
+VIRTUAL_START = 1 << 63
 
 #: A range of a file: the index of the file, the offset, and the length in bytes.
 Part = tuple[int, int, int]
@@ -393,7 +393,7 @@ def one_range(parts: Sequence[Part]) -> Part | None:
     Returns ``None`` if they are not adjacent, or are compressed, so that they cannot be read in
     place.
     """
-    if not parts or parts[0][1] >= _VIRTUAL_START:
+    if not parts or parts[0][1] >= VIRTUAL_START:
         return None
     file, begin, length = parts[0]
     for other, offset, own in parts[1:]:

@@ -139,6 +139,8 @@ def offload_from(
     kept = adapter_parameters(model)
     streamed = [parameter for parameter in tree.parameters(model) if id(parameter) not in kept]
     freed = sum(parameter.nbytes for parameter in streamed if not parameter.is_meta)
+    # Buffers are part of the budget, and these have their memory already.
+    freed += sum(each.nbytes for each in tree.persistent_buffers(model) if not each.is_meta)
     if checkpoint is None and not any(p.is_meta for p in streamed):
         stored = store_live(model, placement.configs[placement.main], kept)
         return attach(model, placement, *stored, freed_bytes=freed, kept=kept)
@@ -212,27 +214,23 @@ def plan_model(
         return None
     settings, budget = config.settings(), config.working_bytes()
     device = config.torch_device()
-    units, _ = units_for_budget(
+    units, left = units_for_budget(
         model, checkpoint, {}, {}, settings, config.exact, device, lambda *_: budget
     )
     # A smaller budget may divide more parameters than this one.
     every = UnitBuilder(model, checkpoint, {}, {}, Rows.ALL, config.exact, device)
-    smallest, _ = _native.requirement(
-        checkpoint,
-        every.specs,
-        together=every.leased_together(),
-        settings=settings,
-        tables=every.tables,
-    )
+    smallest = min(units.smallest, every.requirement(settings).smallest)
     planned = _native.plan(
         checkpoint,
-        budget=budget,
+        budget=left,
         settings=settings,
         units=units.specs,
         together=units.leased_together(),
         tables=units.tables,
-        smallest=smallest,
     )
+    planned["plan"]["smallest_budget_bytes"] = smallest + units.buffer_bytes
+    planned["plan"]["peak_bytes"] += units.buffer_bytes
+    planned["plan"]["buffer_bytes"] = units.buffer_bytes
     return budget, planned, units.divided
 
 
@@ -268,9 +266,25 @@ def stats(model: nn.Module, *, device: Device | None = None) -> Stats:
     return stats
 
 
+#: What the engine counts without buffers.
+_WITH_BUFFERS = (
+    "budget_bytes",
+    "limit_bytes",
+    "reserved_high_water_bytes",
+    "in_use_high_water_bytes",
+    "in_use_bytes",
+)
+
+
 def _stats_of(share: Share) -> Stats:
     """Returns the statistics of the weights on one device."""
     stats = share.streamer.stats()
+    plan, held = stats["plan"], share.buffer_bytes
+    plan["smallest_budget_bytes"] = max(plan["smallest_budget_bytes"], share.smallest) + held
+    plan["peak_bytes"] += held
+    plan["buffer_bytes"] = held
+    for key in _WITH_BUFFERS:
+        stats[key] += held  # type: ignore[literal-required]
     stats["experts"] = [
         {
             "name": name,

@@ -26,6 +26,10 @@ class Share:
     profile: Profile
     #: The units of the experts of each layer, by the name of the module that contains them.
     expert_units: dict[str, list[int]]
+    #: The smallest budget that works, without buffers, in bytes.
+    smallest: int = 0
+    #: The size of the buffers that a checkpoint has, which are part of the budget.
+    buffer_bytes: int = 0
 
     @property
     def device(self) -> torch.device:

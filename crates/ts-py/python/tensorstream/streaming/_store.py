@@ -143,7 +143,8 @@ def store_derived(
             del writer
             raise BudgetError(
                 f"a budget of {budget_bytes} bytes is too small: converting `{largest}` needs "
-                f"{needed} bytes; the smallest budget that works is {needed} bytes or more"
+                f"{needed} bytes; the smallest budget that works is {needed} bytes or more",
+                needed,
             )
         total = sum(tensor.nbytes for tensor in wanted.values())
         print(
@@ -211,13 +212,17 @@ def _check_budget(model: nn.Module, config: Config, kept: frozenset[int]) -> Non
         return _native.smallest_budget(units, together, config.max_passes)
 
     budget = config.requested_bytes()
-    if budget is not None and smallest(sum) > budget:
+    held = sum(each.nbytes for each in tree.persistent_buffers(model))
+    if budget is not None and smallest(sum) + held > budget:
         largest = max(sizes, key=lambda name: sum(sizes[name]))
         # An upper bound: the exact size depends on the offsets of the tensors in the file.
         enough = smallest(lambda unit: (sum(unit) + 64 * len(unit) + 3 * BLOCK) // BLOCK * BLOCK)
         raise BudgetError(
             f"a budget of {budget} bytes is too small: the largest unit is `{largest}` with "
-            f"{sum(sizes[largest])} bytes; the smallest budget that works is at most {enough} bytes"
+            f"{sum(sizes[largest])} bytes"
+            + (f", and buffers take {held} bytes" if held else "")
+            + f"; the smallest budget that works is at most {enough + held} bytes",
+            enough + held,
         )
 
 

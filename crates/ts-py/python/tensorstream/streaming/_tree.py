@@ -9,7 +9,7 @@ if nothing overrides them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -82,6 +82,25 @@ def named_buffers(
                 continue
             seen.add(id(buffer))
             yield joined(prefix, name), buffer
+
+
+def persistent_buffers(
+    model: nn.Module, is_own: Callable[[nn.Module], bool] = lambda _: True
+) -> list[torch.Tensor]:
+    """Returns the distinct buffers of a model that its checkpoints have.
+
+    Args:
+        model: The model.
+        is_own: Returns whether the buffers of a module count.
+    """
+    found = {
+        id(buffer): buffer
+        for module in modules(model)
+        if is_own(module)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    return list(found.values())
 
 
 def joined(prefix: str, name: str) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from . import _tree as tree
 from ._builder import Builder
 from ._division import (
     FUSED,
+    VIRTUAL_START,
     Rows,
     addresses_are_exact,
     batch_divided,
@@ -38,6 +40,13 @@ from ._weights import Divided, Weight
 #: A tensor of a unit: its name, dtype, shape, parts (file, offset, length), and phase, which is its
 #: address modulo 64. If the phase is ``None``, it is the offset of the first part modulo 64.
 TensorSpec = tuple[str, str, list[int], list[tuple[int, int, int]], int | None]
+
+
+#: A unit: its name, its tensors, and whether a pass uses it only for some inputs.
+UnitSpec = tuple[str, list[TensorSpec], bool]
+
+#: The sizes in bytes of the pieces in which tensors that are copied are read if memory is short.
+PIECES = (256 << 10, 64 << 10, 16 << 10, 4096)
 
 
 def units_for_budget(
@@ -70,39 +79,66 @@ def units_for_budget(
         loaded: What the parameters and buffers become, if this was recorded.
     """
 
-    def build(rows: Rows) -> tuple[UnitBuilder, int, int]:
+    def build(rows: Rows) -> tuple[UnitBuilder, Requirement]:
         units = UnitBuilder(
             model, checkpoint, converted, orders, rows, exact, device, kept, is_own, loaded
         )
-        together, tables = units.leased_together(), units.tables
-        sizes = _native.requirement(
-            checkpoint, units.specs, together=together, settings=settings, tables=tables
-        )
-        return units, *sizes
+        return units, units.requirement(settings)
 
-    units, smallest, whole = build(Rows.NONE)
-    by_rows, least, _ = build(Rows.EMBEDDINGS)
+    units, plain = build(Rows.NONE)
+    held = units.buffer_bytes
+    by_rows, divided = build(Rows.EMBEDDINGS)
+
+    def least() -> int:
+        return min(plain.smallest, divided.smallest)
+
+    def budget_for_weights() -> int:
+        return fitted(least() + held, plain.whole + held) - held
+
     try:
-        budget = fitted(min(smallest, least), whole)
+        budget = budget_for_weights()
     except BudgetError:
         budget = 0  # too little memory is available, unless more parameters are divided
     # Checking that products are exact takes time and memory, so a model is loaded without it if
     # possible, and else with as little of it as possible.
     for rows in (Rows.HEADS, Rows.ALL):
-        if budget >= min(smallest, least):
+        if budget >= min(plain.enough, divided.enough):
             break
         if exact and device.type == "cpu":
-            _require_trials(model, rows, min(smallest, least))
-        by_rows, least, _ = build(rows)
+            _require_trials(model, rows, least() + held)
+        by_rows, divided = build(rows)
         try:
-            budget = fitted(min(smallest, least), whole)
+            budget = budget_for_weights()
         except BudgetError:
             if rows is Rows.ALL:
                 raise
     divides = len(by_rows.divided) > len(units.divided)
     # Lookups need buffers, so that a division can also raise the smallest budget.
-    works = budget >= least or least <= smallest
-    return (by_rows if divides and works and budget < whole else units), budget
+    works = budget >= divided.enough or divided.enough <= plain.enough
+    chosen, needs = units, plain
+    if divides and works and budget < plain.whole:
+        chosen, needs = by_rows, divided
+    if budget < needs.enough:
+        raise chosen.too_small(settings, budget + held, least() + held)
+    chosen.read_in_pieces(settings, budget)
+    chosen.smallest = least()
+    return chosen, budget
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Budgets for the units of a model, without its buffers, in bytes.
+
+    Attributes:
+        enough: The smallest budget with which these units run.
+        smallest: The smallest budget that works however the model is loaded: the addresses of
+            weights, and so how they are read, depend on that.
+        whole: The smallest budget that keeps all units in memory.
+    """
+
+    enough: int
+    smallest: int
+    whole: int
 
 
 def _require_trials(model: nn.Module, rows: Rows, without: int) -> None:
@@ -153,6 +189,8 @@ class UnitBuilder:
         self._checkpoint = checkpoint
         self._kept = kept
         self._loaded = Loaded() if loaded is None else loaded
+        #: The smallest budget that works, without buffers, once it is known.
+        self.smallest = 0
         self._model = model
         self._exact = exact
         #: The parameters that are divided into blocks of rows, by ``id``.
@@ -175,7 +213,7 @@ class UnitBuilder:
         self.divided: list[Divided] = []
         #: The name and the tensors of each unit, and whether a pass uses the unit only for some
         #: inputs.
-        self.specs: list[tuple[str, list[TensorSpec], bool]] = []
+        self.specs: list[UnitSpec] = []
         #: Modules with parameters, and the keys of their weights by parameter name.
         self.modules: list[tuple[nn.Module, dict[str, int]]] = []
         #: The stored tensor of each parameter, by key.
@@ -201,6 +239,8 @@ class UnitBuilder:
             and is_own(module)
             and (isinstance(buffer, SymbolicTensor) or buffer.is_meta)
         ]
+        #: The size of the buffers that a checkpoint has. They stay in memory.
+        self.buffer_bytes = sum(each.nbytes for each in tree.persistent_buffers(model, is_own))
         for prefix, module in tree.named_modules(model):
             if is_own(module):
                 self._add_module(prefix, module)
@@ -424,6 +464,64 @@ class UnitBuilder:
         ]
         return [sorted(each) for each in sets if len(each) > 1]
 
+    def requirement(self, settings: Settings) -> Requirement:
+        """Returns the budgets for the units."""
+        exact, whole = self._requirement(settings, self.specs)
+        if not self._on_host:
+            return Requirement(exact, exact, whole)
+        enough, _ = self._requirement(settings, _in_pieces(self.specs, PIECES[-1]))
+        enough = min(exact, enough)
+        mapped, _ = self._requirement(settings, _with_phase(self.specs, None))
+        aligned = _in_pieces(_with_phase(self.specs, 0), PIECES[-1])
+        smallest = max(enough, mapped, self._requirement(settings, aligned)[0])
+        return Requirement(enough, smallest, whole)
+
+    def read_in_pieces(self, settings: Settings, budget: int) -> None:
+        """Makes the reads of tensors that are copied to their address as small as the budget asks.
+
+        They are read to other memory, which is part of the budget.
+        """
+        for piece in PIECES:
+            if budget >= self._requirement(settings, self.specs)[0]:
+                return
+            self.specs = _in_pieces(self.specs, piece)
+
+    def too_small(self, settings: Settings, budget: int, smallest: int) -> BudgetError:
+        """Returns the error for a budget that is too small."""
+        planned = _native.plan(
+            self._checkpoint,
+            budget=smallest + (1 << 50),
+            settings=settings,
+            units=self.specs,
+            together=self.leased_together(),
+            tables=self.tables,
+        )
+        sizes = [(own["slot_bytes"], own["name"]) for own in planned["units"]]
+        sets = [[sizes[i] for i in each] for each in self.leased_together()]
+        sets += [[each] for each in sizes]
+        largest = max(sets, key=lambda each: sum(size for size, _ in each), default=[(0, "-")])
+        names = "` + `".join(name for _, name in largest)
+        held = ""
+        if self.buffer_bytes:
+            held = (
+                f", and buffers, which stay in memory, take {self.buffer_bytes} bytes"
+            )
+        return BudgetError(
+            f"a budget of {budget} bytes is too small: the smallest budget that works is "
+            f"{smallest} bytes, of which `{names}` needs {sum(size for size, _ in largest)} bytes "
+            f"at once{held}",
+            smallest,
+        )
+
+    def _requirement(self, settings: Settings, specs: list[UnitSpec]) -> tuple[int, int]:
+        return _native.requirement(
+            self._checkpoint,
+            specs,
+            together=self.leased_together(),
+            settings=settings,
+            tables=self.tables,
+        )
+
     def read_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Reads the buffers that are not in memory from the checkpoint."""
         return [
@@ -497,6 +595,32 @@ class UnitBuilder:
             raise mismatch(self._checkpoint, tensor, name, order)
         phase = None if tensor.is_meta else tensor.data_ptr() % 64
         return Source(name, tuple(parts), phase)
+
+
+def _in_pieces(specs: list[UnitSpec], piece: int) -> list[UnitSpec]:
+    """Returns units whose tensors that are not read to their address are read in pieces."""
+
+    def divided(tensor: TensorSpec) -> TensorSpec:
+        name, dtype, shape, parts, phase = tensor
+        whole = one_range(parts)
+        is_copied = len(parts) > 1 or (whole and phase is not None and whole[1] % 64 != phase)
+        if not is_copied or any(begin >= VIRTUAL_START for _, begin, _ in parts):
+            return tensor
+        pieces = [
+            (file, begin + at, min(piece, length - at))
+            for file, begin, length in parts
+            for at in range(0, length, piece)
+        ]
+        return name, dtype, shape, pieces or parts, phase
+
+    return [(name, [divided(each) for each in own], routed) for name, own, routed in specs]
+
+
+def _with_phase(specs: list[UnitSpec], phase: int | None) -> list[UnitSpec]:
+    """Returns units whose tensors have another address modulo 64."""
+    return [
+        (name, [(*each[:4], phase) for each in own], routed) for name, own, routed in specs
+    ]
 
 
 def _qualified_names(model: nn.Module) -> dict[int, list[str]]:
