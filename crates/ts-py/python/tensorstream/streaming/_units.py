@@ -102,7 +102,7 @@ def units_for_budget(
     # Checking that products are exact takes time and memory, so a model is loaded without it if
     # possible, and else with as little of it as possible.
     for rows in (Rows.HEADS, Rows.ALL):
-        if budget >= min(plain.enough, divided.enough):
+        if budget >= least():
             break
         if exact and device.type == "cpu":
             _require_trials(model, rows, least() + held)
@@ -114,11 +114,11 @@ def units_for_budget(
                 raise
     divides = len(by_rows.divided) > len(units.divided)
     # Lookups need buffers, so that a division can also raise the smallest budget.
-    works = budget >= divided.enough or divided.enough <= plain.enough
+    works = budget >= divided.smallest or divided.smallest <= plain.smallest
     chosen, needs = units, plain
     if divides and works and budget < plain.whole:
         chosen, needs = by_rows, divided
-    if budget < needs.enough:
+    if budget < needs.smallest:
         raise chosen.too_small(settings, budget + held, least() + held)
     chosen.read_in_pieces(settings, budget)
     chosen.smallest = least()
@@ -130,13 +130,11 @@ class Requirement:
     """Budgets for the units of a model, without its buffers, in bytes.
 
     Attributes:
-        enough: The smallest budget with which these units run.
         smallest: The smallest budget that works however the model is loaded: the addresses of
             weights, and so how they are read, depend on that.
         whole: The smallest budget that keeps all units in memory.
     """
 
-    enough: int
     smallest: int
     whole: int
 
@@ -468,13 +466,13 @@ class UnitBuilder:
         """Returns the budgets for the units."""
         exact, whole = self._requirement(settings, self.specs)
         if not self._on_host:
-            return Requirement(exact, exact, whole)
-        enough, _ = self._requirement(settings, _in_pieces(self.specs, PIECES[-1]))
-        enough = min(exact, enough)
-        mapped, _ = self._requirement(settings, _with_phase(self.specs, None))
-        aligned = _in_pieces(_with_phase(self.specs, 0), PIECES[-1])
-        smallest = max(enough, mapped, self._requirement(settings, aligned)[0])
-        return Requirement(enough, smallest, whole)
+            return Requirement(exact, whole)
+        mapped = _with_phase(self.specs, None)
+        ways = (self.specs, mapped, _with_phase(self.specs, 0))
+        smallest = max(
+            self._requirement(settings, _in_pieces(specs, PIECES[-1]))[0] for specs in ways
+        )
+        return Requirement(smallest, whole)
 
     def read_in_pieces(self, settings: Settings, budget: int) -> None:
         """Makes the reads of tensors that are copied to their address as small as the budget asks.
@@ -503,9 +501,7 @@ class UnitBuilder:
         names = "` + `".join(name for _, name in largest)
         held = ""
         if self.buffer_bytes:
-            held = (
-                f", and buffers, which stay in memory, take {self.buffer_bytes} bytes"
-            )
+            held = f", and buffers, which stay in memory, take {self.buffer_bytes} bytes"
         return BudgetError(
             f"a budget of {budget} bytes is too small: the smallest budget that works is "
             f"{smallest} bytes, of which `{names}` needs {sum(size for size, _ in largest)} bytes "
@@ -595,6 +591,22 @@ class UnitBuilder:
             raise mismatch(self._checkpoint, tensor, name, order)
         phase = None if tensor.is_meta else tensor.data_ptr() % 64
         return Source(name, tuple(parts), phase)
+
+
+def smallest_by_names(checkpoint: _native.Checkpoint, settings: Settings) -> int:
+    """Returns the smallest budget for units that are inferred from names, in bytes.
+
+    It works for all addresses of weights, as ``Requirement.smallest`` does.
+    """
+    units: dict[str, list[TensorSpec]] = {}
+    for name in checkpoint.names():
+        dtype, shape, parts = checkpoint.entry(name)
+        units.setdefault(name.rpartition(".")[0], []).append((name, dtype, shape, parts, None))
+    mapped: list[UnitSpec] = [(name, own, False) for name, own in units.items()]
+    return max(
+        _native.requirement(checkpoint, specs, together=[], settings=settings)[0]
+        for specs in (mapped, _in_pieces(_with_phase(mapped, 0), PIECES[-1]))
+    )
 
 
 def _in_pieces(specs: list[UnitSpec], piece: int) -> list[UnitSpec]:
