@@ -324,7 +324,8 @@ def load_checkpoint_and_dispatch(
 
 def _streamed(model: M, config: Config, checkpoint: str | None) -> M:
     """Streams a model. It has a device map, as with accelerate."""
-    offload(model, config, checkpoint=checkpoint)
+    # As with accelerate, the names need not match. `strict` has been checked.
+    offload(model, config, checkpoint=checkpoint, strict=None if checkpoint is None else False)
     if not torch.accelerator.is_available():  # else, `offload` has set it
         Placement(model, config).set_device_map()
     return model

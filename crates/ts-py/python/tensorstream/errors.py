@@ -224,7 +224,8 @@ class CheckpointWarning(UserWarning):
 
     Examples:
         >>> import tensorstream as ts, torch, warnings
-        >>> ts.save_file({"weight": torch.eye(4), "bias": torch.ones(4), "more": torch.ones(1)}, "a.ts")
+        >>> tensors = {"weight": torch.eye(4), "bias": torch.ones(4), "more": torch.ones(1)}
+        >>> ts.save_file(tensors, "a.ts")
         >>> with warnings.catch_warnings():
         ...     warnings.simplefilter("error", ts.CheckpointWarning)  # raise it instead
         ...     ts.offload(torch.nn.Linear(4, 4), checkpoint="a.ts", budget="64KiB")

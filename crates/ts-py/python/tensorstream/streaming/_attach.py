@@ -107,10 +107,10 @@ def attach(
         for module, name, value in engine.units.read_buffers()
     ]
     moved = _moved(model, placement, kept)
-    copies = [(module, own, value.materialize()) for module, own, value in loaded.copies]
-    for module, own, value in copies:
-        if placement.device(module) != own.device:
-            moved[id(own), placement.device(module)] = value.to(placement.device(module))
+    copies = [(module, target, value.materialize()) for module, target, value in loaded.copies]
+    for module, target, value in copies:
+        if placement.device(module) != target.device:
+            moved[id(target), placement.device(module)] = value.to(placement.device(module))
     replaced = [each for engine in engines for each in engine.parameters()]
     passed_over = placement.config.passed_over(placement.main)
     streaming = Streaming(checkpoint, [each.share for each in engines], passed_over)
@@ -126,8 +126,8 @@ def attach(
         save_in_pieces(model, stored)
         replace_copying(model, stored, _attach_copy(placement.config, checkpoint))
         model.__dict__["_tensorstream"] = streaming
-        for _, own, value in copies:
-            own.detach().copy_(value)
+        for _, target, value in copies:
+            target.detach().copy_(value)
         _place(model, placement, buffers, moved)
         if with_device_map or torch.accelerator.is_available():
             # Without one, other libraries would refuse the CPU as a device.
@@ -281,20 +281,19 @@ def _moved(model: nn.Module, placement: Placement, kept: frozenset[int]) -> Move
     devices: dict[int, torch.device] = {}
     for prefix, module in tree.named_modules(model):
         device = placement.device(module)
-        kept_here = {
-            name: each for name, each in module._parameters.items() if id(each) in kept
-        }
+        kept_here = {name: each for name, each in module._parameters.items() if id(each) in kept}
         for name, each in kept_here.items():
             if devices.setdefault(id(each), device) != device:
                 raise ModelError(
-                    f"`{tree.joined(prefix, name)}` stays in memory, and modules on {devices[id(each)]} and {device} "
-                    "share it: place these modules on one device"
+                    f"`{tree.joined(prefix, name)}` stays in memory, and modules on "
+                    f"{devices[id(each)]} and {device} share it: place these modules on one device"
                 )
-        for each in (*module._buffers.values(), *kept_here.values()):
-            if each is None or isinstance(each, SymbolicTensor):
+        tensors: list[torch.Tensor | None] = [*module._buffers.values(), *kept_here.values()]
+        for tensor in tensors:
+            if tensor is None or tensor.is_meta or isinstance(tensor, SymbolicTensor):
                 continue
-            if not each.is_meta and each.device != device and (id(each), device) not in moved:
-                moved[id(each), device] = each.detach().to(device)
+            if tensor.device != device and (id(tensor), device) not in moved:
+                moved[id(tensor), device] = tensor.detach().to(device)
     return moved
 
 

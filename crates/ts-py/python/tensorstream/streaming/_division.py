@@ -181,7 +181,9 @@ def batch_divided(model: nn.Module, wanted: Rows, *, exact: bool, device: torch.
 def _embeds(module: nn.Module, parameter: torch.Tensor) -> bool:
     # With `max_norm`, the forward writes to the weight.
     embeddings = (nn.Embedding, nn.EmbeddingBag)
-    return isinstance(module, embeddings) and module.max_norm is None and _is_weight(module, parameter)
+    return (
+        isinstance(module, embeddings) and module.max_norm is None and _is_weight(module, parameter)
+    )
 
 
 def _multiplies(module: nn.Module, parameter: torch.Tensor) -> bool:

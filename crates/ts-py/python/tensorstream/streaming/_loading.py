@@ -178,13 +178,14 @@ def marked_memory() -> Iterator[None]:
     """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic  # a module whose stub lacks the attribute
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        settings.fill_uninitialized_memory = fills
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
@@ -234,7 +235,7 @@ def check(
     info: dict[str, Any],
     model: Any,
     new_heads: bool,
-    plain_names: Callable[[], set[str] | None],
+    plain_names: Callable[[], set[str] | None] = lambda: None,
 ) -> None:
     """Raises for weights that transformers would warn about and initialize randomly.
 

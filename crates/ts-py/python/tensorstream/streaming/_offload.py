@@ -51,17 +51,21 @@ def offload(
     """Streams the parameters of a model from disk under a hard memory budget.
 
     With a ``checkpoint``, parameters and buffers get the values that ``load_state_dict`` gives
-    them. Loading code of modules runs, such as hooks and ``_load_from_state_dict``; what it computes
-    is written to a ``.ts`` file once, in ``config.storage_path`` or the cache directory of the user.
-    Without a checkpoint, the weights of a model on the CPU are written to a ``.ts`` file in ``config.storage_path``, and
-    their memory is freed. The file is named after its content. For a model on the meta device,
-    ``config.storage_path`` is the checkpoint. Buffers stay in memory, and so do adapters of PEFT,
-    which can be trained.
+    them. Loading code of modules runs, such as hooks and ``_load_from_state_dict``. What it
+    computes is written to a ``.ts`` file once, in ``config.storage_path`` or the cache directory of
+    the user.
+
+    Without a checkpoint, the weights of a model on the CPU are written to a ``.ts`` file in
+    ``config.storage_path``, and their memory is freed. The file is named after its content. For a
+    model on the meta device, ``config.storage_path`` is the checkpoint.
+
+    Buffers stay in memory. Those that a checkpoint has are part of the budget; those that are not
+    persistent are not. Adapters of PEFT stay in memory, too, and can be trained.
 
     Results are bit-identical to those of the model in memory. Parameters are frozen while they
     stream; ``restore`` makes them trainable again if they were before. Offloading reads only the
-    headers of a checkpoint, and buffers that are on the meta device. Weights are first read by a
-    forward, or by an operation on them.
+    headers of a checkpoint, buffers, and what loading code needs to know. Weights are first read by
+    a forward, or by an operation on them.
 
     Args:
         model: Any module, on the CPU or the meta device. Changed in place and returned.

@@ -54,7 +54,8 @@ class Placement:
             }
             self._check_names()
         self._devices = {
-            id(module): self._device_of(prefix, module) for prefix, module in tree.named_modules(model)
+            id(module): self._device_of(prefix, module)
+            for prefix, module in tree.named_modules(model)
         }
 
     def device(self, module: nn.Module) -> torch.device:
@@ -123,7 +124,9 @@ class Placement:
         require_all(self._model, self._map)
 
     def _device_of(self, prefix: str, module: nn.Module) -> torch.device:
-        names = [tree.joined(prefix, name) for name, own in module._parameters.items() if own is not None]
+        names = [
+            tree.joined(prefix, name) for name, own in module._parameters.items() if own is not None
+        ]
         own = {
             self._map[entry] for name in names if (entry := entry_of(name, self._map)) is not None
         }

@@ -202,7 +202,9 @@ class _Loading:
                 self._set(parameter, _in_memory(name, parameter, self._builder))
         for prefix, module in tree.named_modules(self._model):
             for name, buffer in module._buffers.items():
-                valued = isinstance(buffer, SymbolicTensor) or (id(module), name) in self.loaded.buffers
+                valued = (
+                    isinstance(buffer, SymbolicTensor) or (id(module), name) in self.loaded.buffers
+                )
                 if buffer is not None and buffer.is_meta and not valued:
                     raise ModelError(
                         f"buffer `{tree.joined(prefix, name)}` of {type(module).__name__} is on "
@@ -276,7 +278,7 @@ class _Loading:
         dtype, shape, _ = self._checkpoint.entry(key)
         casts = tensor.dtype != TORCH_DTYPES.get(dtype)
         is_saved_scalar = tensor.dim() == 0 and shape == [1]  # as PyTorch saved them once
-        if streams and tensor.is_contiguous() and not (casts and self._casts or is_saved_scalar):
+        if streams and tensor.is_contiguous() and not ((casts and self._casts) or is_saved_scalar):
             # The units compare shapes and dtypes.
             self.loaded.names[id(tensor)] = key
             self.loaded.parameters.pop(id(tensor), None)
@@ -351,7 +353,7 @@ class _Loading:
                 made = _in_memory(name, tensor, self._builder)
             made.__dict__.update({**tensor.__dict__, **made.__dict__})
             if isinstance(tensor, nn.Parameter):
-                made._is_param = True  # type: ignore[attr-defined]
+                made._is_param = True
                 made.requires_grad_(tensor.requires_grad)
             self._stand_ins[id(tensor)] = made
             self._initial[id(made)] = made.source
@@ -362,8 +364,9 @@ class _Loading:
         """Does what ``load_state_dict`` does for a module and those below it."""
         self._shadow(module, prefix)  # loading code may have created it
         lists = self._missing, self._unexpected, self._errors
-        with self._named(module, prefix):
-            module._load_from_state_dict(state, prefix, {}, True, *lists)
+        if module._load_state_dict_pre_hooks or not _fill(module, state, prefix):
+            with self._named(module, prefix):
+                module._load_from_state_dict(state, prefix, {}, True, *lists)
         groups: dict[str, OrderedDict[str, Any]] = {}
         for key, value in state.items():
             if key.startswith(prefix):
@@ -373,6 +376,8 @@ class _Loading:
         for name, child in module._modules.items():
             if child is not None:
                 self._replay(child, groups.get(name, OrderedDict()), f"{prefix}{name}.")
+        if not module._load_state_dict_post_hooks:
+            return
         with self._named(module, prefix):
             for hook in module._load_state_dict_post_hooks.values():
                 hook(module, _IncompatibleKeys(self._missing, self._unexpected))
@@ -480,6 +485,36 @@ class _Loading:
         assert isinstance(value, SymbolicTensor)
         require_dense(name, tensor)
         self.loaded.copies.append((module, tensor, value))
+
+
+def _fill(module: nn.Module, state: OrderedDict[str, Any], prefix: str) -> bool:
+    """Gives the stand-ins of a module the values that ``_load_from_state_dict`` would copy.
+
+    Returns whether it did: only if the method is that of ``nn.Module``, and each name has a tensor
+    that can be taken as it is.
+    """
+    own = _local_state(module)
+    plain = not _overrides(module, "_load_from_state_dict")
+    if not plain or _overrides(module, "set_extra_state") or len(own) > len(state):
+        return False
+    for key in state:
+        first, dot, _ = key[len(prefix) :].partition(".")
+        known: Any = module._modules if dot else own
+        if not key.startswith(prefix) or first not in known:
+            return False
+    values = {name: state.get(prefix + name) for name in own}
+    for name, stand_in in own.items():
+        value = values[name]
+        if not (
+            type(value) is type(stand_in) is SymbolicTensor
+            and (value.shape, value.dtype) == (stand_in.shape, stand_in.dtype)
+            and value.is_contiguous()
+            and not stand_in.steps
+        ):
+            return False
+    for name, stand_in in own.items():
+        stand_in.symbolic_storage.write(values[name].source)  # type: ignore[attr-defined, union-attr]
+    return True
 
 
 def mismatch(

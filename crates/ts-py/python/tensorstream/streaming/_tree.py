@@ -25,6 +25,9 @@ def named_modules(
         prefix: The name of the model.
         remove_duplicate: Whether a shared module has only its first name.
     """
+    if not model._modules:
+        yield prefix, model
+        return
     seen: set[int] = set()
     stack = [(prefix, model)]
     while stack:

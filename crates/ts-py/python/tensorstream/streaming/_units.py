@@ -87,7 +87,9 @@ def units_for_budget(
 
     units, plain = build(Rows.NONE)
     held = units.buffer_bytes
-    by_rows, divided = build(Rows.EMBEDDINGS)
+    by_rows, divided = units, plain
+    if row_divided(model, Rows.EMBEDDINGS, exact=exact, device=device):
+        by_rows, divided = build(Rows.EMBEDDINGS)
 
     def least() -> int:
         return min(plain.smallest, divided.smallest)
@@ -189,6 +191,7 @@ class UnitBuilder:
         self._loaded = Loaded() if loaded is None else loaded
         #: The smallest budget that works, without buffers, once it is known.
         self.smallest = 0
+        self._together: list[list[int]] | None = None
         self._model = model
         self._exact = exact
         #: The parameters that are divided into blocks of rows, by ``id``.
@@ -401,7 +404,7 @@ class UnitBuilder:
         """
         owners = {id(module) for module, _ in self.modules}
         for module, keys in self.modules:
-            below = any(id(child) in owners for child in tree.modules(module) if child is not module)
+            below = any(id(each) in owners for each in tree.modules(module) if each is not module)
             units = self._units(keys)
             divides = any(key >= len(self.weights) for key in keys.values())
             if not below and not divides and len(units) == 1:
@@ -467,12 +470,16 @@ class UnitBuilder:
         exact, whole = self._requirement(settings, self.specs)
         if not self._on_host:
             return Requirement(exact, whole)
-        mapped = _with_phase(self.specs, None)
-        ways = (self.specs, mapped, _with_phase(self.specs, 0))
-        smallest = max(
-            self._requirement(settings, _in_pieces(specs, PIECES[-1]))[0] for specs in ways
-        )
-        return Requirement(smallest, whole)
+        ways = [self.specs]
+        for phase in (None, 0):
+            other = _with_phase(self.specs, phase)
+            if other not in ways:
+                ways.append(other)
+        in_pieces = [_in_pieces(specs, PIECES[-1]) for specs in ways]
+        found = [
+            exact if own == self.specs else self._requirement(settings, own)[0] for own in in_pieces
+        ]
+        return Requirement(max(found), whole)
 
     def read_in_pieces(self, settings: Settings, budget: int) -> None:
         """Makes the reads of tensors that are copied to their address as small as the budget asks.
@@ -510,10 +517,12 @@ class UnitBuilder:
         )
 
     def _requirement(self, settings: Settings, specs: list[UnitSpec]) -> tuple[int, int]:
+        if self._together is None:
+            self._together = self.leased_together()
         return _native.requirement(
             self._checkpoint,
             specs,
-            together=self.leased_together(),
+            together=self._together,
             settings=settings,
             tables=self.tables,
         )
@@ -630,9 +639,7 @@ def _in_pieces(specs: list[UnitSpec], piece: int) -> list[UnitSpec]:
 
 def _with_phase(specs: list[UnitSpec], phase: int | None) -> list[UnitSpec]:
     """Returns units whose tensors have another address modulo 64."""
-    return [
-        (name, [(*each[:4], phase) for each in own], routed) for name, own, routed in specs
-    ]
+    return [(name, [(*each[:4], phase) for each in own], routed) for name, own, routed in specs]
 
 
 def _qualified_names(model: nn.Module) -> dict[int, list[str]]:
