@@ -421,3 +421,50 @@ def test_overlapping_parameters_are_refused(
         config = ts.Config(storage_path=tmp_path / "weights", budget="1MiB")
         with pytest.raises(ts.ModelError, match="`extra`: its memory has gaps or overlaps"):
             ts.offload(model, config, checkpoint=checkpoint)
+
+
+class Lists(nn.Module):
+    """Holds every weight in one list, dictionary or module."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        made = [nn.Parameter(torch.randn(128, 256) / 16) for _ in range(16)]
+        self.kind = kind
+        if kind == "list":
+            self.matrices = nn.ParameterList(made)
+        elif kind == "dict":
+            self.matrices = nn.ParameterDict({f"m{i}": each for i, each in enumerate(made)})
+        else:
+            for i, each in enumerate(made):
+                setattr(self, f"m{i}", each)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own: Any = self.matrices if self.kind != "own" else self
+        for i in range(16):
+            matrix = own[i] if self.kind == "list" else getattr(own, f"m{i}")
+            x = x + torch.tanh(x @ matrix.t() @ matrix)
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["list", "dict", "own"])
+def test_a_module_with_every_weight_divides(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    memory = Lists(kind).to(dtype)
+    weights = sum(parameter.nbytes for parameter in memory.parameters())
+    x = torch.randn(3, 256).to(dtype)
+    with torch.no_grad():
+        expected = memory(x)
+    streamed = copy.deepcopy(memory)
+    config = ts.Config(storage_path=tmp_path, budget=weights // 4)
+    ts.offload(streamed, config)
+    stats = ts.stats(streamed)
+    assert len(stats["units"]) == 16
+    assert stats["plan"]["smallest_budget_bytes"] < weights // 4
+    with torch.no_grad():
+        for _ in range(PASSES):
+            assert_same(streamed(x), expected)
+    assert ts.stats(streamed)["reserved_high_water_bytes"] <= weights // 4
+    # A larger budget leaves the module as it is.
+    ts.restore(streamed)
+    ts.offload(streamed, ts.Config(storage_path=tmp_path, budget=2 * weights))
+    assert len(ts.stats(streamed)["units"]) == 1

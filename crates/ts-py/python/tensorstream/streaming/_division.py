@@ -342,6 +342,27 @@ def is_divided(module: nn.Module, parameter: torch.Tensor) -> bool:
     )
 
 
+#: Parameters of modules with fewer bytes are not units of their own.
+_LEAST_SPLIT_BYTES = 64 << 10
+
+
+def is_splittable(module: nn.Module) -> bool:
+    """Returns whether each parameter of a module can be a unit.
+
+    This is so for lists of parameters, and for modules that are not PyTorch's own, if they have
+    several large parameters. Operations of PyTorch's modules use their parameters together.
+    """
+    sizes = [each.nbytes for each in module._parameters.values() if each is not None]
+    if len(sizes) < 2 or sum(sizes) < 2 * _LEAST_SPLIT_BYTES or 2 * max(sizes) > sum(sizes):
+        return False
+    is_list = isinstance(module, nn.ParameterList | nn.ParameterDict)
+    return is_list or not any(
+        kind.__module__.startswith("torch.nn.modules") and "forward" in vars(kind)
+        for kind in type(module).__mro__
+        if kind is not nn.Module
+    )
+
+
 def expert_modules(model: nn.Module) -> list[nn.Module]:
     """Returns the experts of layers whose experts are modules of a list, in order.
 

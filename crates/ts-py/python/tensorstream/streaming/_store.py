@@ -36,6 +36,7 @@ from ._division import (
     block_counts,
     block_rows,
     is_divided,
+    is_splittable,
     row_divided,
     slice_bytes,
 )
@@ -198,6 +199,8 @@ def _check_budget(model: nn.Module, config: Config, kept: frozenset[int]) -> Non
         elif id(parameter) in in_rows:
             counts = block_counts(parameter.shape[0], block_rows(parameter))
             sizes[name] = [max(counts) * slice_bytes(parameter)]
+        elif is_splittable(model.get_submodule(prefix)):
+            sizes[name] = [parameter.nbytes]
         else:
             sizes.setdefault(prefix or type(model).__name__, []).append(parameter.nbytes)
     names = list(sizes)

@@ -25,6 +25,7 @@ from ._division import (
     block_rows,
     expert_modules,
     is_divided,
+    is_splittable,
     one_range,
     route_argument,
     row_divided,
@@ -79,17 +80,20 @@ def units_for_budget(
         loaded: What the parameters and buffers become, if this was recorded.
     """
 
-    def build(rows: Rows) -> tuple[UnitBuilder, Requirement]:
+    def build(rows: Rows, splits: bool = False) -> tuple[UnitBuilder, Requirement]:
         units = UnitBuilder(
-            model, checkpoint, converted, orders, rows, exact, device, kept, is_own, loaded
+            model, checkpoint, converted, orders, rows, exact, device, kept, is_own, loaded, splits
         )
         return units, units.requirement(settings)
+
+    splits = any(map(is_splittable, tree.modules(model)))
 
     units, plain = build(Rows.NONE)
     held = units.buffer_bytes
     by_rows, divided = units, plain
-    if row_divided(model, Rows.EMBEDDINGS, exact=exact, device=device):
-        by_rows, divided = build(Rows.EMBEDDINGS)
+    rows = Rows.EMBEDDINGS
+    if splits or row_divided(model, rows, exact=exact, device=device):
+        by_rows, divided = build(rows, splits)
 
     def least() -> int:
         return min(plain.smallest, divided.smallest)
@@ -108,22 +112,25 @@ def units_for_budget(
             break
         if exact and device.type == "cpu":
             _require_trials(model, rows, least() + held)
-        by_rows, divided = build(rows)
+        by_rows, divided = build(rows, splits)
         try:
             budget = budget_for_weights()
         except BudgetError:
             if rows is Rows.ALL:
                 raise
-    divides = len(by_rows.divided) > len(units.divided)
+    lowest = least()
+    if splits and budget >= plain.smallest:  # modules need not be split
+        by_rows, divided = build(by_rows.rows)
+    divides = len(by_rows.specs) > len(units.specs)
     # Lookups need buffers, so that a division can also raise the smallest budget.
     works = budget >= divided.smallest or divided.smallest <= plain.smallest
     chosen, needs = units, plain
     if divides and works and budget < plain.whole:
         chosen, needs = by_rows, divided
     if budget < needs.smallest:
-        raise chosen.too_small(settings, budget + held, least() + held)
+        raise chosen.too_small(settings, budget + held, lowest + held)
     chosen.read_in_pieces(settings, budget)
-    chosen.smallest = least()
+    chosen.smallest = lowest
     return chosen, budget
 
 
@@ -182,6 +189,7 @@ class UnitBuilder:
         kept: frozenset[int] = frozenset(),
         is_own: Callable[[nn.Module], bool] = lambda _: True,
         loaded: Loaded | None = None,
+        splits: bool = False,
     ) -> None:
         #: Whether addresses modulo 64 are those in host memory. Else they are those that the
         #: allocator of a device gives: 0.
@@ -189,6 +197,10 @@ class UnitBuilder:
         self._checkpoint = checkpoint
         self._kept = kept
         self._loaded = Loaded() if loaded is None else loaded
+        #: Which parameters are divided into blocks of rows.
+        self.rows = rows
+        #: Whether each parameter of a module with several large ones is a unit.
+        self._splits = splits
         #: The smallest budget that works, without buffers, once it is known.
         self.smallest = 0
         self._together: list[list[int]] | None = None
@@ -261,6 +273,8 @@ class UnitBuilder:
         keys: dict[str, int] = {}
         specs: list[TensorSpec] = []
         divided: list[tuple[int, nn.Parameter]] = []
+        is_split = self._splits and is_splittable(module)
+        routed = id(module) in self._in_expert
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in self._kept:
                 continue
@@ -280,6 +294,9 @@ class UnitBuilder:
                     key = len(self.weights)
                     self.weights.append(self._weight(parameter, spec, len(specs)))
                     specs.append(spec)
+                    if is_split:
+                        self.specs.append((tree.joined(prefix, name), specs, routed))
+                        specs = []
                 else:
                     key = -1 - len(divided) - len(self.divided)
                     divided.append((key, parameter))
@@ -287,7 +304,6 @@ class UnitBuilder:
                 self.sources[key] = spec
             keys[name] = key
         if specs:
-            routed = id(module) in self._in_expert
             self.specs.append((prefix or type(module).__name__, specs, routed))
         for key, parameter in divided:
             self._divide(parameter, self.sources[key])
