@@ -8,7 +8,14 @@ use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
 /// Converts an error of the crate `tensorstream` to a Python exception.
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
-    exception(py, class_name(error), &error.to_string())
+    let exception = exception(py, class_name(error), &error.to_string());
+    if let Error::Engine(orchestrator::Error::NeverFits(refusal)) = error {
+        let smallest = refusal.smallest_budget_bytes;
+        if let Err(error) = exception.value(py).setattr("smallest", smallest) {
+            return error;
+        }
+    }
+    exception
 }
 
 /// Creates the exception for an operator that failed on a remote machine.

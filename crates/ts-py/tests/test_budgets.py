@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import tensorstream as ts
 import torch
 import transformers as hf
+from safetensors.torch import save_file
 from test_experts import MODELS, SHAPE, saved
 from torch import nn
+from torch.nn import functional as F
 
 PROGRAMS = 200
 ROWS = 20_000
@@ -169,3 +172,77 @@ def test_plans_say_what_is_divided_and_what_a_token_needs(tmp_path: Path) -> Non
     assert "all experts are chosen equally often" in lines["a token reads"]
     dense = ts.plan(tmp_path / "model.safetensors", budget="8MiB")
     assert dense.expert_bytes_per_token is None and "experts" not in str(dense)
+
+
+class Codes(nn.Module):
+    """Keeps its weights in buffers, as many quantised layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randint(-9, 9, (256, 256), dtype=torch.int8))
+        self.bias = nn.Parameter(torch.randn(256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(F.linear(x, self.codes.to(x.dtype), self.bias))
+
+
+def codes() -> nn.Module:
+    return nn.Sequential(*(Codes() for _ in range(8)))
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(
+        *(part for _ in range(8) for part in (nn.Linear(128, 128), nn.BatchNorm1d(128)))
+    )
+
+
+def odd() -> nn.Module:
+    """Its tensors are at all kinds of addresses in a file."""
+    return nn.Sequential(nn.Linear(256, 99), *(nn.Linear(99, 99) for _ in range(8)))
+
+
+@pytest.mark.parametrize("make", [codes, mixed, odd])
+def test_a_model_has_one_smallest_budget(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = make().eval()
+    file = tmp_path / "model.safetensors"
+    save_file(reference.state_dict(), file)
+    buffers = sum(buffer.nbytes for buffer in reference.buffers())
+    found = set()
+    x = torch.randn(3, 256 if make is not mixed else 128)
+    with torch.no_grad():
+        expected = reference(x)
+    for where in ("cpu", "meta"):
+        with torch.device(where):
+            model = make().eval()
+        with pytest.raises(ts.BudgetError) as caught:
+            ts.offload(model, checkpoint=file, budget=512)
+        smallest = caught.value.smallest
+        assert smallest is not None and f" {smallest} bytes" in str(caught.value)
+        assert (f"take {buffers} bytes" in str(caught.value)) == (buffers > 0)
+        with pytest.raises(ts.BudgetError) as again:
+            ts.offload(model, checkpoint=file, budget=smallest - 1)
+        assert again.value.smallest == smallest
+        ts.offload(model, checkpoint=file, budget=smallest)
+        with torch.no_grad():
+            for _ in range(3):
+                # On the meta device, weights have the addresses of a mapped file.
+                if where == "cpu":
+                    assert torch.equal(model(x), expected)
+                torch.testing.assert_close(model(x), expected)
+        stats = ts.stats(model)
+        assert stats["budget_bytes"] == stats["plan"]["smallest_budget_bytes"] == smallest
+        assert stats["plan"]["buffer_bytes"] == buffers
+        assert stats["reserved_high_water_bytes"] <= smallest
+        assert stats["plan"]["streamed_bytes_per_pass"] > 0 or make is codes
+        found.add(smallest)
+    assert len(found) == 1
+    by_names = ts.plan(file, budget="1GiB")
+    assert "assumes that all tensors are parameters" in str(by_names)
+    if not buffers:
+        assert by_names.smallest_budget_bytes in found
+    live = make()
+    with pytest.raises(ts.BudgetError) as caught:
+        ts.offload(live, ts.Config(storage_path=tmp_path / "own", budget=512))
+    assert caught.value.smallest is not None and caught.value.smallest > buffers
+    ts.offload(live, ts.Config(storage_path=tmp_path / "own", budget=caught.value.smallest))

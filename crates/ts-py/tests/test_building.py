@@ -207,7 +207,7 @@ REFUSED: dict[str, Program] = {
     "unsqueezed in place": lambda w: w["small"].unsqueeze_(0),
     "by stride": lambda w: w["small"].as_strided((6,), (1,), 0),
     "data of another shape": lambda w: setattr(w["small"], "data", w["small"].t().contiguous()),
-    "data of a real tensor": lambda w: setattr(w["small"], "data", torch.zeros(4, 6)),
+    "data of a real tensor": lambda w: setattr(w["small"], "data", torch.zeros(6, 4)),
 }
 
 
@@ -224,6 +224,8 @@ def test_data_can_be_set_to_a_tensor_of_equal_shape(builder: Builder) -> None:
     w = SymbolicWeights(builder)
     w["small"].data = w["small"] * 2
     assert same(builder.materialize(w["small"]), weights()["small"] * 2)
+    w["small"].data = torch.arange(24.0).view(4, 6)
+    assert same(builder.materialize(w["small"]), torch.arange(24.0).view(4, 6))
 
 
 def test_operations_that_need_values_read_them(builder: Builder) -> None:

@@ -39,6 +39,7 @@ pub(super) fn run(arguments: &Arguments, console: Console) -> Result<u8, Error> 
     };
     if !console.json {
         say(explanation);
+        say("assumes that all tensors are parameters; buffers of a model stay in memory");
         if let Some(curve) = curve {
             say(format_args!("\n{}", curve_table(&curve)));
         }

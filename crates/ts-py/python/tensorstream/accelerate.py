@@ -22,6 +22,7 @@ from .config import Config, expanded
 from .devices import AUTOMATIC, HOST_DEVICES, Device, device_of, devices_of_map
 from .errors import CheckpointError, ConfigurationError, ModelError
 from .files._places import find
+from .streaming import _tree as tree
 from .streaming._arguments import (
     STRATEGIES,
     check_execution_device,
@@ -323,7 +324,8 @@ def load_checkpoint_and_dispatch(
 
 def _streamed(model: M, config: Config, checkpoint: str | None) -> M:
     """Streams a model. It has a device map, as with accelerate."""
-    offload(model, config, checkpoint=checkpoint)
+    # As with accelerate, the names need not match. `strict` has been checked.
+    offload(model, config, checkpoint=checkpoint, strict=None if checkpoint is None else False)
     if not torch.accelerator.is_available():  # else, `offload` has set it
         Placement(model, config).set_device_map()
     return model
@@ -388,11 +390,19 @@ def _needed_bytes(
 
     streamed = ("disk",) if device is None else HOST_DEVICES
     kept: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in tree.named_parameters(model):
         kept[place(name)] = kept.get(place(name), 0) + size(parameter)
     largest = 0
-    for prefix, module in model.named_modules():
-        parameters = module.named_parameters(prefix, recurse=isinstance(module, FUSED))
+    for prefix, module in tree.named_modules(model):
+        below = [(prefix, module)]
+        if isinstance(module, FUSED):
+            below = list(tree.named_modules(module, prefix))
+        parameters = {
+            id(each): (tree.joined(where, name), each)
+            for where, own in below
+            for name, each in own._parameters.items()
+            if each is not None
+        }.values()
         every = device is not None
         counted = (size(p) for name, p in parameters if every or place(name) in streamed)
         largest = max(largest, sum(counted))
@@ -408,7 +418,7 @@ _LEAST_BYTES = 64 << 10
 
 
 def _is_meta(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
+    return any(parameter.is_meta for parameter in tree.parameters(model))
 
 
 def _refuse_unexpected(model: nn.Module, checkpoint: _native.Checkpoint) -> None:
@@ -448,7 +458,7 @@ def _adapt(
             adapted[id(tensor)] = nn.Parameter(found.to(wanted), tensor.requires_grad)
     replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = [
         (own, name, tensor)
-        for module in model.modules()
+        for module in tree.modules(model)
         for own in _tensors_of(module)
         for name, tensor in own.items()
         if tensor is not None and id(tensor) in adapted

@@ -81,19 +81,22 @@ class Budget:
             self._remove_left()
             return self._shares([*self._members, _Member(smallest, whole)])[-1]
 
-    def add(self, streamer: _native.Streamer, whole: int) -> None:
+    def add(self, streamer: _native.Streamer, whole: int, buffer_bytes: int = 0) -> None:
         """Adds a model until its streamer is deleted. Blocks until others have given memory back.
 
         Args:
             streamer: The streamer of the model. Its budget may be that of all models.
             whole: The budget that keeps the whole model in memory.
+            buffer_bytes: The part of its share that the streamer does not have.
 
         Raises:
             BudgetError: The models together need more than the budget, or another one does not give
                 memory back.
         """
         with self._joining:
-            self._join(_Member(streamer.smallest_limit(), whole, weakref.ref(streamer)), streamer)
+            smallest = streamer.smallest_limit() + buffer_bytes
+            member = _Member(smallest, whole, weakref.ref(streamer), buffer_bytes)
+            self._join(member, streamer)
 
     def _join(self, member: _Member, streamer: _native.Streamer) -> None:
         with self._lock:
@@ -104,7 +107,7 @@ class Budget:
         try:
             set_limits(others, shares[:-1])
             wait_until_given_back(others)
-            streamer.set_limit(shares[-1], True)
+            streamer.set_limit(shares[-1] - member.buffer_bytes, True)
         except BaseException:
             self._leave(member)
             raise
@@ -136,7 +139,8 @@ class Budget:
             raise BudgetError(
                 f"a shared budget of {self._bytes} bytes is too small: this model needs {own} "
                 f"bytes, and the {len(members) - 1} other models need {needed - own} bytes; the "
-                f"smallest shared budget that works is {needed} bytes"
+                f"smallest shared budget that works is {needed} bytes",
+                needed,
             )
         rest = self._bytes - needed
         wanted = [max(0, member.whole - member.smallest) for member in members]
@@ -154,17 +158,21 @@ class _Member:
     Attributes:
         smallest_at_first: The smallest share that works when it joins, in bytes.
         whole: The largest share that it can use, in bytes.
+        buffer_bytes: The part of the share that the streamer does not have, in bytes.
     """
 
     smallest_at_first: int
     whole: int
     _streamer: weakref.ref[_native.Streamer] | None = None
+    buffer_bytes: int = 0
 
     @property
     def smallest(self) -> int:
         """The smallest share that works. It grows when a pass uses more units together."""
         streamer = self.streamer()
-        return streamer.smallest_limit() if streamer is not None else self.smallest_at_first
+        if streamer is None:
+            return self.smallest_at_first
+        return streamer.smallest_limit() + self.buffer_bytes
 
     def streamer(self) -> _native.Streamer | None:
         return self._streamer() if self._streamer is not None else None
@@ -175,7 +183,7 @@ def set_limits(members: Sequence[_Member], limits: Sequence[int], now: bool = Tr
     for member, limit in zip(list(members), limits, strict=True):
         streamer = member.streamer()
         if streamer is not None:
-            streamer.set_limit(limit, now)
+            streamer.set_limit(limit - member.buffer_bytes, now)
 
 
 def wait_until_given_back(members: Sequence[_Member]) -> None:

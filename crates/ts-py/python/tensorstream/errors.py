@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "CheckpointPermissionError",
+    "CheckpointWarning",
     "ChecksumError",
     "ConfigurationError",
     "ConnectionLost",
@@ -163,14 +164,24 @@ class BudgetError(TensorStreamError, MemoryError):
 
     If the budget is too small, the message contains the smallest budget that works.
 
+    Attributes:
+        smallest: The smallest budget that works, in bytes. ``None`` if too little memory is
+            available, or if the smallest budget is unknown.
+
     Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a.weight": torch.zeros(4096)}, "a.ts")
-        >>> ts.plan("a.ts", budget="1KiB")
-        Traceback (most recent call last):
-            ...
-        tensorstream.errors.BudgetError: ...
+        >>> try:
+        ...     plan = ts.plan("a.ts", budget="1KiB")
+        ... except ts.BudgetError as error:
+        ...     plan = ts.plan("a.ts", budget=error.smallest)
+        >>> plan.budget_bytes >= 4 * 4096
+        True
     """
+
+    def __init__(self, message: str = "", smallest: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest = smallest
 
 
 class UnitReferencedError(TensorStreamError, RuntimeError):
@@ -205,6 +216,22 @@ class BudgetWarning(UserWarning):
         ...     warnings.simplefilter("error", ts.BudgetWarning)  # raise it instead
         ...     config = ts.Config(storage_path="weights", budget="1MiB")
         ...     model = ts.offload(torch.nn.Linear(4, 4), config)
+    """
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint has tensors that the model does not have. The message names one of them.
+
+    Examples:
+        >>> import tensorstream as ts, torch, warnings
+        >>> tensors = {"weight": torch.eye(4), "bias": torch.ones(4), "more": torch.ones(1)}
+        >>> ts.save_file(tensors, "a.ts")
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", ts.CheckpointWarning)  # raise it instead
+        ...     ts.offload(torch.nn.Linear(4, 4), checkpoint="a.ts", budget="64KiB")
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.CheckpointWarning: ...
     """
 
 

@@ -15,6 +15,7 @@ from .. import _native
 from ..budget import Budget
 from ..config import Config
 from ..errors import BudgetError, ModelError
+from . import _tree as tree
 from ._calls import replace_calls
 from ._distributed import ignore_streamed
 from ._guards import replace_guarded
@@ -26,6 +27,7 @@ from ._profile import Profile
 from ._routing import announced
 from ._rules import register_transformers
 from ._saving import save_in_pieces
+from ._state_dict import Loaded
 from ._store import DimensionOrders, derived_of, store_derived
 from ._stored_weights import StoredWeights
 from ._streamed_tensor import StreamedTensor, StreamedWeight, new_stand_in, to_stand_in
@@ -51,6 +53,7 @@ def attach(
     freed_bytes: int = 0,
     kept: frozenset[int] = frozenset(),
     with_device_map: bool = False,
+    loaded: Loaded | None = None,
 ) -> M:
     """Offloads a model to an open checkpoint. If this fails, the model is unchanged.
 
@@ -62,14 +65,17 @@ def attach(
         freed_bytes: Memory that offloading frees, which the budget can use.
         kept: The ``id`` of each parameter that stays in memory as it is.
         with_device_map: Whether the model gets a map of devices also without an accelerator.
+        loaded: What the parameters and buffers become, if this was recorded.
     """
-    derived = derived_of(model)
+    loaded = Loaded() if loaded is None else loaded
+    derived = derived_of(model, loaded.parameters)
     if derived:
         main = placement.configs[placement.main]
-        checkpoint = store_derived(derived, checkpoint, main, main.working_bytes())
+        values = {name: value for name, (_, value) in derived.items()}
+        checkpoint = store_derived(values, checkpoint, main, main.working_bytes())
     converted = {
-        id(tensor): Source(name, tuple(checkpoint.entry(name)[2]), tensor.source.phase)
-        for name, tensor in derived.items()
+        key: Source(name, tuple(checkpoint.entry(name)[2]), value.source.phase)
+        for name, (key, value) in derived.items()
     }
     budgets = [own.working_bytes() for own in placement.configs.values()]
     stored = StoredWeights(checkpoint, min(budgets))
@@ -77,7 +83,16 @@ def attach(
     for device, own in placement.configs.items():
         try:
             engine = _start(
-                model, own, placement, checkpoint, stored, converted, orders, freed_bytes, kept
+                model,
+                own,
+                placement,
+                checkpoint,
+                stored,
+                converted,
+                orders,
+                freed_bytes,
+                kept,
+                loaded,
             )
         except BudgetError as error:
             if len(placement.configs) == 1:
@@ -93,6 +108,10 @@ def attach(
     for number, engine in enumerate(engines):
         engine.weights.number = number
         engine.weights.passed_over = placement.config.passed_over(placement.main)
+    copies = [(module, target, value.materialize()) for module, target, value in loaded.copies]
+    for module, target, value in copies:
+        if placement.device(module) != target.device:
+            moved[id(target), placement.device(module)] = value.to(placement.device(module))
     register_transformers()
     replace_calls()
     replace_guarded()
@@ -100,6 +119,8 @@ def attach(
     with deferred():
         _stream(model, engines)
         placement.move_inputs()
+        for _, target, value in copies:
+            target.detach().copy_(value)
         _place(model, placement, buffers, moved)
         if with_device_map or torch.accelerator.is_available():
             # Without one, other libraries would refuse the CPU as a device.
@@ -123,7 +144,7 @@ def _stream(model: nn.Module, engines: list[_Engine]) -> None:
     """
     parameters = {
         id(each): each
-        for module in nn.Module.modules(model)
+        for module in tree.modules(model)
         for each in module._parameters.values()
         if each is not None
     }
@@ -159,6 +180,7 @@ def _start(
     orders: DimensionOrders,
     freed_bytes: int,
     kept: frozenset[int],
+    loaded: Loaded,
 ) -> _Engine:
     """Starts the engine for the weights on one device. Adds them to ``stored``.
 
@@ -172,6 +194,7 @@ def _start(
         orders: The stored orders of dimensions, by name, of parameters that are not contiguous.
         freed_bytes: Memory that offloading frees, which the budget can use.
         kept: The ``id`` of each parameter that stays in memory as it is.
+        loaded: What the parameters and buffers become, if this was recorded.
     """
     settings, device = config.settings(), config.torch_device()
     settings["host_bytes"] = int(settings["host_bytes"] * placement.share(device))
@@ -182,6 +205,7 @@ def _start(
 
     extremes = (0, 0)
 
+    # All sizes are with the buffers, until the units are known.
     def fitted(smallest: int, whole: int) -> int:
         nonlocal extremes
         extremes = (smallest, whole)
@@ -202,10 +226,13 @@ def _start(
         fitted,
         kept,
         lambda module: placement.device(module) == device,
+        loaded,
     )
-    most, limits = config.limits(budget, *extremes, freed_bytes)
+    held = units.buffer_bytes
+    least, whole = (each - held for each in extremes)
+    most, limits = config.limits(budget, least, whole, freed_bytes)
     if isinstance(config.budget, Budget):
-        most = config.budget.bytes
+        most = config.budget.bytes - held
     profile = Profile(checkpoint, [(name, routed) for name, _, routed in units.specs])
     streamer = _native.Streamer(
         checkpoint,
@@ -220,17 +247,15 @@ def _start(
         limits=limits,
     )
     if isinstance(config.budget, Budget):
-        config.budget.add(streamer, max(extremes[1], budget))
+        config.budget.add(streamer, max(whole, budget) + held, held)
     passes = Passes(model, streamer, device)
     streamer.set_passes(passes)
     weights = Weights(
         streamer, units.weights, units.divided, budget, device, stored, passes, profile
     )
     weights.sources, weights.expert_units = units.sources, units.expert_units()
-    parameters = (
-        each for module in nn.Module.modules(model) for each in module._parameters.values()
-    )
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    weights.smallest, weights.buffer_bytes = units.smallest, units.buffer_bytes
+    numbers = {id(parameter): number for number, parameter in enumerate(tree.parameters(model))}
     stored.add(weights, units.sources, {key: numbers[own] for own, key in units.keys.items()})
     return _Engine(units, weights, limits is not None)
 
@@ -243,19 +268,21 @@ def _moved(model: nn.Module, placement: Placement, kept: frozenset[int]) -> Move
     """
     moved: Moved = {}
     devices: dict[int, torch.device] = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in tree.named_modules(model):
         device = placement.device(module)
-        for name, each in module.named_parameters(prefix, False):
-            if id(each) in kept and devices.setdefault(id(each), device) != device:
+        kept_here = {name: each for name, each in module._parameters.items() if id(each) in kept}
+        for name, each in kept_here.items():
+            if devices.setdefault(id(each), device) != device:
                 raise ModelError(
-                    f"`{name}` stays in memory, and modules on {devices[id(each)]} and {device} "
-                    "share it: place these modules on one device"
+                    f"`{tree.joined(prefix, name)}` stays in memory, and modules on "
+                    f"{devices[id(each)]} and {device} share it: place these modules on one device"
                 )
-        parameters = [each for each in module.parameters(False) if id(each) in kept]
-        buffers = (each for each in module.buffers(False) if not isinstance(each, SymbolicTensor))
-        for each in (*buffers, *parameters):
-            if not each.is_meta and each.device != device and (id(each), device) not in moved:
-                moved[id(each), device] = each.detach().to(device)
+        tensors: list[torch.Tensor | None] = [*module._buffers.values(), *kept_here.values()]
+        for tensor in tensors:
+            if tensor is None or tensor.is_meta or isinstance(tensor, SymbolicTensor):
+                continue
+            if tensor.device != device and (id(tensor), device) not in moved:
+                moved[id(tensor), device] = tensor.detach().to(device)
     return moved
 
 
@@ -269,7 +296,7 @@ def _place(
     for module, name, value in read:
         module._buffers[name] = value
     parameters: dict[int, nn.Parameter] = {}
-    for module in model.modules() if moved else ():
+    for module in tree.modules(model) if moved else ():
         device = placement.device(module)
         for name, buffer in module._buffers.items():
             module._buffers[name] = moved.get((id(buffer), device), buffer)

@@ -14,7 +14,8 @@ from .. import _native
 from .._dtypes import TORCH_DTYPES
 from ..errors import ModelError
 from ..files._capsules import as_capsule
-from ._symbolic_tensor import Derived, Source, SymbolicTensor
+from ._symbolic import VIEWS
+from ._symbolic_tensor import Derived, Source, SymbolicTensor, in_memory, view_of
 
 aten = torch.ops.aten
 
@@ -78,6 +79,8 @@ class Builder:
                 for begin in range(0, length, step):
                     run = (file, offset + begin, min(step, length - begin))
                     yield self._read((run,)).view(tensor.dtype)
+        elif source.func is in_memory:
+            yield source.args[0].contiguous().view(-1)
         elif _casts(source):
             cast = functools.partial(torch.Tensor.to, dtype=tensor.dtype)
             yield from map(cast, self.pieces(source.args[0]))
@@ -94,7 +97,7 @@ class Builder:
         tensor counts as a whole, together with its operands.
         """
         source = tensor.source
-        if isinstance(source, Source):
+        if isinstance(source, Source) or source.func is in_memory:
             return 0
         inputs = [
             leaf
@@ -103,12 +106,26 @@ class Builder:
         ]
         if _casts(source) or _joins_first_dimension(tensor):
             return max((self.needed_bytes(each) for each in inputs), default=0)
-        return tensor.nbytes + sum(max(each.nbytes, self.needed_bytes(each)) for each in inputs)
+        return _peak_bytes(tensor)
 
     def _read(self, parts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
         buffer = torch.empty(sum(length for _, _, length in parts), dtype=torch.uint8, device="cpu")
         self.checkpoint.read_into(list(parts), as_capsule(buffer))
         return buffer
+
+
+def _peak_bytes(tensor: SymbolicTensor) -> int:
+    """Estimates the peak memory of ``materialize`` in bytes. Views take no memory of their own."""
+    source = tensor.source
+    if isinstance(source, Source) or source.func is in_memory:
+        return tensor.nbytes
+    inputs = [
+        leaf
+        for leaf in tree_flatten((source.args, source.kwargs))[0]
+        if isinstance(leaf, SymbolicTensor)
+    ]
+    own = 0 if source.func in VIEWS or source.func is view_of else tensor.nbytes
+    return own + sum(map(_peak_bytes, inputs))
 
 
 def _casts(source: Derived) -> bool:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .. import _native
+from . import _tree as tree
 from ._streamed_tensor import CopiedTensor, StreamedTensor, StreamedWeight, replace_weights
 
 _NO_WHOLE_GRAPH = (
@@ -69,7 +70,7 @@ def call_if_present(module: nn.Module, *args: Any) -> Any:
 
 def stand_ins_below(module: nn.Module) -> Iterable[tuple[str, StreamedTensor]]:
     """Yields the names and streamed parameters that a module and those below it own."""
-    for each in _modules(module):
+    for each in tree.modules(module):
         yield from own_stand_ins(each)
 
 
@@ -78,11 +79,6 @@ def own_stand_ins(module: nn.Module) -> Iterable[tuple[str, StreamedTensor]]:
     for name, each in module._parameters.items():
         if each is not None and "_ref" in each.__dict__:
             yield name, each  # type: ignore[misc]
-
-
-def _modules(module: nn.Module) -> Iterable[nn.Module]:
-    """Yields a module and those below it, also if its class overrides ``modules``."""
-    return nn.Module.modules(module)
 
 
 def _records_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -120,7 +116,7 @@ def _is_trained(module: nn.Module) -> bool:
         each is not None
         and not isinstance(each, StreamedTensor | StreamedWeight)
         and each.requires_grad
-        for own in (_modules(module) if module._modules else (module,))
+        for own in tree.modules(module)
         for each in own._parameters.values()
     )
 

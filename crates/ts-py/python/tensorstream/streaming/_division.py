@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import _tree as tree
+
 #: Experts modules have an argument that contains the chosen experts of each token. These are the
 #: names that it can have.
 _ROUTES = ("top_k_index", "router_indices", "selected_experts")
@@ -30,7 +32,7 @@ _LEAST_SLICE_BYTES = 16 << 10
 _DIVIDES = tuple(int(n) for n in torch.__version__.split("+")[0].split(".")[:2]) > (2, 10)
 
 #: Ranges of compressed tensors begin at this offset. No file has such a range.
-_VIRTUAL_START = 1 << 63
+VIRTUAL_START = 1 << 63
 
 #: A range of a file: the index of the file, the offset, and the length in bytes.
 Part = tuple[int, int, int]
@@ -121,7 +123,7 @@ def _row_candidates(model: nn.Module, wanted: Rows) -> list[tuple[torch.Tensor, 
     """Returns the weights that could be divided, and whether a product uses them."""
     users: dict[int, list[nn.Module]] = {}
     parameters: dict[int, torch.Tensor] = {}
-    for module in model.modules():
+    for module in tree.modules(model):
         for own in module._parameters.values():
             if own is not None:
                 users.setdefault(id(own), []).append(module)
@@ -129,9 +131,9 @@ def _row_candidates(model: nn.Module, wanted: Rows) -> list[tuple[torch.Tensor, 
 
     fused = {
         id(weight)
-        for module in model.modules()
+        for module in tree.modules(model)
         if isinstance(module, FUSED)
-        for weight in module.parameters()
+        for weight in tree.parameters(module)
     }
 
     candidates = []
@@ -162,7 +164,7 @@ def batch_divided(model: nn.Module, wanted: Rows, *, exact: bool, device: torch.
     """
     return {
         id(parameter)
-        for module in model.modules()
+        for module in tree.modules(model)
         if wanted is Rows.ALL and type(module).__name__ in _BATCHED
         for parameter in module._parameters.values()
         if parameter is not None
@@ -179,11 +181,18 @@ def batch_divided(model: nn.Module, wanted: Rows, *, exact: bool, device: torch.
 def _embeds(module: nn.Module, parameter: torch.Tensor) -> bool:
     # With `max_norm`, the forward writes to the weight.
     embeddings = (nn.Embedding, nn.EmbeddingBag)
-    return isinstance(module, embeddings) and module.max_norm is None and parameter is module.weight
+    return (
+        isinstance(module, embeddings) and module.max_norm is None and _is_weight(module, parameter)
+    )
 
 
 def _multiplies(module: nn.Module, parameter: torch.Tensor) -> bool:
-    return isinstance(module, nn.Linear) and parameter is module.weight
+    return isinstance(module, nn.Linear) and _is_weight(module, parameter)
+
+
+def _is_weight(module: nn.Module, parameter: torch.Tensor) -> bool:
+    # An attribute could be computed: a parametrization can change buffers each time it is read.
+    return parameter is module._parameters.get("weight")
 
 
 #: The results of `products_are_exact`.
@@ -333,6 +342,27 @@ def is_divided(module: nn.Module, parameter: torch.Tensor) -> bool:
     )
 
 
+#: Parameters of modules with fewer bytes are not units of their own.
+_LEAST_SPLIT_BYTES = 64 << 10
+
+
+def is_splittable(module: nn.Module) -> bool:
+    """Returns whether each parameter of a module can be a unit.
+
+    This is so for lists of parameters, and for modules that are not PyTorch's own, if they have
+    several large parameters. Operations of PyTorch's modules use their parameters together.
+    """
+    sizes = [each.nbytes for each in module._parameters.values() if each is not None]
+    if len(sizes) < 2 or sum(sizes) < 2 * _LEAST_SPLIT_BYTES or 2 * max(sizes) > sum(sizes):
+        return False
+    is_list = isinstance(module, nn.ParameterList | nn.ParameterDict)
+    return is_list or not any(
+        kind.__module__.startswith("torch.nn.modules") and "forward" in vars(kind)
+        for kind in type(module).__mro__
+        if kind is not nn.Module
+    )
+
+
 def expert_modules(model: nn.Module) -> list[nn.Module]:
     """Returns the experts of layers whose experts are modules of a list, in order.
 
@@ -340,12 +370,12 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
     all of them have the same class.
     """
     found: list[nn.Module] = []
-    for parent in model.modules():
-        for name, child in parent.named_children():
+    for parent in tree.modules(model):
+        for name, child in parent._modules.items():
             if not isinstance(child, nn.ModuleList | nn.ModuleDict):
                 continue
             # A list may have None in place of experts that are elsewhere.
-            own = [each for each in child.children() if each is not None]
+            own = tree.children(child)
             is_experts = "expert" in name and "shared" not in name
             if is_experts and len(own) > 1 and len({type(each) for each in own}) == 1:
                 found += own
@@ -386,7 +416,7 @@ def one_range(parts: Sequence[Part]) -> Part | None:
     Returns ``None`` if they are not adjacent, or are compressed, so that they cannot be read in
     place.
     """
-    if not parts or parts[0][1] >= _VIRTUAL_START:
+    if not parts or parts[0][1] >= VIRTUAL_START:
         return None
     file, begin, length = parts[0]
     for other, offset, own in parts[1:]:

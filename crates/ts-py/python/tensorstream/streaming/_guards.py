@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from . import _tree as tree
 from ._calls import own_stand_ins, stand_ins_below
 from ._store import memory_order
 from ._streamed_tensor import StreamedTensor, copied, is_same, name_of, to_memory
@@ -183,7 +184,7 @@ def _named_stand_ins(module: nn.Module) -> Iterator[tuple[str, StreamedTensor]]:
 
     Leaves out those of modules with loading code of their own, which may change what it gets.
     """
-    for prefix, each in nn.Module.named_modules(module):
+    for prefix, each in tree.named_modules(module):
         is_plain = (
             type(each)._load_from_state_dict is nn.Module._load_from_state_dict
             and not each._load_state_dict_pre_hooks

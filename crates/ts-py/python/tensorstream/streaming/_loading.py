@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, ConfigurationError, MissingTensorError, ModelError
 from ..files._places import Place
+from . import _tree as tree
 from ._arguments import Arguments
 
 
@@ -150,7 +154,89 @@ def _class_of_checkpoint(reference: str, place: Place, arguments: Arguments) -> 
     )
 
 
-def check(files: str, info: dict[str, Any], model: Any, new_heads: bool) -> None:
+def names_without_arguments(
+    transformers: Any, place: Place, model_class: type[Any] | None, arguments: Arguments
+) -> set[str] | None:
+    """Returns the names of the weights that the model has without the arguments of the call.
+
+    Returns ``None`` if no argument can change what the model consists of.
+    """
+    chosen, model_config, for_class = class_and_config(transformers, place, model_class, arguments)
+    if not arguments.for_config and not set(for_class) - set(arguments.for_class):
+        return None
+    plain = replace(arguments, for_config={})
+    chosen, model_config, _ = class_and_config(transformers, place, model_class, plain)
+    with torch.device("meta"):
+        return set(chosen(model_config).state_dict())
+
+
+@contextlib.contextmanager
+def marked_memory() -> Iterator[None]:
+    """Fills tensors that are made without values with a mark: NaN, or the largest number.
+
+    transformers makes buffers that no file has in this way, and lets ``_init_weights`` fill them.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic  # a module whose stub lacks the attribute
+    fills = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+def fill_buffers(model: Any) -> None:
+    """Gives buffers that ``_init_weights`` has not filled the values that the constructor gives.
+
+    The model was built in ``marked_memory``.
+
+    Raises:
+        ModelError: The constructor gives no value either.
+    """
+    unfilled = {
+        tree.joined(prefix, name): (module, name)
+        for prefix, module in tree.named_modules(model)
+        for name in module._non_persistent_buffers_set
+        if _is_marked(module._buffers.get(name))
+    }
+    if not unfilled:
+        return
+    values: dict[str, torch.Tensor] = {}
+    with contextlib.suppress(Exception):  # constructors raise errors of any class
+        from accelerate import init_empty_weights
+
+        with init_empty_weights(include_buffers=False):
+            values = dict(tree.named_buffers(type(model)(model.config), remove_duplicate=False))
+    for qualified, (module, name) in unfilled.items():
+        value, own = values.get(qualified), module._buffers[name]
+        if value is None or value.is_meta or own is None or value.shape != own.shape:
+            raise ModelError(
+                f"buffer `{qualified}` of {type(module).__name__} has no value: the checkpoint "
+                "does not have it, and `_init_weights` of the model does not fill it"
+            )
+        module._buffers[name] = value.to(own.dtype)
+
+
+def _is_marked(buffer: torch.Tensor | None) -> bool:
+    if buffer is None or buffer.is_meta or not buffer.numel() or type(buffer) is not torch.Tensor:
+        return False
+    if buffer.is_floating_point() or buffer.is_complex():
+        return bool(buffer.isnan().all())
+    mark = True if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).max
+    return bool((buffer == mark).all())
+
+
+def check(
+    files: str,
+    info: dict[str, Any],
+    model: Any,
+    new_heads: bool,
+    plain_names: Callable[[], set[str] | None] = lambda: None,
+) -> None:
     """Raises for weights that transformers would warn about and initialize randomly.
 
     Args:
@@ -159,6 +245,8 @@ def check(files: str, info: dict[str, Any], model: Any, new_heads: bool) -> None
         model: The model.
         new_heads: Whether the weights of a new head are no errors: transformers has initialized
             them. Those of a pooler never are, because few checkpoints have one.
+        plain_names: Returns the names of the weights that the model has without the arguments of
+            the call. What an argument adds is no error: transformers has initialized it, too.
 
     Raises:
         CheckpointError: A tensor has another shape than the model, or cannot be loaded.
@@ -172,6 +260,9 @@ def check(files: str, info: dict[str, Any], model: Any, new_heads: bool) -> None
     missing = sorted(
         name for name in info["missing_keys"] if not _is_of_new_head(name, model, info, new_heads)
     )
+    if missing:
+        plain = plain_names()
+        missing = [name for name in missing if plain is None or name in plain]
     if missing:
         raise MissingTensorError(
             f"the model needs tensors that are not in {files}: "
@@ -192,5 +283,5 @@ def _is_of_new_head(name: str, model: Any, info: dict[str, Any], new_heads: bool
         return False
     whole = name[: len(name) - len(inner)] + head
     missing = set(info["missing_keys"])
-    own = (each for each, _ in model.named_parameters() if each.startswith(f"{whole}."))
+    own = (each for each, _ in tree.named_parameters(model) if each.startswith(f"{whole}."))
     return all(each in missing for each in own)

@@ -17,6 +17,7 @@ from ..config import Config, expanded
 from ..devices import Device
 from ..errors import ConfigurationError, ModelError
 from ..files._places import find
+from . import _tree as tree
 from ._adapters import adapter_parameters
 from ._attach import attach
 from ._calls import stand_ins_below
@@ -25,6 +26,7 @@ from ._division import Rows
 from ._interrupts import deferred
 from ._placement import Placement
 from ._state import is_offloaded, streaming_of
+from ._state_dict import load
 from ._stats import Stats, merged
 from ._store import derived_of, store_live
 from ._streamed_tensor import StreamedTensor, StreamedWeight, to_memory
@@ -43,19 +45,26 @@ def offload(
     budget: int | str | Budget | Mapping[Any, int | str] | None = None,
     device: Device | Mapping[str, Device] | None = None,
     host_budget: int | str | None = None,
+    strict: bool | None = None,
 ) -> M:
     """Streams the parameters of a model from disk under a hard memory budget.
 
-    With a ``checkpoint``, the parameters get the values of the checkpoint. Without a checkpoint,
-    the weights of a model on the CPU are written to a ``.ts`` file in ``config.storage_path``, and
-    their memory is freed. The file is named after its content. For a model on the meta device,
-    ``config.storage_path`` is the checkpoint. Buffers stay in memory, and so do adapters of PEFT,
-    which can be trained.
+    With a ``checkpoint``, parameters and buffers get the values that ``load_state_dict`` gives
+    them. Loading code of modules runs, such as hooks and ``_load_from_state_dict``. What it
+    computes is written to a ``.ts`` file once, in ``config.storage_path`` or the cache directory of
+    the user.
 
-    Results are bit-identical to those of the model in memory. Parameters are frozen while they
-    stream; ``restore`` makes them trainable again if they were before. Offloading reads only the
-    headers of a checkpoint, and buffers that are on the meta device. Weights are first read by a
-    forward, or by an operation on them.
+    Without a checkpoint, the weights of a model on the CPU are written to a ``.ts`` file in
+    ``config.storage_path``, and their memory is freed. The file is named after its content. For a
+    model on the meta device, ``config.storage_path`` is the checkpoint.
+
+    Buffers stay in memory. Those that a checkpoint has are part of the budget; those that are not
+    persistent are not. Adapters of PEFT stay in memory, too, and can be trained.
+
+    Results are bit-identical to those of the model in memory. Parameters stay the same objects, and
+    cannot be changed while they stream. Offloading reads only the headers of a checkpoint, buffers,
+    and what loading code needs to know. Weights are first read by a forward, or by an operation on
+    them.
 
     Args:
         model: Any module, on the CPU or the meta device. Changed in place and returned.
@@ -65,6 +74,10 @@ def offload(
         budget: Shorthand for ``Config(budget=...)``.
         device: Shorthand for ``Config(device=...)``.
         host_budget: Shorthand for ``Config(host_budget=...)``.
+        strict: Whether the names of the checkpoint and the model must match, as for
+            ``load_state_dict``. With ``False``, parameters and buffers that the checkpoint lacks
+            keep their values, and tensors that the model lacks are ignored. The default refuses the
+            first, and warns of the second. A shared parameter needs only one of its names.
 
     Raises:
         ConfigurationError: There is neither a checkpoint nor a storage path, a setting is given
@@ -92,24 +105,46 @@ def offload(
         >>> model = ts.restore(model)
     """
     config = with_shorthands(checked(config), budget, device, host_budget)
+    return offload_from(model, config, checkpoint, strict=strict)
+
+
+def offload_from(
+    model: M,
+    config: Config,
+    checkpoint: Path | None,
+    *,
+    strict: bool | None = None,
+    casts: bool = False,
+) -> M:
+    """Does what ``offload`` does.
+
+    Args:
+        model: The model.
+        config: The settings.
+        checkpoint: The checkpoint.
+        strict: As for ``offload``.
+        casts: Whether tensors are cast to the dtypes of the model.
+    """
     path = checkpoint if checkpoint is not None else config.storage_path
     if path is None:
         raise ConfigurationError(
             "no checkpoint: give `checkpoint`, or set Config.storage_path to a directory for the "
             "weights of the model"
         )
-    for name, module in model.named_modules():
+    for name, module in tree.named_modules(model):
         _refuse_torchscript(name, module)
     if is_offloaded(model):
         models = streaming_of(model).shares[0].passes.models
-        inside = [name for name, each in nn.Module.named_modules(model) if each in models]
+        inside = [name for name, each in tree.named_modules(model) if each in models]
         if inside and inside[0]:
             raise ModelError(f"`{inside[0]}` is already streamed; restore it first")
         raise ModelError(f"the {type(model).__name__} is already offloaded; restore(model) first")
     placement = Placement(model, config)
     kept = adapter_parameters(model)
-    streamed = [parameter for parameter in model.parameters() if id(parameter) not in kept]
+    streamed = [parameter for parameter in tree.parameters(model) if id(parameter) not in kept]
     freed = sum(parameter.nbytes for parameter in streamed if not parameter.is_meta)
+    # Buffers are part of the budget, and these have their memory already.
+    freed += sum(each.nbytes for each in tree.persistent_buffers(model) if not each.is_meta)
     if checkpoint is None and not any(p.is_meta for p in streamed):
         stored = store_live(model, placement.configs[placement.main], kept)
         return attach(model, placement, *stored, freed_bytes=freed, kept=kept)
@@ -120,7 +155,13 @@ def offload(
         )
     # A directory that does not exist yet is not the name of a model on the Hub.
     weights = expanded(path) if checkpoint is None else find(expanded(path)).weights
-    return attach(model, placement, _native.Checkpoint(weights), freed_bytes=freed, kept=kept)
+    opened = _native.Checkpoint(weights)
+    loaded = load(model, opened, strict=strict, kept=kept, casts=casts)
+    try:
+        return attach(model, placement, opened, freed_bytes=freed, kept=kept, loaded=loaded)
+    except BaseException:
+        loaded.undo()
+        raise
 
 
 def with_shorthands(
@@ -177,27 +218,23 @@ def plan_model(
         return None
     settings, budget = config.settings(), config.working_bytes()
     device = config.torch_device()
-    units, _ = units_for_budget(
+    units, left = units_for_budget(
         model, checkpoint, {}, {}, settings, config.exact, device, lambda *_: budget
     )
     # A smaller budget may divide more parameters than this one.
     every = UnitBuilder(model, checkpoint, {}, {}, Rows.ALL, config.exact, device)
-    smallest, _ = _native.requirement(
-        checkpoint,
-        every.specs,
-        together=every.leased_together(),
-        settings=settings,
-        tables=every.tables,
-    )
+    smallest = min(units.smallest, every.requirement(settings).smallest)
     planned = _native.plan(
         checkpoint,
-        budget=budget,
+        budget=left,
         settings=settings,
         units=units.specs,
         together=units.leased_together(),
         tables=units.tables,
-        smallest=smallest,
     )
+    planned["plan"]["smallest_budget_bytes"] = smallest + units.buffer_bytes
+    planned["plan"]["peak_bytes"] += units.buffer_bytes
+    planned["plan"]["buffer_bytes"] = units.buffer_bytes
     return budget, planned, units.divided
 
 
@@ -233,9 +270,25 @@ def stats(model: nn.Module, *, device: Device | None = None) -> Stats:
     return stats
 
 
+#: What the engine counts without buffers.
+_WITH_BUFFERS = (
+    "budget_bytes",
+    "limit_bytes",
+    "reserved_high_water_bytes",
+    "in_use_high_water_bytes",
+    "in_use_bytes",
+)
+
+
 def _stats_of(share: Weights) -> Stats:
     """Returns the statistics of the weights on one device."""
     stats = share.streamer.stats()
+    plan, held = stats["plan"], share.buffer_bytes
+    plan["smallest_budget_bytes"] = max(plan["smallest_budget_bytes"], share.smallest) + held
+    plan["peak_bytes"] += held
+    plan["buffer_bytes"] = held
+    for key in _WITH_BUFFERS:
+        stats[key] += held  # type: ignore[literal-required]
     stats["experts"] = [
         {
             "name": name,
@@ -273,9 +326,7 @@ def restore(model: M) -> M:
         <class 'torch.nn.parameter.Parameter'>
     """
     if isinstance(model, nn.Module) and not any(
-        each is not None
-        for module in nn.Module.modules(model)
-        for each in module._parameters.values()
+        each is not None for module in tree.modules(model) for each in module._parameters.values()
     ):
         return model  # there was nothing to offload
     streaming = streaming_of(model)
@@ -297,7 +348,7 @@ def restore(model: M) -> M:
     restored = [
         (each, _values_of(each, values[each._ref.weights, each._ref.key])) for each in streamed
     ]
-    modules = set(nn.Module.modules(model))
+    modules = set(tree.modules(model))
     models = {each for share in streaming.shares for each in share.passes.models} & modules
     for share in streaming.shares if models else ():
         share.profile.end()

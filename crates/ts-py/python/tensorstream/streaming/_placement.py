@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ..config import Config
 from ..devices import HOST_DEVICES, device_of, devices_of_map
 from ..errors import ConfigurationError
+from . import _tree as tree
 from ._division import FUSED
 
 #: A device holds a model if its budget has this part of the model's bytes in addition, for the
@@ -53,7 +54,8 @@ class Placement:
             }
             self._check_names()
         self._devices = {
-            id(module): self._device_of(prefix, module) for prefix, module in model.named_modules()
+            id(module): self._device_of(prefix, module)
+            for prefix, module in tree.named_modules(model)
         }
 
     def device(self, module: nn.Module) -> torch.device:
@@ -63,8 +65,8 @@ class Placement:
     def share(self, device: torch.device) -> float:
         """Returns the share of a device in the bytes of all parameters, 0 to 1."""
         sizes = dict.fromkeys(self.configs, 0)
-        for module in self._model.modules():
-            sizes[self.device(module)] += sum(each.nbytes for each in module.parameters(False))
+        for module in tree.modules(self._model):
+            sizes[self.device(module)] += _bytes_of(module, recurse=False)
         return sizes[device] / max(sum(sizes.values()), 1)
 
     def set_device_map(self) -> None:
@@ -76,12 +78,12 @@ class Placement:
         accelerate. Without an accelerator, they refuse the CPU as a device then, and several
         processes.
         """
-        names = ["", *(name for name, _ in self._model.named_children())]
-        for name, _ in self._model.named_modules():
+        names = ["", *self._model._modules]
+        for name, _ in tree.named_modules(self._model):
             numbers = [part for part in name.split(".") if part.isdigit()]
             if len(numbers) == 1 and name.endswith(f".{numbers[0]}"):
                 names.append(name)
-        modules = dict(self._model.named_modules())
+        modules = dict(tree.named_modules(self._model))
         devices = {name: self.device(modules[name]) for name in names}
         self._model.__dict__["hf_device_map"] = devices
 
@@ -91,15 +93,15 @@ class Placement:
         Results are moved to the device of the module around, which may combine them with others.
         Those of the model are moved to the main device.
         """
-        for module in self._model.modules():
+        for module in tree.modules(self._model):
             _remove_hooks(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
             _remove_hooks(module._forward_hooks, module._forward_hooks_with_kwargs)
         if len(self.configs) == 1:
             return
         around = {self._model: self.main}
-        for module in self._model.modules():
-            if len({self.device(each) for each in module.modules()}) > 1:
-                for part in (part for child in module.children() for part in _run(child)):
+        for module in tree.modules(self._model):
+            if len({self.device(each) for each in tree.modules(module)}) > 1:
+                for part in (part for child in tree.children(module) for part in _run(child)):
                     around.setdefault(part, self.device(module))
         for module, device in around.items():
             inputs = InputsTo(self.device(module))
@@ -108,10 +110,10 @@ class Placement:
                 module.register_forward_hook(ResultTo(device))
 
     def _check_names(self) -> None:
-        modules = {name for name, _ in self._model.named_modules()}
+        modules = {name for name, _ in tree.named_modules(self._model)}
         tensors = [
-            *self._model.named_parameters(remove_duplicate=False),
-            *self._model.named_buffers(remove_duplicate=False),
+            *tree.named_parameters(self._model, remove_duplicate=False),
+            *tree.named_buffers(self._model, remove_duplicate=False),
         ]
         known = modules | {name for name, _ in tensors}
         for name in self._map:
@@ -122,7 +124,9 @@ class Placement:
         require_all(self._model, self._map)
 
     def _device_of(self, prefix: str, module: nn.Module) -> torch.device:
-        names = [f"{prefix}.{name}".lstrip(".") for name, _ in module.named_parameters("", False)]
+        names = [
+            tree.joined(prefix, name) for name, own in module._parameters.items() if own is not None
+        ]
         own = {
             self._map[entry] for name in names if (entry := entry_of(name, self._map)) is not None
         }
@@ -145,7 +149,7 @@ def _chosen(model: nn.Module, config: Config) -> Config:
     configs = config.on_devices()
     whole_classes = {
         name
-        for module in model.modules()
+        for module in tree.modules(model)
         for name in getattr(module, "_no_split_modules", None) or ()
     }
     layers = {name: _bytes_of(layer) for name, layer in _layers(model, "", whole_classes, set())}
@@ -155,7 +159,7 @@ def _chosen(model: nn.Module, config: Config) -> Config:
         budgets[device] = own.free_bytes()
         if len(configs) == 1 or whole + whole // _MARGIN <= budgets[device]:
             return own
-    largest = max(_bytes_of(each, isinstance(each, FUSED)) for each in model.modules())
+    largest = max(_bytes_of(each, isinstance(each, FUSED)) for each in tree.modules(model))
     able = [device for device, budget in budgets.items() if budget >= largest + _LEAST_BYTES]
     main = able[0] if able else next(iter(configs))
     total = sum(budgets[device] for device in able)
@@ -190,8 +194,8 @@ def _layers(
         seen: The ``id`` of each module that was looked at.
     """
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-    for number, child in module.named_children():
-        if id(child) not in seen:
+    for number, child in module._modules.items():
+        if child is not None and id(child) not in seen:
             seen.add(id(child))
             own = f"{name}.{number}".lstrip(".")
             if is_list:
@@ -201,7 +205,9 @@ def _layers(
 
 
 def _bytes_of(module: nn.Module, recurse: bool = True) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters(recurse))
+    own = module._parameters.values()
+    parameters = tree.parameters(module) if recurse else (each for each in own if each is not None)
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def entry_of(name: str, device_map: Iterable[str]) -> str | None:
@@ -212,7 +218,7 @@ def entry_of(name: str, device_map: Iterable[str]) -> str | None:
 
 def require_all(model: nn.Module, device_map: Iterable[str]) -> None:
     """Refuses a device map that leaves out parameters of a model."""
-    for name, _ in model.named_parameters():
+    for name, _ in tree.named_parameters(model):
         if entry_of(name, device_map) is None:
             raise ConfigurationError(
                 f'the device map does not name `{name}`, or a module that has it; "" names the '
@@ -223,7 +229,7 @@ def require_all(model: nn.Module, device_map: Iterable[str]) -> None:
 def _run(module: nn.Module) -> Iterator[nn.Module]:
     """Yields a module, or instead those in it if it is a list of modules without a forward."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        for each in module.children():
+        for each in tree.children(module):
             yield from _run(each)
     else:
         yield module

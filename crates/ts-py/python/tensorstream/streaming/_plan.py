@@ -11,10 +11,12 @@ from typing import Any
 
 from .. import _native
 from ..config import Config, expanded
+from ..errors import BudgetError
 from ..files._places import find
 from ._curve import Curve, budgets_in_bytes
 from ._report import html_folded, html_table, html_text, mib
 from ._transformers import plan_checkpoint
+from ._units import smallest_by_names
 from ._weights import Divided
 
 
@@ -29,6 +31,8 @@ class Plan:
         ring_bytes: Memory through which the other units are streamed.
         peak_bytes: All memory that the plan uses.
         smallest_budget_bytes: The smallest budget that works.
+        buffer_bytes: The part of the budget for buffers that the checkpoint has, which stay in
+            memory. 0 if the model is unknown.
         streamed_bytes_per_pass: Bytes that each forward pass reads.
         predicted_pass_s: The predicted time of a forward pass, in seconds.
         expert_bytes_per_token: The size of the experts that a token needs, in memory or not.
@@ -52,6 +56,7 @@ class Plan:
     ring_bytes: int
     peak_bytes: int
     smallest_budget_bytes: int
+    buffer_bytes: int
     streamed_bytes_per_pass: int
     predicted_pass_s: float
     bottleneck: str
@@ -104,7 +109,8 @@ def plan(
     If the checkpoint is the directory of a transformers model and transformers is installed, the
     plan is that of the model: experts are separate units, and embeddings can be read by rows.
     Otherwise, units are inferred from tensor names: tensors whose names differ only in the last
-    component are one unit.
+    component are one unit, and all of them are parameters. Buffers stay in memory, so a model that
+    has large ones needs a larger budget.
 
     The prediction uses the speeds that earlier runs have measured on this machine, for the file
     system and for the model. Without such a run, it assumes that storage reads 1 GB/s and that
@@ -141,7 +147,7 @@ def plan(
     chosen: int | None = None
     if found is None:
         budget_bytes = config.working_bytes()
-        planned = _native.plan(files, budget=budget_bytes, settings=config.settings())
+        planned = _plan_by_names(files, budget_bytes, config)
     else:
         budget_bytes, planned, divided, chosen = found
     experts = [each for each in divided if each.blocks is None and not each.batched]
@@ -152,6 +158,7 @@ def plan(
         planned["text"],
         *_divided_lines(divided),
         *_expert_lines(experts, needed, planned["plan"]),
+        *_buffer_lines(None if found is None else planned["plan"]["buffer_bytes"]),
     ]
     return Plan(
         budget_bytes=budget_bytes,
@@ -161,6 +168,37 @@ def plan(
         _preview=planned["preview"],
         **planned["plan"],
     )
+
+
+def _plan_by_names(
+    checkpoint: _native.Checkpoint, budget_bytes: int, config: Config
+) -> dict[str, Any]:
+    """Plans the streaming of a checkpoint whose model is unknown."""
+    settings = config.settings()
+    smallest = smallest_by_names(checkpoint, settings)
+    if budget_bytes < smallest:
+        largest = max(
+            _native.plan(checkpoint, budget=smallest, settings=settings)["units"],
+            key=lambda own: own["slot_bytes"],
+        )
+        raise BudgetError(
+            f"a budget of {budget_bytes} bytes is too small: the smallest budget that works is "
+            f"{smallest} bytes, of which `{largest['name']}` needs {largest['slot_bytes']} bytes "
+            "at once",
+            smallest,
+        )
+    planned = _native.plan(checkpoint, budget=budget_bytes, settings=settings)
+    plan = planned["plan"]
+    plan["smallest_budget_bytes"] = max(plan["smallest_budget_bytes"], smallest)
+    plan["buffer_bytes"] = 0
+    return planned
+
+
+def _buffer_lines(size: int | None) -> list[str]:
+    """Returns the lines of the table about buffers. ``None`` stands for those of no model."""
+    if size is None:
+        return ["assumes that all tensors are parameters; buffers of a model stay in memory"]
+    return [_line("buffers", size, "stay in memory")] if size else []
 
 
 def _divided_lines(divided: list[Divided]) -> list[str]:

@@ -21,6 +21,7 @@ from torch import nn
 from .. import _native
 from ..errors import ModelError
 from ..files._capsules import NewTensor, dtype_name, write_all
+from . import _tree as tree
 from ._calls import stand_ins_below
 from ._diversion import replaced
 from ._streamed_tensor import StreamedTensor
@@ -42,7 +43,7 @@ def save_in_pieces(model: nn.Module) -> None:
     if nn.Module.state_dict not in _replaced:
         nn.Module.state_dict = _state_dict(nn.Module.state_dict)  # type: ignore[method-assign]
         _replaced.add(nn.Module.state_dict)
-    for kind in {type(module) for module in nn.Module.modules(model)}:
+    for kind in {type(module) for module in tree.modules(model)}:
         for owner in kind.__mro__:
             original = vars(owner).get("save_pretrained")
             if callable(original) and original not in _replaced:

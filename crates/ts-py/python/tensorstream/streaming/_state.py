@@ -11,6 +11,7 @@ from torch import nn
 from .. import _native
 from ..devices import device_of
 from ..errors import ConfigurationError, ModelError
+from . import _tree as tree
 from ._calls import own_stand_ins, stand_ins_below
 from ._weights import Weights
 
@@ -62,7 +63,7 @@ def streaming_of(model: nn.Module) -> Streaming:
     """
     found: dict[Weights, str] = {}
     if isinstance(model, nn.Module):
-        for name, module in nn.Module.named_modules(model):
+        for name, module in tree.named_modules(model):
             for _, each in own_stand_ins(module):
                 found.setdefault(each._ref.weights, name)
     if not found:
@@ -86,5 +87,5 @@ def _model_name(around: nn.Module, weights: Weights, first: str) -> str:
         weights: The weights of the model.
         first: The name of the first module with one of its weights.
     """
-    names = nn.Module.named_modules(around)
+    names = tree.named_modules(around)
     return next((name for name, each in names if each in weights.passes.models), first)

@@ -33,6 +33,9 @@ class PlanStats(TypedDict):
     bottleneck: str
     #: The smallest budget that works.
     smallest_budget_bytes: int
+    #: Memory for the persistent buffers of the model, which stay in memory. It is part of all sizes
+    #: of memory that are not those of units.
+    buffer_bytes: int
 
 
 class UnitStats(TypedDict):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..errors import (
     StorageError,
 )
 from ..files._capsules import NewTensor, as_capsule, dtype_name, write_all
+from . import _tree as tree
 from ._builder import Builder
 from ._division import (
     FUSED,
@@ -35,6 +36,7 @@ from ._division import (
     block_counts,
     block_rows,
     is_divided,
+    is_splittable,
     row_divided,
     slice_bytes,
 )
@@ -142,7 +144,8 @@ def store_derived(
             del writer
             raise BudgetError(
                 f"a budget of {budget_bytes} bytes is too small: converting `{largest}` needs "
-                f"{needed} bytes; the smallest budget that works is {needed} bytes or more"
+                f"{needed} bytes; the smallest budget that works is {needed} bytes or more",
+                needed,
             )
         total = sum(tensor.nbytes for tensor in wanted.values())
         print(
@@ -167,7 +170,7 @@ def _pieces(wanted: dict[str, SymbolicTensor], builder: Builder) -> Iterator[tor
 
 
 def _distinct(model: nn.Module, kept: frozenset[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in model.named_parameters():
+    for name, parameter in tree.named_parameters(model):
         if id(parameter) in kept:
             continue
         if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
@@ -196,12 +199,14 @@ def _check_budget(model: nn.Module, config: Config, kept: frozenset[int]) -> Non
         elif id(parameter) in in_rows:
             counts = block_counts(parameter.shape[0], block_rows(parameter))
             sizes[name] = [max(counts) * slice_bytes(parameter)]
+        elif is_splittable(model.get_submodule(prefix)):
+            sizes[name] = [parameter.nbytes]
         else:
             sizes.setdefault(prefix or type(model).__name__, []).append(parameter.nbytes)
     names = list(sizes)
     together = [
         [i for i, unit in enumerate(names) if f"{unit}.".startswith(f"{prefix}." if prefix else "")]
-        for prefix, module in model.named_modules()
+        for prefix, module in tree.named_modules(model)
         if isinstance(module, FUSED)
     ]
 
@@ -210,13 +215,17 @@ def _check_budget(model: nn.Module, config: Config, kept: frozenset[int]) -> Non
         return _native.smallest_budget(units, together, config.max_passes)
 
     budget = config.requested_bytes()
-    if budget is not None and smallest(sum) > budget:
+    held = sum(each.nbytes for each in tree.persistent_buffers(model))
+    if budget is not None and smallest(sum) + held > budget:
         largest = max(sizes, key=lambda name: sum(sizes[name]))
         # An upper bound: the exact size depends on the offsets of the tensors in the file.
         enough = smallest(lambda unit: (sum(unit) + 64 * len(unit) + 3 * BLOCK) // BLOCK * BLOCK)
         raise BudgetError(
             f"a budget of {budget} bytes is too small: the largest unit is `{largest}` with "
-            f"{sum(sizes[largest])} bytes; the smallest budget that works is at most {enough} bytes"
+            f"{sum(sizes[largest])} bytes"
+            + (f", and buffers take {held} bytes" if held else "")
+            + f"; the smallest budget that works is at most {enough + held} bytes",
+            enough + held,
         )
 
 
@@ -284,10 +293,25 @@ def _described(value: Any) -> Any:
     return repr(value)
 
 
-def derived_of(model: nn.Module) -> dict[str, SymbolicTensor]:
-    """Returns the distinct parameters of a model that have to be computed, by name."""
+def derived_of(
+    model: nn.Module, loaded: Mapping[int, SymbolicTensor] | None = None
+) -> dict[str, tuple[int, SymbolicTensor]]:
+    """Returns the distinct parameters of a model that have to be computed, by name.
+
+    Args:
+        model: The model.
+        loaded: What parameters become, by ``id``.
+
+    Returns:
+        The ``id`` of each parameter, and its value.
+    """
+    values = {} if loaded is None else loaded
+    found = {
+        name: (id(parameter), values.get(id(parameter), parameter))
+        for name, parameter in tree.named_parameters(model)
+    }
     return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, SymbolicTensor) and isinstance(parameter.source, Derived)
+        name: (key, value)
+        for name, (key, value) in found.items()
+        if isinstance(value, SymbolicTensor) and isinstance(value.source, Derived)
     }

@@ -17,7 +17,14 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ModelError
-from ._symbolic_tensor import Derived, Source, SymbolicTensor, written_through
+from ._symbolic_tensor import (
+    Derived,
+    Source,
+    SymbolicTensor,
+    in_memory,
+    view_of,
+    written_through,
+)
 
 aten = torch.ops.aten
 
@@ -261,6 +268,17 @@ def _write(
             f"`{tensor.source.name}`"
         )
     storage, source = tensor.symbolic_storage, tensor.symbolic_storage.source
+    if func is aten.copy_.default and not tensor.steps and tensor.is_contiguous():
+        storage.write(_copied(args[1], tensor).source)
+        return tensor
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        # A later run of the same operation would give other numbers.
+        real = SymbolicTensor(
+            storage.shape, storage.dtype, source, tensor.provider, storage.strides
+        ).materialize()
+        func(view_of(real, tensor.steps), *args[1:], **kwargs)
+        storage.write(Derived(source.name, in_memory, (real,), {}, None, _phase(source)))
+        return tensor
     phase = _phase(source)
     if tensor.steps:
         whole = SymbolicTensor(
@@ -275,6 +293,22 @@ def _write(
     else:
         storage.write(Derived(source.name, func, _snapshot(args), _snapshot(kwargs), None, phase))
     return tensor
+
+
+def _copied(value: Any, target: SymbolicTensor) -> SymbolicTensor:
+    """Returns the contiguous tensor that ``target`` is after ``value`` was copied to all of it."""
+    if not isinstance(value, SymbolicTensor):
+        source = Derived(target.source.name, in_memory, (value.detach().clone(),), {}, None, 0)
+        value = SymbolicTensor(value.shape, value.dtype, source, target.provider)
+    copied: Any = value
+    if copied.shape != target.shape:
+        copied = record(aten.expand.default, (copied, list(target.shape)), {})
+    if copied.dtype != target.dtype:
+        copied = record(aten._to_copy.default, (copied,), {"dtype": target.dtype})
+    if not copied.is_contiguous():
+        how = {"memory_format": torch.contiguous_format}
+        copied = record(aten.clone.default, (copied,), how)
+    return copied  # type: ignore[no-any-return]
 
 
 def _phase(source: Source | Derived) -> int:

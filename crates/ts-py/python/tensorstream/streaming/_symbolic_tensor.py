@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import ModelError
 
@@ -81,7 +81,7 @@ class SymbolicStorage:
         """Returns the size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def write(self, source: Derived) -> None:
+    def write(self, source: Source | Derived) -> None:
         """Replaces the source after a write, and counts the write."""
         self.source = source
         self.writes += 1
@@ -138,7 +138,7 @@ class SymbolicTensor(torch.Tensor):
                     storage.shape, storage.dtype, source, self.provider, storage.strides
                 )
                 phase = self._cached_source[0].phase or 0
-                source = Derived(source.name, _view_of, (whole, self.steps), {}, None, phase)
+                source = Derived(source.name, view_of, (whole, self.steps), {}, None, phase)
             self._cached_source = source, storage.writes
         return source
 
@@ -170,6 +170,9 @@ class SymbolicTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu":
+            source = Derived(self.source.name, in_memory, (value.detach(),), {}, None, 0)
+            value = SymbolicTensor(value.shape, value.dtype, source, self.provider, value.stride())
         fits = (
             isinstance(value, SymbolicTensor)
             and value.provider is self.provider
@@ -233,7 +236,36 @@ class SymbolicTensor(torch.Tensor):
         return func(*real_args, **real_kwargs)
 
 
-def _view_of(whole: torch.Tensor, steps: tuple[ViewStep, ...]) -> torch.Tensor:
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor. As the function of a ``Derived``, it is a value in memory."""
+    return tensor.clone()
+
+
+def without_value(name: str) -> torch.Tensor:
+    """Refuses to return a value. The function of a ``Derived`` that nothing was written to.
+
+    Raises:
+        ModelError: Always.
+    """
+    raise ModelError(f"`{name}` has no value, because it is on the meta device")
+
+
+def is_complete(source: Source | Derived) -> bool:
+    """Returns whether the bytes of a tensor depend only on bytes that have a value."""
+    pending, seen = [source], set()
+    while pending:
+        own = pending.pop()
+        if isinstance(own, Source) or id(own) in seen:
+            continue
+        seen.add(id(own))
+        if own.func is without_value:
+            return False
+        leaves = tree_flatten((own.args, own.kwargs))[0]
+        pending += [leaf.source for leaf in leaves if isinstance(leaf, SymbolicTensor)]
+    return True
+
+
+def view_of(whole: torch.Tensor, steps: tuple[ViewStep, ...]) -> torch.Tensor:
     """Applies ``steps`` to ``whole``, the tensor of a storage, and returns the resulting view."""
     view = whole
     for func, args, kwargs, index in steps:
@@ -254,5 +286,5 @@ def written_through(
     ``whole`` is the tensor of a storage. ``steps`` lead to the view, which ``func`` writes to.
     """
     whole = whole.clone(memory_format=torch.preserve_format)
-    func(_view_of(whole, steps), *args, **kwargs)
+    func(view_of(whole, steps), *args, **kwargs)
     return whole

@@ -24,10 +24,18 @@ from ..errors import (
     ConfigurationError,
 )
 from ..files._places import Place, find
+from . import _tree as tree
 from ._arguments import Arguments, device_of_machine
 from ._attach import attach
 from ._builder import Builder
-from ._loading import check, class_and_config, transformers_module
+from ._loading import (
+    check,
+    class_and_config,
+    fill_buffers,
+    marked_memory,
+    names_without_arguments,
+    transformers_module,
+)
 from ._offload import Path, plan_model
 from ._pipelines import load_with_its_library, sentence_transformer_name
 from ._placement import Placement
@@ -157,7 +165,7 @@ def _load(path: Path, model_class: type[Any] | None, arguments: Arguments) -> An
     # The class has initialised these, such as new heads, and tables of sines that no file has.
     new = frozenset(
         id(parameter)
-        for parameter in model.parameters()
+        for parameter in tree.parameters(model)
         if not (isinstance(parameter, SymbolicTensor) or parameter.is_meta)
     )
     if model.can_generate() and "generation_config" not in arguments.for_class:
@@ -242,17 +250,25 @@ def _build(
     loaded_class, model_config, for_class = class_and_config(
         transformers, place, model_class, arguments
     )
-    model, info = loaded_class.from_pretrained(
-        None,
-        config=model_config,
-        state_dict={name: builder.symbolic(name) for name in checkpoint.names()},
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **for_class,
-    )
+    with marked_memory():
+        model, info = loaded_class.from_pretrained(
+            None,
+            config=model_config,
+            state_dict={name: builder.symbolic(name) for name in checkpoint.names()},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **for_class,
+        )
+    fill_buffers(model)
     # The class that the files name has the weights that the files have.
     files = ", ".join(str(path) for path, _, _ in checkpoint.files())
-    check(files, info, model, new_heads=model_class is not None)
+    check(
+        files,
+        info,
+        model,
+        model_class is not None,
+        lambda: names_without_arguments(transformers, place, model_class, arguments),
+    )
     return model, info
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,10 +12,12 @@ from torch import nn
 from .. import _native
 from .._dtypes import SAFETENSORS_DTYPES, TORCH_DTYPES
 from ..config import HEADROOM, Settings
-from ..errors import BudgetError, CheckpointError, MissingTensorError, ModelError
+from ..errors import BudgetError, MissingTensorError, ModelError
+from . import _tree as tree
 from ._builder import Builder
 from ._division import (
     FUSED,
+    VIRTUAL_START,
     Rows,
     addresses_are_exact,
     batch_divided,
@@ -22,12 +25,14 @@ from ._division import (
     block_rows,
     expert_modules,
     is_divided,
+    is_splittable,
     one_range,
     route_argument,
     row_divided,
     slices,
     trial_bytes,
 )
+from ._state_dict import Loaded, mismatch
 from ._store import DimensionOrders
 from ._streamed_tensor import StreamedTensor
 from ._symbolic_tensor import Source, SymbolicTensor
@@ -36,6 +41,13 @@ from ._weights import Divided, Weight
 #: A tensor of a unit: its name, dtype, shape, parts (file, offset, length), and phase, which is its
 #: address modulo 64. If the phase is ``None``, it is the offset of the first part modulo 64.
 TensorSpec = tuple[str, str, list[int], list[tuple[int, int, int]], int | None]
+
+
+#: A unit: its name, its tensors, and whether a pass uses it only for some inputs.
+UnitSpec = tuple[str, list[TensorSpec], bool]
+
+#: The sizes in bytes of the pieces in which tensors that are copied are read if memory is short.
+PIECES = (256 << 10, 64 << 10, 16 << 10, 4096)
 
 
 def units_for_budget(
@@ -49,6 +61,7 @@ def units_for_budget(
     fitted: Callable[[int, int], int],
     kept: frozenset[int] = frozenset(),
     is_own: Callable[[nn.Module], bool] = lambda _: True,
+    loaded: Loaded | None = None,
 ) -> tuple[UnitBuilder, int]:
     """Divides no more parameters than the budget requires. Returns the units and the budget.
 
@@ -64,39 +77,75 @@ def units_for_budget(
             budget that keeps all units in memory.
         kept: The ``id`` of each parameter that stays in memory as it is.
         is_own: Returns whether a module is on the device.
+        loaded: What the parameters and buffers become, if this was recorded.
     """
 
-    def build(rows: Rows) -> tuple[UnitBuilder, int, int]:
-        units = UnitBuilder(model, checkpoint, converted, orders, rows, exact, device, kept, is_own)
-        together, tables = units.leased_together(), units.tables
-        sizes = _native.requirement(
-            checkpoint, units.specs, together=together, settings=settings, tables=tables
+    def build(rows: Rows, splits: bool = False) -> tuple[UnitBuilder, Requirement]:
+        units = UnitBuilder(
+            model, checkpoint, converted, orders, rows, exact, device, kept, is_own, loaded, splits
         )
-        return units, *sizes
+        return units, units.requirement(settings)
 
-    units, smallest, whole = build(Rows.NONE)
-    by_rows, least, _ = build(Rows.EMBEDDINGS)
+    splits = any(map(is_splittable, tree.modules(model)))
+
+    units, plain = build(Rows.NONE)
+    held = units.buffer_bytes
+    by_rows, divided = units, plain
+    rows = Rows.EMBEDDINGS
+    if splits or row_divided(model, rows, exact=exact, device=device):
+        by_rows, divided = build(rows, splits)
+
+    def least() -> int:
+        return min(plain.smallest, divided.smallest)
+
+    def budget_for_weights() -> int:
+        return fitted(least() + held, plain.whole + held) - held
+
     try:
-        budget = fitted(min(smallest, least), whole)
+        budget = budget_for_weights()
     except BudgetError:
         budget = 0  # too little memory is available, unless more parameters are divided
     # Checking that products are exact takes time and memory, so a model is loaded without it if
     # possible, and else with as little of it as possible.
     for rows in (Rows.HEADS, Rows.ALL):
-        if budget >= min(smallest, least):
+        if budget >= least():
             break
         if exact and device.type == "cpu":
-            _require_trials(model, rows, min(smallest, least))
-        by_rows, least, _ = build(rows)
+            _require_trials(model, rows, least() + held)
+        by_rows, divided = build(rows, splits)
         try:
-            budget = fitted(min(smallest, least), whole)
+            budget = budget_for_weights()
         except BudgetError:
             if rows is Rows.ALL:
                 raise
-    divides = len(by_rows.divided) > len(units.divided)
+    lowest = least()
+    if splits and budget >= plain.smallest:  # modules need not be split
+        by_rows, divided = build(by_rows.rows)
+    divides = len(by_rows.specs) > len(units.specs)
     # Lookups need buffers, so that a division can also raise the smallest budget.
-    works = budget >= least or least <= smallest
-    return (by_rows if divides and works and budget < whole else units), budget
+    works = budget >= divided.smallest or divided.smallest <= plain.smallest
+    chosen, needs = units, plain
+    if divides and works and budget < plain.whole:
+        chosen, needs = by_rows, divided
+    if budget < needs.smallest:
+        raise chosen.too_small(settings, budget + held, lowest + held)
+    chosen.read_in_pieces(settings, budget)
+    chosen.smallest = lowest
+    return chosen, budget
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Budgets for the units of a model, without its buffers, in bytes.
+
+    Attributes:
+        smallest: The smallest budget that works however the model is loaded: the addresses of
+            weights, and so how they are read, depend on that.
+        whole: The smallest budget that keeps all units in memory.
+    """
+
+    smallest: int
+    whole: int
 
 
 def _require_trials(model: nn.Module, rows: Rows, without: int) -> None:
@@ -139,12 +188,22 @@ class UnitBuilder:
         device: torch.device,
         kept: frozenset[int] = frozenset(),
         is_own: Callable[[nn.Module], bool] = lambda _: True,
+        loaded: Loaded | None = None,
+        splits: bool = False,
     ) -> None:
         #: Whether addresses modulo 64 are those in host memory. Else they are those that the
         #: allocator of a device gives: 0.
         self._on_host = device.type == "cpu"
         self._checkpoint = checkpoint
         self._kept = kept
+        self._loaded = Loaded() if loaded is None else loaded
+        #: Which parameters are divided into blocks of rows.
+        self.rows = rows
+        #: Whether each parameter of a module with several large ones is a unit.
+        self._splits = splits
+        #: The smallest budget that works, without buffers, once it is known.
+        self.smallest = 0
+        self._together: list[list[int]] | None = None
         self._model = model
         self._exact = exact
         #: The parameters that are divided into blocks of rows, by ``id``.
@@ -153,7 +212,7 @@ class UnitBuilder:
         self._batch_divided = batch_divided(model, rows, exact=exact, device=device)
         #: The experts that are modules of a list.
         self._experts = [each for each in expert_modules(model) if is_own(each)]
-        self._in_expert = {id(each) for expert in self._experts for each in expert.modules()}
+        self._in_expert = {id(each) for expert in self._experts for each in tree.modules(expert)}
         #: The tensors whose rows can be read one by one, with their dtypes.
         self.tables: list[tuple[TensorSpec, torch.dtype]] = []
         #: The stored orders of dimensions, by name, of parameters that are not contiguous.
@@ -167,7 +226,7 @@ class UnitBuilder:
         self.divided: list[Divided] = []
         #: The name and the tensors of each unit, and whether a pass uses the unit only for some
         #: inputs.
-        self.specs: list[tuple[str, list[TensorSpec], bool]] = []
+        self.specs: list[UnitSpec] = []
         #: Modules with parameters, and the keys of their weights by parameter name.
         self.modules: list[tuple[nn.Module, dict[str, int]]] = []
         #: The stored tensor of each parameter, by key.
@@ -178,21 +237,24 @@ class UnitBuilder:
         self._names = _qualified_names(model)
         self._embedded, self._multiplied = (
             {
-                id(module.weight)
-                for module in model.modules()
-                if isinstance(module, kind) and isinstance(module.weight, torch.Tensor)
+                # Not the attribute, which a parametrization computes.
+                id(module._parameters.get("weight"))
+                for module in tree.modules(model)
+                if isinstance(module, kind)
             }
             for kind in ((nn.Embedding, nn.EmbeddingBag), nn.Linear)
         )
         self._buffers = [
-            (module, f"{prefix}.{name}".lstrip("."), name, buffer)
-            for prefix, module in model.named_modules()
+            (module, tree.joined(prefix, name), name, buffer)
+            for prefix, module in tree.named_modules(model)
             for name, buffer in module._buffers.items()
             if buffer is not None
             and is_own(module)
             and (isinstance(buffer, SymbolicTensor) or buffer.is_meta)
         ]
-        for prefix, module in model.named_modules():
+        #: The size of the buffers that a checkpoint has. They stay in memory.
+        self.buffer_bytes = sum(each.nbytes for each in tree.persistent_buffers(model, is_own))
+        for prefix, module in tree.named_modules(model):
             if is_own(module):
                 self._add_module(prefix, module)
         self.modules = [
@@ -211,13 +273,15 @@ class UnitBuilder:
         keys: dict[str, int] = {}
         specs: list[TensorSpec] = []
         divided: list[tuple[int, nn.Parameter]] = []
+        is_split = self._splits and is_splittable(module)
+        routed = id(module) in self._in_expert
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in self._kept:
                 continue
             key = self._keys.get(id(parameter))
             if key is None:
                 source = self._source(parameter)
-                order = self._orders.get(source.name)
+                order = self._loaded.orders.get(id(parameter), self._orders.get(source.name))
                 divides = is_divided(module, parameter) or id(parameter) in (
                     self._row_divided | self._batch_divided
                 )
@@ -230,6 +294,9 @@ class UnitBuilder:
                     key = len(self.weights)
                     self.weights.append(self._weight(parameter, spec, len(specs)))
                     specs.append(spec)
+                    if is_split:
+                        self.specs.append((tree.joined(prefix, name), specs, routed))
+                        specs = []
                 else:
                     key = -1 - len(divided) - len(self.divided)
                     divided.append((key, parameter))
@@ -237,7 +304,6 @@ class UnitBuilder:
                 self.sources[key] = spec
             keys[name] = key
         if specs:
-            routed = id(module) in self._in_expert
             self.specs.append((prefix or type(module).__name__, specs, routed))
         for key, parameter in divided:
             self._divide(parameter, self.sources[key])
@@ -354,7 +420,7 @@ class UnitBuilder:
         """
         owners = {id(module) for module, _ in self.modules}
         for module, keys in self.modules:
-            below = any(id(child) in owners for child in module.modules() if child is not module)
+            below = any(id(each) in owners for each in tree.modules(module) if each is not module)
             units = self._units(keys)
             divides = any(key >= len(self.weights) for key in keys.values())
             if not below and not divides and len(units) == 1:
@@ -380,14 +446,14 @@ class UnitBuilder:
         """
         keys = {id(module): own for module, own in self.modules}
         for expert in self._experts:
-            owned = (self._units(keys.get(id(each), {})) for each in expert.modules())
+            owned = (self._units(keys.get(id(each), {})) for each in tree.modules(expert))
             units = {unit: None for own in owned for unit in sorted(own) if self.specs[unit][2]}
             if units:
                 yield expert, list(units)
 
     def expert_units(self) -> dict[str, list[int]]:
         """Returns the routed units of each module that contains experts, by name of the module."""
-        names = {id(module): name for name, module in self._model.named_modules()}
+        names = {id(module): name for name, module in tree.named_modules(self._model)}
         units: dict[str, list[int]] = {}
         for module, keys in self.routed():
             for each in (self.divided[key - len(self.weights)] for key in keys):
@@ -409,11 +475,73 @@ class UnitBuilder:
         """
         units = {id(module): self._units(keys) for module, keys in self.modules}
         sets = [
-            set().union(*(units.get(id(each), set()) for each in module.modules()))
-            for module in self._model.modules()
+            set().union(*(units.get(id(each), set()) for each in tree.modules(module)))
+            for module in tree.modules(self._model)
             if isinstance(module, FUSED)
         ]
         return [sorted(each) for each in sets if len(each) > 1]
+
+    def requirement(self, settings: Settings) -> Requirement:
+        """Returns the budgets for the units."""
+        exact, whole = self._requirement(settings, self.specs)
+        if not self._on_host:
+            return Requirement(exact, whole)
+        ways = [self.specs]
+        for phase in (None, 0):
+            other = _with_phase(self.specs, phase)
+            if other not in ways:
+                ways.append(other)
+        in_pieces = [_in_pieces(specs, PIECES[-1]) for specs in ways]
+        found = [
+            exact if own == self.specs else self._requirement(settings, own)[0] for own in in_pieces
+        ]
+        return Requirement(max(found), whole)
+
+    def read_in_pieces(self, settings: Settings, budget: int) -> None:
+        """Makes the reads of tensors that are copied to their address as small as the budget asks.
+
+        They are read to other memory, which is part of the budget.
+        """
+        for piece in PIECES:
+            if budget >= self._requirement(settings, self.specs)[0]:
+                return
+            self.specs = _in_pieces(self.specs, piece)
+
+    def too_small(self, settings: Settings, budget: int, smallest: int) -> BudgetError:
+        """Returns the error for a budget that is too small."""
+        planned = _native.plan(
+            self._checkpoint,
+            budget=smallest + (1 << 50),
+            settings=settings,
+            units=self.specs,
+            together=self.leased_together(),
+            tables=self.tables,
+        )
+        sizes = [(own["slot_bytes"], own["name"]) for own in planned["units"]]
+        sets = [[sizes[i] for i in each] for each in self.leased_together()]
+        sets += [[each] for each in sizes]
+        largest = max(sets, key=lambda each: sum(size for size, _ in each), default=[(0, "-")])
+        names = "` + `".join(name for _, name in largest)
+        held = ""
+        if self.buffer_bytes:
+            held = f", and buffers, which stay in memory, take {self.buffer_bytes} bytes"
+        return BudgetError(
+            f"a budget of {budget} bytes is too small: the smallest budget that works is "
+            f"{smallest} bytes, of which `{names}` needs {sum(size for size, _ in largest)} bytes "
+            f"at once{held}",
+            smallest,
+        )
+
+    def _requirement(self, settings: Settings, specs: list[UnitSpec]) -> tuple[int, int]:
+        if self._together is None:
+            self._together = self.leased_together()
+        return _native.requirement(
+            self._checkpoint,
+            specs,
+            together=self._together,
+            settings=settings,
+            tables=self.tables,
+        )
 
     def read_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Reads the buffers that are not in memory from the checkpoint."""
@@ -423,8 +551,10 @@ class UnitBuilder:
         ]
 
     def _read_buffer(self, module: nn.Module, qualified: str, buffer: torch.Tensor) -> torch.Tensor:
-        if isinstance(buffer, SymbolicTensor):
-            return buffer.materialize()
+        name = qualified.rpartition(".")[2]
+        value = self._loaded.buffers.get((id(module), name), buffer)
+        if isinstance(value, SymbolicTensor):
+            return value.materialize()
         if qualified not in self._stored:
             raise ModelError(
                 f"buffer `{qualified}` of {type(module).__name__} is on the meta device but not in "
@@ -456,7 +586,13 @@ class UnitBuilder:
                 f"cannot stream parameter `{names[0]}` on {parameter.device}: expected the CPU or "
                 "the meta device"
             )
-        name = next((name for name in names if name in self._stored), None)
+        loaded = self._loaded.parameters.get(id(parameter))
+        if loaded is not None:
+            source = loaded.source
+            return source if isinstance(source, Source) else self._converted[id(parameter)]
+        name = self._loaded.names.get(id(parameter))
+        if name is None:
+            name = next((name for name in names if name in self._stored), None)
         if name is None:
             files = ", ".join(str(path) for path, _, _ in self._checkpoint.files())
             raise MissingTensorError(
@@ -477,19 +613,54 @@ class UnitBuilder:
             )
         wanted = list(tensor.permute(order).shape) if order else list(tensor.shape)
         if wanted != shape or tensor.dtype != TORCH_DTYPES.get(dtype):
-            path = self._checkpoint.files()[parts[0][0]][0] if parts else "the checkpoint"
-            at = f" at byte {parts[0][1]}" if parts else ""
-            raise CheckpointError(
-                f"{path}: tensor `{name}`{at} is {dtype} {shape}, but the model has "
-                f"{SAFETENSORS_DTYPES.get(tensor.dtype, tensor.dtype)} {wanted}"
-            )
+            raise mismatch(self._checkpoint, tensor, name, order)
         phase = None if tensor.is_meta else tensor.data_ptr() % 64
         return Source(name, tuple(parts), phase)
+
+
+def smallest_by_names(checkpoint: _native.Checkpoint, settings: Settings) -> int:
+    """Returns the smallest budget for units that are inferred from names, in bytes.
+
+    It works for all addresses of weights, as ``Requirement.smallest`` does.
+    """
+    units: dict[str, list[TensorSpec]] = {}
+    for name in checkpoint.names():
+        dtype, shape, parts = checkpoint.entry(name)
+        units.setdefault(name.rpartition(".")[0], []).append((name, dtype, shape, parts, None))
+    mapped: list[UnitSpec] = [(name, own, False) for name, own in units.items()]
+    return max(
+        _native.requirement(checkpoint, specs, together=[], settings=settings)[0]
+        for specs in (mapped, _in_pieces(_with_phase(mapped, 0), PIECES[-1]))
+    )
+
+
+def _in_pieces(specs: list[UnitSpec], piece: int) -> list[UnitSpec]:
+    """Returns units whose tensors that are not read to their address are read in pieces."""
+
+    def divided(tensor: TensorSpec) -> TensorSpec:
+        name, dtype, shape, parts, phase = tensor
+        whole = one_range(parts)
+        is_copied = len(parts) > 1 or (whole and phase is not None and whole[1] % 64 != phase)
+        if not is_copied or any(begin >= VIRTUAL_START for _, begin, _ in parts):
+            return tensor
+        pieces = [
+            (file, begin + at, min(piece, length - at))
+            for file, begin, length in parts
+            for at in range(0, length, piece)
+        ]
+        return name, dtype, shape, pieces or parts, phase
+
+    return [(name, [divided(each) for each in own], routed) for name, own, routed in specs]
+
+
+def _with_phase(specs: list[UnitSpec], phase: int | None) -> list[UnitSpec]:
+    """Returns units whose tensors have another address modulo 64."""
+    return [(name, [(*each[:4], phase) for each in own], routed) for name, own, routed in specs]
 
 
 def _qualified_names(model: nn.Module) -> dict[int, list[str]]:
     """Returns the names of each distinct parameter by ``id``. Tied parameters have several."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in tree.named_parameters(model, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return names

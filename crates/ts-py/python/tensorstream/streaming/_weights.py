@@ -115,6 +115,10 @@ class Weights:
         self.sources: dict[int, Any] = {}
         #: The units of the experts of each layer, by the name of the module that contains them.
         self.expert_units: dict[str, list[int]] = {}
+        #: The smallest budget that works, without buffers, in bytes.
+        self.smallest = 0
+        #: The size of the buffers that a checkpoint has, which are part of the budget.
+        self.buffer_bytes = 0
         #: Requested backends that are not built yet, with the reason.
         self.passed_over: list[tuple[str, str]] = []
         #: The number of the device, among those of the model. The main one is first.

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Finds the modules, parameters and buffers of a model.
+
+Models can override ``parameters``, ``named_parameters``, ``modules`` and ``children``, for example
+so that an optimizer sees only a part of them. What is streamed does not depend on that. So these
+functions read the dictionaries of the modules. They return what the methods of ``nn.Module`` return
+if nothing overrides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+
+def named_modules(
+    model: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the model and all modules in it with their names.
+
+    Args:
+        model: The model.
+        prefix: The name of the model.
+        remove_duplicate: Whether a shared module has only its first name.
+    """
+    if not model._modules:
+        yield prefix, model
+        return
+    seen: set[int] = set()
+    stack = [(prefix, model)]
+    while stack:
+        name, module = stack.pop()
+        if remove_duplicate and id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module
+        below = reversed(module._modules.items())
+        stack += ((joined(name, own), child) for own, child in below if child is not None)
+
+
+def modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the model and all modules in it, each once."""
+    return (module for _, module in named_modules(model))
+
+
+def children(module: nn.Module) -> list[nn.Module]:
+    """Returns the distinct modules directly below a module."""
+    found = {id(child): child for child in module._modules.values() if child is not None}
+    return list(found.values())
+
+
+def named_parameters(
+    model: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields the parameters of a model with their names.
+
+    Args:
+        model: The model.
+        remove_duplicate: Whether a shared parameter has only its first name.
+    """
+    seen: set[int] = set()
+    for prefix, module in named_modules(model, remove_duplicate=remove_duplicate):
+        for name, parameter in module._parameters.items():
+            if parameter is None or (remove_duplicate and id(parameter) in seen):
+                continue
+            seen.add(id(parameter))
+            yield joined(prefix, name), parameter
+
+
+def parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the distinct parameters of a model."""
+    return (parameter for _, parameter in named_parameters(model))
+
+
+def named_buffers(
+    model: nn.Module, *, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the buffers of a model with their names, as ``named_parameters`` does."""
+    seen: set[int] = set()
+    for prefix, module in named_modules(model, remove_duplicate=remove_duplicate):
+        for name, buffer in module._buffers.items():
+            if buffer is None or (remove_duplicate and id(buffer) in seen):
+                continue
+            seen.add(id(buffer))
+            yield joined(prefix, name), buffer
+
+
+def persistent_buffers(
+    model: nn.Module, is_own: Callable[[nn.Module], bool] = lambda _: True
+) -> list[torch.Tensor]:
+    """Returns the distinct buffers of a model that its checkpoints have.
+
+    Args:
+        model: The model.
+        is_own: Returns whether the buffers of a module count.
+    """
+    found = {
+        id(buffer): buffer
+        for module in modules(model)
+        if is_own(module)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+    return list(found.values())
+
+
+def joined(prefix: str, name: str) -> str:
+    """Returns the name of a part of a module."""
+    return f"{prefix}.{name}" if prefix else name
