@@ -6,7 +6,7 @@ use std::fs;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Instant, UNIX_EPOCH};
 
 use crate::run::{Counts, Result, files, listen, number_before, output, root, run};
 
@@ -147,7 +147,8 @@ fn install(venv: &Venv, wanted: &str, profile: &str) -> Result<()> {
     std::thread::scope(|scope| {
         let packages = scope.spawn(|| install_packages(venv, wanted));
         let wheel = native_sources(profile).and_then(|now| {
-            let is_built = fs::read_to_string(venv.native_stamp()).is_ok_and(|built| built == now);
+            let stamp = fs::read_to_string(venv.native_stamp()).unwrap_or_default();
+            let is_built = installed_native(venv)?.is_some_and(|id| stamp == format!("{now} {id}"));
             Ok((now, if is_built { None } else { Some(build_wheel(venv, profile)?) }))
         });
         packages.join().map_err(|_| "the installation of packages panicked")??;
@@ -202,21 +203,39 @@ fn install_wheel(venv: &Venv, wheel: &Path, sources: &str) -> Result<()> {
     let mut pip = venv.python();
     pip.args(["-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps"]).arg(wheel);
     run(&mut pip)?;
-    fs::write(venv.native_stamp(), sources)
+    let native = installed_native(venv)?.ok_or("the wheel has no native module")?;
+    fs::write(venv.native_stamp(), format!("{sources} {native}"))
         .map_err(|e| format!("cannot write {}: {e}", venv.native_stamp().display()))
+}
+
+/// Returns the size and the time of the installed native module, if there is one. Another
+/// installation changes them.
+fn installed_native(venv: &Venv) -> Result<Option<String>> {
+    let package = venv.package()?;
+    if !package.is_dir() {
+        return Ok(None);
+    }
+    let native = files(&package)?.into_iter().find(|path| is_native(path));
+    Ok(native.and_then(|path| path.metadata().ok()).map(|data| {
+        let modified = data.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+        format!("{} {}", data.len(), modified.unwrap_or_default().as_nanos())
+    }))
+}
+
+fn is_native(path: &Path) -> bool {
+    path.extension().is_some_and(|kind| kind == "so" || kind == "pyd")
 }
 
 /// Brings the Python files of the installed package up to date. Its native module stays.
 fn copy_python_files(venv: &Venv) -> Result<()> {
     let (from, to) = (root().join("crates/ts-py/python/tensorstream"), venv.package()?);
-    let is_kept = |path: &Path| path.extension().is_some_and(|kind| kind == "so" || kind == "pyd");
     for old in files(&to)? {
         let source = from.join(old.strip_prefix(&to).unwrap_or(&old));
-        if !is_kept(&old) && !source.exists() {
+        if !is_native(&old) && !source.exists() {
             fs::remove_file(&old).map_err(|e| format!("cannot remove {}: {e}", old.display()))?;
         }
     }
-    for source in files(&from)?.iter().filter(|path| !is_kept(path)) {
+    for source in files(&from)?.iter().filter(|path| !is_native(path)) {
         let target = to.join(source.strip_prefix(&from).unwrap_or(source));
         let content = read(source)?;
         if fs::read(&target).ok().as_ref() != Some(&content) {

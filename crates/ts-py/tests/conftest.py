@@ -63,6 +63,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints which files took longest, so that ``LONGEST`` can be kept up to date."""
+    seconds: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                name = report.nodeid.split("::")[0].rpartition("/")[2]
+                seconds[name] = seconds.get(name, 0) + report.duration
+    longest = sorted(seconds.items(), key=lambda item: -item[1])[:12]
+    if sum(seconds.values()) > 60:
+        shown = ", ".join(f"{name} {duration:.0f}" for name, duration in longest)
+        terminalreporter.write_line(f"longest files, in seconds: {shown}")
+
+
 def leased(parameter: Any) -> torch.Tensor:
     """Returns the leased weight of a streamed parameter. Returns other parameters unchanged."""
     weights = getattr(parameter, "weights", None)
