@@ -13,9 +13,12 @@ fn run_criterion(name: &str) -> Result<()> {
     run::run(cargo().args(["bench", "--package", "benches", "--bench", name]))
 }
 
-/// Runs each criterion benchmark once, without timing it.
+/// Runs each criterion benchmark once, without timing it. They are compiled as the tests of the
+/// workspace are, and share their dependencies.
 pub(crate) fn smoke() -> Result<()> {
-    run::run(cargo().args(["bench", "--package", "benches", "--", "--test"]))
+    let names = ["memory", "parts", "routing", "streams", "wire"];
+    let names = names.iter().flat_map(|name| ["--bench", name]);
+    run::run(cargo().args(["test", "--workspace"]).args(names).args(["--", "--test"]))
 }
 
 /// Runs the benchmark of this name, as `cargo xtask bench NAME` does.
@@ -25,19 +28,19 @@ pub(crate) fn run(name: &str) -> Result<()> {
         "broadcast" | "caps" | "codecs" | "exact" | "hops" | "load" | "lora" | "neighbours"
         | "overhead" | "peak" | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions"
         | "storage" | "split" | "throughput" | "weights" => {
-            run_script(&python::prepared()?, name, &[])
+            run_script(&python::optimized()?, name, &[])
         }
-        "file-cache" => run_script(&python::prepared()?, "file_cache", &[]),
-        "io" => run_script(&python::prepared()?, "backends", &[]),
-        "openai" => run_script(&python::prepared()?, "openai_clients", &[]),
-        "links" => run_script(&python::prepared()?, "cut_links", &[]),
+        "file-cache" => run_script(&python::optimized()?, "file_cache", &[]),
+        "io" => run_script(&python::optimized()?, "backends", &[]),
+        "openai" => run_script(&python::optimized()?, "openai_clients", &[]),
+        "links" => run_script(&python::optimized()?, "cut_links", &[]),
         "remote" => {
             // mycelya-torch must be built by hand (pip install --no-build-isolation
             // mycelya-torch). The script measures it only if it is installed.
-            run_script(&python::prepared()?, "remote", &["--peers"])
+            run_script(&python::optimized()?, "remote", &["--peers"])
         }
         "wire-peers" => {
-            let venv = python::prepared()?;
+            let venv = python::optimized()?;
             // These packages are not in requirements-dev.txt, because only this benchmark needs
             // them.
             run::run(

@@ -7,6 +7,7 @@ mod check;
 mod cycles;
 mod fuzz;
 mod gpu_bundle;
+mod isa;
 mod ptx;
 mod python;
 mod run;
@@ -25,7 +26,7 @@ cargo xtask demo --large             run a 1.1B model with 1500 MiB of memory, c
                                      accelerate, diffusers and mmap; needs 15 GB of disk
 cargo xtask ci                       run lints, checks, and all Rust and Python tests
 cargo xtask docs                     build the documentation site in target/site
-cargo xtask test critical|fast|all   run tests only: critical takes 30 s, fast 5 min
+cargo xtask test critical|fast|all   run tests only, those in Python first
 
 cargo xtask bench parts              criterion benchmarks of single components
 cargo xtask bench llama              the same as `demo --large`, in three rounds
@@ -70,6 +71,7 @@ cargo xtask soak                     run a streamed model for 30 minutes, while 
 cargo xtask fuzz [SECONDS]           fuzz each parser, for 60 s by default
 cargo xtask valgrind                 run the tests of streams and pools under memcheck
 cargo xtask big-endian               test the file format on an emulated s390x (needs root)
+cargo xtask isa                      run tests of exact results with fewer instructions of the CPU
 cargo xtask oldest-torch             test the device on PyTorch 2.10; installs another 6 GB
 cargo xtask ptx                      compile the kernels for GPUs, after a change of kernels.cu
 cargo xtask gpu-bundle               build target/gpu-bundle: tests and a wheel for a GPU machine
@@ -82,13 +84,13 @@ fn main() -> ExitCode {
     let done = match args[..] {
         ["demo"] => demo(),
         ["demo", "--large"] => {
-            python::prepared().and_then(|venv| bench::run_script(&venv, "llama", &["1"]))
+            python::optimized().and_then(|venv| bench::run_script(&venv, "llama", &["1"]))
         }
         ["ci"] => ci(),
         ["docs"] => docs(),
         ["test", tier] => test(tier),
         ["bench", "offload", ref arguments @ ..] => {
-            python::prepared().and_then(|venv| bench::run_script(&venv, "offload", arguments))
+            python::optimized().and_then(|venv| bench::run_script(&venv, "offload", arguments))
         }
         ["bench", what] => bench::run(what),
         ["big-endian"] => big_endian::test(),
@@ -113,6 +115,7 @@ fn main() -> ExitCode {
         ["opdb", "every"] => {
             python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &["--every"]))
         }
+        ["isa"] => isa::test(),
         ["oldest-torch"] => oldest_torch(),
         ["fuzz"] => fuzz::all(60),
         ["fuzz", seconds] => seconds
@@ -135,7 +138,7 @@ fn main() -> ExitCode {
 }
 
 fn demo() -> Result<()> {
-    let venv = python::prepared()?;
+    let venv = python::prepared_for_demo()?;
     run::run(venv.python().arg("examples/huggingface_directory.py"))
 }
 
@@ -148,27 +151,36 @@ fn ci() -> Result<()> {
     let began = Instant::now();
     let mut counts = Counts::default();
     step("formatting", || run::run(cargo().args(["fmt", "--all", "--check"])))?;
-    step("lints", || {
-        run::run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
-    })?;
-    step("dependencies and licences", check::dependencies)?;
     step("line lengths", check::lines)?;
-    step("cycles of imports", cycles::cycles)?;
-    step("lints of the build without GPUs", || {
-        let packages = ["ts-streams", "ts-pool", "ts-orchestrator"];
-        let packages = packages.iter().flat_map(|package| ["--package", package]);
-        let deny = ["--all-targets", "--", "-D", "warnings"];
-        run::run(cargo().arg("clippy").args(packages).args(deny))
-    })?;
-    step("documentation", || {
-        let mut doc = cargo();
-        doc.args(["doc", "--workspace", "--no-deps", "--document-private-items"]);
-        run::run(doc.env("RUSTDOCFLAGS", "-D warnings"))
-    })?;
-    // The Rust tests need the Python environment, because some of them start Python servers.
-    let venv = step("Python environment and wheel", python::prepared)?;
-    step("stand-in accelerator", || stand_in::prepare(&venv))?;
+    // Most of the time of the installation is spent on the network and the disk.
+    let venv = at_once(
+        || step("Python environment and wheel", python::prepared),
+        || {
+            step("dependencies and licences", check::dependencies)?;
+            step("cycles of imports", cycles::cycles)?;
+            step("lints", || {
+                let deny = ["--workspace", "--all-targets", "--", "-D", "warnings"];
+                run::run(cargo().arg("clippy").args(deny))
+            })?;
+            step("lints of the build without GPUs", || {
+                let packages = ["ts-streams", "ts-pool", "ts-orchestrator"];
+                let packages = packages.iter().flat_map(|package| ["--package", package]);
+                let deny = ["--all-targets", "--", "-D", "warnings"];
+                run::run(cargo().arg("clippy").args(packages).args(deny))
+            })?;
+            step("documentation", || {
+                let mut doc = cargo();
+                doc.args(["doc", "--workspace", "--no-deps", "--document-private-items"]);
+                run::run(doc.env("RUSTDOCFLAGS", "-D warnings"))
+            })?;
+            step("compilation of Rust tests", || {
+                run::run(cargo().args(["test", "--workspace", "--no-run"]))
+            })
+        },
+    )?;
     step("OpenSSH server", ssh_server::prepare)?;
+    step("stand-in accelerator", || stand_in::prepare(&venv))?;
+    // Some of these start Python servers.
     step("Rust tests", || {
         counts += cargo_test(&["--workspace"])?;
         Ok(())
@@ -178,13 +190,20 @@ fn ci() -> Result<()> {
         counts += run::emulated(&["--workspace", "--test", "gpu", "--test", "devices"])?;
         Ok(())
     })?;
-    step("models of concurrent code", || {
-        counts += run::models()?;
-        Ok(())
-    })?;
-    step("benchmarks, once each", bench::smoke)?;
-    step("Python formatting, lints and types", || python::lint(&venv))?;
-    step("documentation site", || python::site(&venv))?;
+    // The checks of Python run in one thread, and so does much of the compilation of the models.
+    at_once(
+        || {
+            step("Python formatting, lints and types", || python::lint(&venv))?;
+            step("documentation site", || python::site(&venv))
+        },
+        || {
+            step("models of concurrent code", || {
+                counts += run::models()?;
+                Ok(())
+            })?;
+            step("benchmarks, once each", bench::smoke)
+        },
+    )?;
     step("Python tests", || {
         counts += python::test(&venv, &PARALLEL)?;
         Ok(())
@@ -195,9 +214,24 @@ fn ci() -> Result<()> {
     Ok(())
 }
 
+/// Runs two pieces of work at the same time, the first one in another thread. Returns the result of
+/// the first one, or the first error.
+fn at_once<T: Send>(
+    first: impl FnOnce() -> Result<T> + Send,
+    second: impl FnOnce() -> Result<()>,
+) -> Result<T> {
+    std::thread::scope(|scope| {
+        let other = scope.spawn(first);
+        let done = second();
+        let result = other.join().map_err(|_| "a thread of xtask panicked")?;
+        done.and(result)
+    })
+}
+
 /// Options of pytest to run the tests in two processes, which take about half of the time. The
-/// tests of a file share expensive fixtures, so they stay in one process.
-const PARALLEL: [&str; 2] = ["--numprocesses=2", "--dist=loadfile"];
+/// tests of a file share expensive fixtures, so they stay in one process. conftest.py puts the files
+/// in order.
+const PARALLEL: [&str; 3] = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"];
 
 /// Runs the tests of the device `ts` on the oldest PyTorch that it supports.
 fn oldest_torch() -> Result<()> {
@@ -217,13 +251,15 @@ fn test(tier: &str) -> Result<()> {
         _ => return Err(format!("unknown tier \"{tier}\": expected critical, fast or all")),
     };
     let venv = python::prepared()?;
-    let mut counts = cargo_test(rust)?;
-    counts += python::test(&venv, python)?;
+    // The Python tests come first, since most edits are to Python files.
+    let mut counts = python::test(&venv, python)?;
+    counts += cargo_test(rust)?;
     println!("{counts}");
     Ok(())
 }
 
-/// Runs a step of `ci`, and prints its name and duration.
+/// Runs a step of `ci`, and prints its name and duration. Output of steps that run at the same time
+/// is mixed.
 fn step<T>(name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     println!("\n== {name}");
     let began = Instant::now();

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The Python environment of the repository, .venv, and the Python steps of `ci`.
 
+use std::collections::hash_map::DefaultHasher;
 use std::fs;
+use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::{Instant, UNIX_EPOCH};
 
-use crate::run::{Counts, Result, listen, number_before, output, root, run};
+use crate::run::{Counts, Result, files, listen, number_before, output, root, run};
 
 /// A virtual environment with the packages of requirements-dev.txt.
 pub(crate) struct Venv {
+    dir: PathBuf,
     bin: PathBuf,
 }
 
@@ -27,14 +31,83 @@ impl Venv {
         command.current_dir(root().join("crates/ts-py")).args(["-m", module]);
         command
     }
+
+    /// The file that contains the requirements of the packages that are installed.
+    fn stamp(&self) -> PathBuf {
+        self.dir.join("requirements.stamp")
+    }
+
+    /// The file that tells from which sources the installed native module was built.
+    fn native_stamp(&self) -> PathBuf {
+        self.dir.join("native.stamp")
+    }
+
+    /// The directory of the installed package `tensorstream`.
+    fn package(&self) -> Result<PathBuf> {
+        let script = "import sysconfig; print(sysconfig.get_path('platlib'))";
+        Ok(Path::new(output(self.python().args(["-c", script]))?.trim()).join("tensorstream"))
+    }
 }
+
+/// The profile of wheels for tests, which takes less time to compile than `release`.
+const QUICK: &str = "quick";
+
+/// Which packages of requirements-dev.txt an environment needs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Packages {
+    /// Those before [`OTHERS`].
+    Demo,
+    All,
+}
+
+/// The line of requirements-dev.txt after which are the packages that `demo` does not need.
+const OTHERS: &str = "# --- not needed by `cargo xtask demo` ---";
 
 /// Installs a wheel of the current sources into .venv, and returns this environment. First installs
 /// the packages of requirements-dev.txt if that file has changed or .venv does not exist.
+///
+/// # Errors
+/// Returns an error if a build or an installation fails.
 pub(crate) fn prepared() -> Result<Venv> {
-    let wanted = fs::read_to_string(root().join("requirements-dev.txt"))
-        .map_err(|e| format!("cannot read requirements-dev.txt: {e}"))?;
-    prepare(&root().join(".venv"), &wanted)
+    prepared_with(Packages::All, QUICK)
+}
+
+/// Like [`prepared`], with only the packages that `demo` needs.
+///
+/// # Errors
+/// Returns an error if a build or an installation fails.
+pub(crate) fn prepared_for_demo() -> Result<Venv> {
+    prepared_with(Packages::Demo, QUICK)
+}
+
+/// Like [`prepared`], but with a wheel that is optimized as those of users are.
+///
+/// # Errors
+/// Returns an error if a build or an installation fails.
+pub(crate) fn optimized() -> Result<Venv> {
+    prepared_with(Packages::All, "release")
+}
+
+/// Like [`prepared`], with some of the packages, and a wheel of this profile.
+///
+/// # Errors
+/// Returns an error if a build or an installation fails.
+fn prepared_with(packages: Packages, profile: &str) -> Result<Venv> {
+    let all = requirements()?;
+    let venv = created(&root().join(".venv"))?;
+    let installed = fs::read_to_string(venv.stamp()).unwrap_or_default();
+    let wanted = match packages {
+        // An environment with all packages has those of the demo.
+        Packages::Demo if installed != all => all.split(OTHERS).next().unwrap_or(&all),
+        _ => &all,
+    };
+    install(&venv, wanted, profile)?;
+    Ok(venv)
+}
+
+fn requirements() -> Result<String> {
+    fs::read_to_string(root().join("requirements-dev.txt"))
+        .map_err(|e| format!("cannot read requirements-dev.txt: {e}"))
 }
 
 /// The oldest PyTorch that the device `ts` supports.
@@ -42,51 +115,162 @@ pub(crate) const OLDEST_TORCH: &str = "2.10";
 
 /// Returns an environment like that of [`prepared`], but with [`OLDEST_TORCH`] and under target/.
 pub(crate) fn prepared_oldest() -> Result<Venv> {
-    let newest = fs::read_to_string(root().join("requirements-dev.txt"))
-        .map_err(|e| format!("cannot read requirements-dev.txt: {e}"))?;
+    let newest = requirements()?;
     let others = newest.lines().filter(|line| !line.starts_with("torch>"));
     let wanted: Vec<String> = others
         .map(String::from)
         .chain([format!("torch=={OLDEST_TORCH}.*"), String::new()])
         .collect();
-    prepare(&root().join("target").join(format!("torch-{OLDEST_TORCH}")), &wanted.join("\n"))
-}
-
-/// Prepares the environment in `dir` from the text of a requirements file.
-fn prepare(dir: &Path, wanted: &str) -> Result<Venv> {
-    let venv = Venv { bin: dir.join(if cfg!(windows) { "Scripts" } else { "bin" }) };
-    let stamp = dir.join("requirements.stamp");
-    if fs::read_to_string(&stamp).ok().as_deref() != Some(wanted) {
-        println!(
-            "installing PyTorch and the tools of requirements-dev.txt into {} (about 6 GB)",
-            dir.display()
-        );
-        run(interpreter()?.args(["-m", "venv"]).arg(dir))?;
-        let list = dir.join("requirements.txt");
-        fs::write(&list, wanted).map_err(|e| format!("cannot write {}: {e}", list.display()))?;
-        run(venv.python().args(["-m", "pip", "install", "--quiet", "-r"]).arg(&list))?;
-        fs::write(&stamp, wanted).map_err(|e| format!("cannot write {}: {e}", stamp.display()))?;
-    }
-    install_wheel(&venv)?;
+    let venv = created(&root().join("target").join(format!("torch-{OLDEST_TORCH}")))?;
+    install(&venv, &wanted.join("\n"), QUICK)?;
     Ok(venv)
 }
 
-/// Builds the wheel in release mode and installs it.
-fn install_wheel(venv: &Venv) -> Result<()> {
+/// Creates an environment with pip and maturin, unless it exists.
+fn created(dir: &Path) -> Result<Venv> {
+    let venv = Venv {
+        bin: dir.join(if cfg!(windows) { "Scripts" } else { "bin" }),
+        dir: dir.to_path_buf(),
+    };
+    if !venv.stamp().exists() {
+        run(interpreter()?.args(["-m", "venv"]).arg(dir))?;
+        let all = requirements()?;
+        let maturin = all.lines().find(|line| line.starts_with("maturin"));
+        let maturin = maturin.ok_or("requirements-dev.txt does not name maturin")?;
+        run(venv.python().args(["-m", "pip", "install", "--quiet", maturin]))?;
+    }
+    Ok(venv)
+}
+
+/// Installs packages, and TensorStream. Its wheel is compiled while pip downloads the packages.
+fn install(venv: &Venv, wanted: &str, profile: &str) -> Result<()> {
+    std::thread::scope(|scope| {
+        let packages = scope.spawn(|| install_packages(venv, wanted));
+        let wheel = native_sources(profile).and_then(|now| {
+            let stamp = fs::read_to_string(venv.native_stamp()).unwrap_or_default();
+            let is_built = installed_native(venv)?.is_some_and(|id| stamp == format!("{now} {id}"));
+            Ok((now, if is_built { None } else { Some(build_wheel(venv, profile)?) }))
+        });
+        packages.join().map_err(|_| "the installation of packages panicked")??;
+        match wheel? {
+            (now, Some(wheel)) => install_wheel(venv, &wheel, &now),
+            (_, None) => copy_python_files(venv),
+        }
+    })
+}
+
+/// Installs the packages of a requirements file, unless that was done before.
+fn install_packages(venv: &Venv, wanted: &str) -> Result<()> {
+    if fs::read_to_string(venv.stamp()).ok().as_deref() == Some(wanted) {
+        return Ok(());
+    }
+    println!("installing PyTorch and other packages into {} (4 to 6 GB)", venv.dir.display());
+    let began = Instant::now();
+    let list = venv.dir.join("requirements.txt");
+    fs::write(&list, wanted).map_err(|e| format!("cannot write {}: {e}", list.display()))?;
+    run(venv.python().args(["-m", "pip", "install", "--quiet", "-r"]).arg(&list))?;
+    println!("-- packages: {:.0} s", began.elapsed().as_secs_f64());
+    fs::write(venv.stamp(), wanted)
+        .map_err(|e| format!("cannot write {}: {e}", venv.stamp().display()))
+}
+
+/// Builds a wheel and returns its path.
+fn build_wheel(venv: &Venv, profile: &str) -> Result<PathBuf> {
+    let began = Instant::now();
     let wheels = root().join("target/wheels/xtask");
     if wheels.exists() {
         fs::remove_dir_all(&wheels)
             .map_err(|e| format!("cannot remove {}: {e}", wheels.display()))?;
     }
     let mut build = venv.tool("maturin");
-    run(build.args(["build", "--release", "--quiet", "--out"]).arg(&wheels))?;
+    run(build.args(["build", "--profile", profile, "--quiet", "--out"]).arg(&wheels))?;
     let mut files = fs::read_dir(&wheels)
         .map_err(|e| format!("cannot list {}: {e}", wheels.display()))?
         .filter_map(std::result::Result::ok);
     let wheel = files.next().ok_or("maturin succeeded but built no wheel")?.path();
+    println!("-- wheel: {:.0} s", began.elapsed().as_secs_f64());
+    Ok(wheel)
+}
+
+/// Installs a wheel, and writes down from which sources its native module was built.
+fn install_wheel(venv: &Venv, wheel: &Path, sources: &str) -> Result<()> {
+    // pip leaves files that `copy_python_files` has added.
+    let package = venv.package()?;
+    if package.exists() {
+        fs::remove_dir_all(&package)
+            .map_err(|e| format!("cannot remove {}: {e}", package.display()))?;
+    }
     let mut pip = venv.python();
-    pip.args(["-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps"]).arg(&wheel);
-    run(&mut pip)
+    pip.args(["-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps"]).arg(wheel);
+    run(&mut pip)?;
+    let native = installed_native(venv)?.ok_or("the wheel has no native module")?;
+    fs::write(venv.native_stamp(), format!("{sources} {native}"))
+        .map_err(|e| format!("cannot write {}: {e}", venv.native_stamp().display()))
+}
+
+/// Returns the size and the time of the installed native module, if there is one. Another
+/// installation changes them.
+fn installed_native(venv: &Venv) -> Result<Option<String>> {
+    let package = venv.package()?;
+    if !package.is_dir() {
+        return Ok(None);
+    }
+    let native = files(&package)?.into_iter().find(|path| is_native(path));
+    Ok(native.and_then(|path| path.metadata().ok()).map(|data| {
+        let modified = data.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+        format!("{} {}", data.len(), modified.unwrap_or_default().as_nanos())
+    }))
+}
+
+fn is_native(path: &Path) -> bool {
+    path.extension().is_some_and(|kind| kind == "so" || kind == "pyd")
+}
+
+/// Brings the Python files of the installed package up to date. Its native module stays.
+fn copy_python_files(venv: &Venv) -> Result<()> {
+    let (from, to) = (root().join("crates/ts-py/python/tensorstream"), venv.package()?);
+    for old in files(&to)? {
+        let source = from.join(old.strip_prefix(&to).unwrap_or(&old));
+        if !is_native(&old) && !source.exists() {
+            fs::remove_file(&old).map_err(|e| format!("cannot remove {}: {e}", old.display()))?;
+        }
+    }
+    for source in files(&from)?.iter().filter(|path| !is_native(path)) {
+        let target = to.join(source.strip_prefix(&from).unwrap_or(source));
+        let content = read(source)?;
+        if fs::read(&target).ok().as_ref() != Some(&content) {
+            let failed = |e: std::io::Error| format!("cannot write {}: {e}", target.display());
+            fs::create_dir_all(target.parent().unwrap_or(&to)).map_err(failed)?;
+            fs::write(&target, content).map_err(failed)?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the profile, and a hash of the files from which the native module and the metadata of the
+/// wheel are made.
+fn native_sources(profile: &str) -> Result<String> {
+    let root = root();
+    let mut hasher = DefaultHasher::new();
+    let single = ["Cargo.toml", "Cargo.lock", "README.md", "crates/ts-py/pyproject.toml"];
+    let mut inputs: Vec<PathBuf> = single.iter().map(|name| root.join(name)).collect();
+    for entry in
+        fs::read_dir(root.join("crates")).map_err(|e| format!("cannot list crates: {e}"))?
+    {
+        let crate_ = entry.map_err(|e| format!("cannot list crates: {e}"))?.path();
+        inputs.push(crate_.join("Cargo.toml"));
+        inputs.extend(files(&crate_.join("src"))?);
+    }
+    inputs.sort();
+    for input in inputs {
+        input.hash(&mut hasher);
+        read(&input)?.hash(&mut hasher);
+    }
+    Ok(format!("{profile} {:016x}", hasher.finish()))
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).map_err(|e| format!("cannot read {}: {e}", path.display()))
 }
 
 /// Runs ruff, mypy and pyright, and compares the type stubs with the built module.
@@ -114,8 +298,18 @@ pub(crate) fn site(venv: &Venv) -> Result<()> {
 
 /// Runs pytest and counts the tests by outcome.
 pub(crate) fn test(venv: &Venv, args: &[&str]) -> Result<Counts> {
+    test_limited(venv, args, &[])
+}
+
+/// Like [`test`], with these environment variables.
+pub(crate) fn test_limited(
+    venv: &Venv,
+    args: &[&str],
+    variables: &[(&str, &str)],
+) -> Result<Counts> {
     let mut counts = Counts::default();
     let mut pytest = venv.tool("pytest");
+    pytest.envs(variables.iter().copied());
     listen(pytest.args(["-rs", "--durations=3"]).args(args), |line| {
         if line.contains(" passed") {
             counts = Counts {

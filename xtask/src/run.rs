@@ -2,6 +2,7 @@
 //! Runs other programs, and counts the tests that they run.
 
 use std::fmt;
+use std::fs;
 use std::io::{BufRead, BufReader};
 use std::ops::AddAssign;
 use std::path::{Path, PathBuf};
@@ -87,7 +88,7 @@ pub(crate) fn emulated(args: &[&str]) -> Result<Counts> {
 /// Both builds use the directory target/models. Their `--cfg` flags apply to all crates. In
 /// target/, such builds would force other builds to start again.
 pub(crate) fn models() -> Result<Counts> {
-    let common = ["--release", "--target-dir", "target/models"];
+    let common = ["--profile", "quick", "--target-dir", "target/models"];
     let small = ["--package", "ts-pool", "--package", "ts-streams", "--lib", "models"];
     let large = ["--package", "ts-streams", "--test", "orders"];
     let mut counts =
@@ -151,6 +152,25 @@ pub(crate) fn number_before(line: &str, word: &str) -> u32 {
     let before = line.split(word).next().filter(|before| before.len() < line.len());
     let digits = before.and_then(|before| before.rsplit(|c: char| !c.is_ascii_digit()).next());
     digits.and_then(|digits| digits.parse().ok()).unwrap_or(0)
+}
+
+/// Returns all files below a directory, sorted, except compiled Python files.
+pub(crate) fn files(directory: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    let entries = fs::read_dir(directory);
+    for entry in entries.map_err(|e| format!("cannot list {}: {e}", directory.display()))? {
+        let path = entry.map_err(|e| format!("cannot list {}: {e}", directory.display()))?.path();
+        if path.ends_with("__pycache__") {
+            continue;
+        }
+        if path.is_dir() {
+            found.extend(files(&path)?);
+        } else {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
 }
 
 fn shown(command: &Command) -> String {

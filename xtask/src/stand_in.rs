@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::python::Venv;
-use crate::run::{Result, output, root, run};
+use crate::run::{Result, files, output, root, run};
 
 /// Where the sources of the example are, unless $TENSORSTREAM_ACCELERATOR says otherwise.
 const SOURCES: &str = "../shared/accelerator";
@@ -77,20 +77,4 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
         fs::write(&target, content).map_err(failed)?;
     }
     Ok(())
-}
-
-/// Returns all files in a directory, sorted.
-fn files(directory: &Path) -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    let entries = fs::read_dir(directory);
-    for entry in entries.map_err(|e| format!("cannot list {}: {e}", directory.display()))? {
-        let path = entry.map_err(|e| format!("cannot list {}: {e}", directory.display()))?.path();
-        if path.is_dir() {
-            found.extend(files(&path)?);
-        } else {
-            found.push(path);
-        }
-    }
-    found.sort();
-    Ok(found)
 }

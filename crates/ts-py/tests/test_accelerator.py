@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
@@ -19,26 +21,56 @@ needs_stand_in = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    """Starts the server that `run` uses."""
+    with preloaded.started() as started:
+        _server.append(started)
+        yield
+        _server.clear()
+
+
+_server: list[preloaded.Server] = []
+
+
 def run(
     *arguments: object, tmp_path: Path, fails: str | None = None, file: str = "on_stand_in.py"
 ) -> str:
     """Runs a program. ``fails`` is a part of the error that it ends with, if it has to fail."""
-    program = Path(__file__).with_name(file)
     environment = {**os.environ, "XDG_CACHE_HOME": os.fspath(tmp_path), "OMP_NUM_THREADS": "1"}
-    outcome = subprocess.run(
-        [sys.executable, program, *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=environment,
-    )
+    [started] = _server
+    program, own = Path(__file__).with_name(file), [*map(str, arguments)]
+    outcome = started.run(program, own, environment, timeout=600)
     said = outcome.stdout + outcome.stderr
     if fails is None:
         assert outcome.returncode == 0 and outcome.stdout.endswith("passed\n"), said
     else:
         assert outcome.returncode != 0 and fails in outcome.stderr, said
     return said
+
+
+def test_programs_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, torch\n"
+        "assert torch.get_num_threads() == 1 and __name__ == '__main__'\n"
+        "print(sys.argv[1:], os.environ['OWN'], sys.stdin.read(), hasattr(torch, 'mark'))\n"
+        "torch.mark = True\n"
+        "os.write(1, b'raw')\n"
+        "if sys.argv[1] == 'crash': os.kill(os.getpid(), 11)\n"
+        "raise ValueError('last words')\n"
+    )
+    [started] = _server
+    for how, code in (("raise", 1), ("crash", -11), ("raise", 1)):
+        done = started.run(program, [how, "2"], {**os.environ, "OWN": "x"}, timeout=60)
+        assert done.returncode == code, done
+        assert "raw" in done.stdout
+        if how == "raise":
+            assert f"{[how, '2']} x  False\n" in done.stdout
+            assert "ValueError: last words" in done.stderr
+    with pytest.raises(TimeoutError, match="took more than"):
+        program.write_text("import time; time.sleep(60)")
+        started.run(program, [], os.environ, timeout=0.5)
 
 
 @needs_stand_in

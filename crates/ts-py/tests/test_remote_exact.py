@@ -97,6 +97,26 @@ def test_recurrent_networks_are_exact(device: torch.device, kind: Any, dtype: to
     _assert_exact(cell(6, 5).to(dtype), device, sequences[0])
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_networks_are_exact_without_gradients(
+    device: torch.device, kind: Any, mode: Any, dtype: torch.dtype
+) -> None:
+    """PyTorch chooses other kernels for some dtypes on some processors while it records none."""
+    torch.manual_seed(3)
+    for bidirectional, bias in itertools.product([True, False], repeat=2):
+        network = kind(6, 5, 2, bidirectional=bidirectional, bias=bias).to(dtype).eval()
+        for shape in ((3, 4, 6), (1, 1, 6)):
+            sequences = torch.randn(shape).to(dtype)
+            with mode():
+                expected = network(sequences)[0]
+                actual = copy.deepcopy(network).to(device)(sequences.to(device))[0]
+                assert torch.equal(actual.cpu(), expected), (network, shape)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_language_models_in_half_precision_are_exact(
     device: torch.device, dtype: torch.dtype

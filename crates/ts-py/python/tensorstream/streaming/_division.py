@@ -51,14 +51,29 @@ _LEAST_DIVIDED_BYTES = 4 << 20
 #: The minimum size of a block of rows in bytes. The last block can be smaller.
 _BLOCK_BYTES = 1 << 20
 #: The minimum number of rows in a block, except the last one. The number of rows is also a multiple
-#: of ``_ROW_MULTIPLE``. Products with such blocks round like products with the whole matrix, which
-#: `products_are_exact` checks.
+#: of ``_ROW_MULTIPLE``.
 _LEAST_BLOCK_ROWS = 256
 _ROW_MULTIPLE = 16
-#: The memory that `products_are_exact` takes, in bytes. In bfloat16, this is for each number of
-#: columns, and the process keeps it: oneDNN compiles code for each shape.
-_TRIAL_BYTES = 16 << 20
+#: Other numbers of rows that are tried, if the minimum is not exact. Kernels are chosen by the size
+#: of the product, and by whether the number of rows is a multiple of 256.
+_BLOCK_ROWS = (256, 272, 400, 512, 528, 768, 784, 896, 1024, 1040, 1536, 1552, 2048, 2064)
+#: The maximum size in bytes of a block that is larger than the minimum, if it has more rows than
+#: ``_WIDE_BLOCK_ROWS``.
+_LARGEST_BLOCK_BYTES = 12 << 20
+_WIDE_BLOCK_ROWS = 1024
+#: A matrix with more blocks than this is tried with fewer rows. The last block stays the same.
+_TRIED_BLOCKS = 5
+#: The numbers of inputs with which products are tried. The first ones differ most often.
+_BATCHES = (16, 130, 1, 4, 2, 3, 7, 64)
+#: More of them, for dtypes whose kernels are chosen by the size of the product.
+_MORE_BATCHES = (33, 5)
+#: With up to this number of inputs, products are also tried with a bias.
+_BIASED_BATCH = 130
+#: The memory that `exact_block_rows` takes in bfloat16, in bytes, for each number of columns. The
+#: process keeps it: oneDNN compiles code for each shape.
 _BFLOAT16_TRIAL_BYTES = 48 << 20
+#: The memory that it takes in other dtypes, in addition to the matrices.
+_TRIAL_BYTES = 8 << 20
 
 
 class Rows(enum.IntEnum):
@@ -74,7 +89,7 @@ class Rows(enum.IntEnum):
 
 
 def block_rows(parameter: torch.Tensor) -> int:
-    """Returns the number of rows of each block. The last block can have fewer or more rows."""
+    """Returns the minimum number of rows of each block. The last block can have fewer rows."""
     row_bytes = max(slice_bytes(parameter), 1)
     rows = max(_LEAST_BLOCK_ROWS, -(-_BLOCK_BYTES // row_bytes))
     return -(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
@@ -91,32 +106,36 @@ def block_counts(rows: int, step: int) -> list[int]:
     return counts
 
 
-def row_divided(model: nn.Module, wanted: Rows, *, exact: bool, device: torch.device) -> set[int]:
-    """Returns the parameters that are divided into blocks of rows, by ``id``.
+def row_divided(
+    model: nn.Module, wanted: Rows, *, exact: bool, device: torch.device
+) -> dict[int, int]:
+    """Returns the parameters that are divided into blocks of rows.
 
     These are weights that only embeddings and linear layers use, each in an operation of its own.
     With ``exact``, products with blocks of the weight must round like products with all of it. On
     an accelerator, whose libraries choose kernels by the shape, none are known to.
+
+    Returns:
+        The number of rows of each block, by ``id`` of the parameter. The last block can have fewer
+        or more rows.
     """
-    return {
-        id(weight)
-        for weight, multiplies in _row_candidates(model, wanted)
-        if not (exact and multiplies)
-        or (device.type == "cpu" and products_are_exact(weight.dtype, weight.shape[1]))
-    }
+    found: dict[int, int | None] = {}
+    for weight, multiplies in _row_candidates(model, wanted):
+        if not (exact and multiplies):
+            found[id(weight)] = block_rows(weight)
+        elif device.type == "cpu":
+            found[id(weight)] = exact_block_rows(weight)
+    return {key: rows for key, rows in found.items() if rows is not None}
 
 
 def trial_bytes(model: nn.Module, wanted: Rows) -> int:
     """Returns the memory that `row_divided` needs to find out if products on the CPU are exact."""
-    shapes = {
-        (weight.dtype, weight.shape[1])
-        for weight, multiplies in _row_candidates(model, wanted)
-        if multiplies
-    }
-    untried = [dtype for dtype, columns in shapes if (dtype, columns) not in _tried]
-    bfloat16 = untried.count(torch.bfloat16)
-    others = _TRIAL_BYTES if len(untried) > bfloat16 else 0
-    return others + bfloat16 * _BFLOAT16_TRIAL_BYTES
+    shapes = {_shape(weight) for weight, multiplies in _row_candidates(model, wanted) if multiplies}
+    untried = shapes - _tried.keys()
+    kept = {columns for dtype, columns, *_ in untried if dtype == torch.bfloat16}
+    others = [shape for shape in untried if shape[0] != torch.bfloat16]
+    freed = max((_trial_bytes(*shape) for shape in others), default=0)
+    return freed + len(kept) * _BFLOAT16_TRIAL_BYTES
 
 
 def _row_candidates(model: nn.Module, wanted: Rows) -> list[tuple[torch.Tensor, bool]]:
@@ -195,45 +214,127 @@ def _is_weight(module: nn.Module, parameter: torch.Tensor) -> bool:
     return parameter is module._parameters.get("weight")
 
 
-#: The results of `products_are_exact`.
-_tried: dict[tuple[torch.dtype, int], bool] = {}
+#: The dtype of a matrix, its columns, its rows, and the minimum number of rows of a block. The rows
+#: are 0 if they do not matter.
+Shape = tuple[torch.dtype, int, int, int]
+
+#: The results of `exact_block_rows`.
+_tried: dict[Shape, int | None] = {}
 
 
-def products_are_exact(dtype: torch.dtype, columns: int) -> bool:
-    """Returns whether products with blocks of a matrix equal those with the whole matrix.
+def _chooses_by_size(dtype: torch.dtype) -> bool:
+    """Returns whether kernels of this dtype are chosen by the number of rows of the matrix."""
+    return dtype.itemsize >= 4
 
-    Multiplies random matrices on this processor, with the current number of threads.
+
+def _shape(weight: torch.Tensor) -> Shape:
+    rows = weight.shape[0] if _chooses_by_size(weight.dtype) else 0
+    return weight.dtype, weight.shape[1], rows, block_rows(weight)
+
+
+def exact_block_rows(weight: torch.Tensor) -> int | None:
+    """Returns a number of rows of blocks whose products equal those with all of a matrix.
+
+    Multiplies random matrices on this processor, with the current number of threads. Returns
+    ``None`` if no tried number is exact.
     """
-    if (dtype, columns) not in _tried:
-        _tried[dtype, columns] = _try_products(dtype, columns)
-    return _tried[dtype, columns]
+    shape = _shape(weight)
+    if shape not in _tried:
+        _tried[shape] = _try_heights(*shape)
+    return _tried[shape]
 
 
-def _try_products(dtype: torch.dtype, columns: int) -> bool:
+def _try_heights(dtype: torch.dtype, columns: int, rows: int, least: int) -> int | None:
     if not dtype.is_floating_point or dtype.itemsize == 1:
-        return False
-    generator = torch.Generator().manual_seed(columns)
+        return None
+    if not _chooses_by_size(dtype):
+        totals = (2 * _LEAST_BLOCK_ROWS, 3 * _LEAST_BLOCK_ROWS + _ROW_MULTIPLE + 5)
+        trial = _Trial(dtype, columns, max(totals))
+        exact = all(trial.is_exact(n, _LEAST_BLOCK_ROWS, _BATCHES) for n in totals)
+        return least if exact else None
+    heights = _heights(columns * dtype.itemsize, rows, least)
+    trial = _Trial(dtype, columns, _most_tried_rows(rows, heights))
+    batches = (*_BATCHES[:2], _large_batch(columns), *_BATCHES[2:], *_MORE_BATCHES)
+    return next(
+        (
+            step
+            for step in heights
+            if trial.is_exact(_tried_rows(rows, step), step, batches)
+            and trial.is_exact(_tried_rows_of_threads(rows, step), step, (1,))
+        ),
+        None,
+    )
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
 
-    with torch.inference_mode():
-        for rows in (2 * _LEAST_BLOCK_ROWS, 3 * _LEAST_BLOCK_ROWS + _ROW_MULTIPLE + 5):
-            weight, bias = random(rows, columns), random(rows)
-            counts = block_counts(rows, _LEAST_BLOCK_ROWS)
-            for batch in (1, 2, 3, 4, 7, 16, 64, 130):
-                inputs = random(batch, columns)
-                for bias_ in (None, bias):
-                    whole = nn.functional.linear(inputs, weight, bias_)
-                    pieces = [
-                        nn.functional.linear(
-                            inputs, weight[begin:end], None if bias_ is None else bias_[begin:end]
-                        )
-                        for begin, end in _bounds(counts)
-                    ]
-                    if not torch.equal(torch.cat(pieces, 1), whole):
-                        return False
-    return True
+def _large_batch(columns: int) -> int:
+    """Returns a number of inputs for which kernels divide the columns too."""
+    return max(257, columns // 8 + 2)
+
+
+def _heights(row_bytes: int, rows: int, least: int) -> list[int]:
+    """Returns the numbers of rows of blocks that are tried, in the order of preference.
+
+    Those that divide the matrix evenly are tried too, since all their products have one shape.
+    """
+    most = max(_LARGEST_BLOCK_BYTES // row_bytes, _WIDE_BLOCK_ROWS)
+    most = min(most, max(_BLOCK_ROWS[-1], least + _ROW_MULTIPLE), rows // 2)
+    evenly = (step for step in range(_LEAST_BLOCK_ROWS, most + 1, _ROW_MULTIPLE) if not rows % step)
+    heights = {step for step in (*_BLOCK_ROWS, least + _ROW_MULTIPLE, *evenly) if step <= most}
+    larger = sorted(step for step in heights if step > least)
+    return [least, *larger, *sorted((step for step in heights if step < least), reverse=True)]
+
+
+def _tried_rows(rows: int, step: int) -> int:
+    return min(rows, (_TRIED_BLOCKS - 1) * step + rows % step)
+
+
+def _tried_rows_of_threads(rows: int, step: int) -> int:
+    """Returns a smaller number of rows that threads divide in the same way."""
+    period = _ROW_MULTIPLE * torch.get_num_threads()
+    return rows - max(rows - (_TRIED_BLOCKS - 1) * step, 0) // period * period
+
+
+def _most_tried_rows(rows: int, heights: Sequence[int]) -> int:
+    kinds = _tried_rows, _tried_rows_of_threads
+    return max(tried(rows, step) for tried in kinds for step in heights)
+
+
+def _trial_bytes(dtype: torch.dtype, columns: int, rows: int, least: int) -> int:
+    """Returns the memory that `_try_heights` takes, in bytes."""
+    row_bytes = columns * dtype.itemsize
+    if not _chooses_by_size(dtype):
+        return _TRIAL_BYTES + 4 * _LEAST_BLOCK_ROWS * row_bytes
+    tried = _most_tried_rows(rows, _heights(row_bytes, rows, least))
+    # The product with the whole matrix, and one with a block.
+    products = 3 * _large_batch(columns) * tried * dtype.itemsize // 2
+    return _TRIAL_BYTES + tried * row_bytes + products
+
+
+class _Trial:
+    """Compares products with blocks of a random matrix with those with all of it."""
+
+    def __init__(self, dtype: torch.dtype, columns: int, rows: int) -> None:
+        self._dtype = dtype
+        self._generator = torch.Generator().manual_seed(columns)
+        self._weight, self._bias = self._random(rows, columns), self._random(rows)
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._dtype)
+
+    def is_exact(self, rows: int, step: int, batches: Sequence[int]) -> bool:
+        """Returns whether products with blocks of ``step`` rows equal those with ``rows`` rows."""
+        weight, bounds = self._weight[:rows], list(_bounds(block_counts(rows, step)))
+        with torch.inference_mode():
+            for batch in batches:
+                inputs = self._random(batch, weight.shape[1])
+                for bias in (None, self._bias[:rows]) if batch <= _BIASED_BATCH else (None,):
+                    whole = nn.functional.linear(inputs, weight, bias)
+                    for begin, end in bounds:
+                        own_bias = None if bias is None else bias[begin:end]
+                        piece = nn.functional.linear(inputs, weight[begin:end], own_bias)
+                        if not torch.equal(piece, whole[:, begin:end]):
+                            return False
+        return True
 
 
 @functools.cache

@@ -34,7 +34,6 @@ from ._division import (
     Rows,
     batch_divided,
     block_counts,
-    block_rows,
     is_divided,
     is_splittable,
     row_divided,
@@ -197,7 +196,7 @@ def _check_budget(model: nn.Module, config: Config, kept: frozenset[int]) -> Non
         if is_divided(model.get_submodule(prefix), parameter) or id(parameter) in in_batches:
             sizes[name] = [slice_bytes(parameter)]
         elif id(parameter) in in_rows:
-            counts = block_counts(parameter.shape[0], block_rows(parameter))
+            counts = block_counts(parameter.shape[0], in_rows[id(parameter)])
             sizes[name] = [max(counts) * slice_bytes(parameter)]
         elif is_splittable(model.get_submodule(prefix)):
             sizes[name] = [parameter.nbytes]

@@ -22,7 +22,6 @@ from ._division import (
     addresses_are_exact,
     batch_divided,
     block_counts,
-    block_rows,
     expert_modules,
     is_divided,
     is_splittable,
@@ -206,7 +205,7 @@ class UnitBuilder:
         self._together: list[list[int]] | None = None
         self._model = model
         self._exact = exact
-        #: The parameters that are divided into blocks of rows, by ``id``.
+        #: The rows of each block of the parameters that are divided into blocks, by ``id``.
         self._row_divided = row_divided(model, rows, exact=exact, device=device)
         #: The parameters whose slices are units, although a pass uses all of them, by ``id``.
         self._batch_divided = batch_divided(model, rows, exact=exact, device=device)
@@ -282,8 +281,10 @@ class UnitBuilder:
             if key is None:
                 source = self._source(parameter)
                 order = self._loaded.orders.get(id(parameter), self._orders.get(source.name))
-                divides = is_divided(module, parameter) or id(parameter) in (
-                    self._row_divided | self._batch_divided
+                divides = (
+                    is_divided(module, parameter)
+                    or id(parameter) in self._row_divided
+                    or id(parameter) in self._batch_divided
                 )
                 is_whole = order is not None or not divides
                 shape = [parameter.shape[dim] for dim in order] if order else list(parameter.shape)
@@ -317,7 +318,7 @@ class UnitBuilder:
         name = self._names[id(parameter)][0]
         blocks = None
         if id(parameter) in self._row_divided:
-            blocks = tuple(block_counts(shape[0], block_rows(parameter)))
+            blocks = tuple(block_counts(shape[0], self._row_divided[id(parameter)]))
         self.divided.append(
             Divided(
                 name,

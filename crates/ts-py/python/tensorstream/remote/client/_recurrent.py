@@ -260,7 +260,9 @@ def _has_onednn(dtype: torch.dtype) -> bool:
     if not torch._C._get_mkldnn_enabled():
         return False
     if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        # oneDNN has no kernels for training in this dtype.
+        supported = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        return bool(supported) and not torch.is_grad_enabled()
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
@@ -283,11 +285,16 @@ def _onednn_lstm(
             weights = list(params[index * count : (index + 1) * count])
             if not has_biases:
                 weights += [torch.zeros_like(weights[0]), torch.zeros_like(weights[1])]
-            output, h, c, _ = aten.mkldnn_rnn_layer.default(
-                steps, *weights, hidden[index], cell[index], direction > 0, [], 2, hidden.size(2),
-                num_layers, has_biases,
-                bidirectional, False, train,
-            )  # fmt: skip
+            states = hidden[index], cell[index], direction > 0
+            if torch.is_grad_enabled():
+                output, h, c, _ = aten.mkldnn_rnn_layer.default(
+                    steps, *weights, *states, [], 2, hidden.size(2), num_layers, has_biases,
+                    bidirectional, False, train,
+                )  # fmt: skip
+            else:
+                output, h, c = torch.ops.tensorstream.lstm_inference.default(
+                    steps, weights, *states, num_layers, has_biases, bidirectional, train
+                )
             outputs.append(output)
             hy.append(h)
             cy.append(c)

@@ -42,6 +42,21 @@ _LIBRARY.define(
     "run_function(Tensor anchor, str function, str arguments, Tensor(a!)[] tensors) "
     "-> (Tensor[], str)"
 )
+# `aten::mkldnn_rnn_layer` with the kernels that PyTorch chooses while it records no gradients.
+_LIBRARY.define(
+    "lstm_inference(Tensor input, Tensor[] weights, Tensor hx, Tensor cx, bool reverse, "
+    "int num_layers, bool has_biases, bool bidirectional, bool train) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _lstm_inference_meta(
+    input: torch.Tensor, weights: object, hx: torch.Tensor, cx: torch.Tensor, *_: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    output = input.new_empty((*input.shape[:2], hx.shape[-1]))
+    return output, torch.empty_like(hx), torch.empty_like(cx)
+
+
+_LIBRARY.impl("lstm_inference", _lstm_inference_meta, "Meta")
 _LIBRARY.impl("close_checkpoint", lambda anchor, number: None, "Meta")
 _LIBRARY.impl("offer", lambda tensor, ticket, to: None, "Meta")
 _LIBRARY.impl("withdraw", lambda anchor, ticket: None, "Meta")
@@ -51,6 +66,9 @@ _LIBRARY.impl("manual_seed", lambda anchor, seed: None, "Meta")
 _LIBRARY.impl("empty_cache", lambda anchor: None, "Meta")
 _LIBRARY.impl("set_rng_state", lambda anchor, state: None, "Meta")
 _LIBRARY.impl("give_generator", lambda anchor, state: None, "Meta")
+_LIBRARY.impl(
+    "lstm_inference", kernel(torch.ops.tensorstream.lstm_inference.default), "PrivateUse1"
+)
 KIND = kernel(torch.ops.tensorstream.kind.default)
 DEVICES = kernel(torch.ops.tensorstream.devices.default)
 GPU_NAME = kernel(torch.ops.tensorstream.gpu_name.default)

@@ -33,7 +33,7 @@ SERVER_OPERATORS = frozenset({
     "devices", "gpu_name", "gpu_bytes", "empty_cache", "offer", "withdraw", "claim", "fetch",
     "take", "deposit", "connect", "send", "disconnect",
     "open_checkpoint", "load_tensors", "close_checkpoint", "read_text", "directories",
-    "run_function",
+    "run_function", "lstm_inference",
 })  # fmt: skip
 #: Those that write to their first argument.
 _WRITING = frozenset({"claim", "fetch", "take"})
@@ -223,6 +223,17 @@ class Session:
 
         with self._own_default_generator(anchor.device):
             return self._functions.run(function, arguments, tensors, device_of, anchor.device)
+
+    def _lstm_inference(
+        self, input: torch.Tensor, weights: list[torch.Tensor], hx: torch.Tensor, cx: torch.Tensor,
+        reverse: bool, num_layers: int, has_biases: bool, bidirectional: bool, train: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        with torch.no_grad():
+            output, h, c, _ = torch.ops.aten.mkldnn_rnn_layer.default(
+                input, *weights, hx, cx, reverse, [], 2, hx.shape[-1], num_layers, has_biases,
+                bidirectional, False, train,
+            )  # fmt: skip
+        return output, h, c
 
     def _manual_seed(self, anchor: torch.Tensor, seed: int) -> None:
         self._generator(anchor.device).manual_seed(seed)
