@@ -57,7 +57,7 @@ enum Command {
     /// Compares two checkpoints: metadata, names, dtypes, shapes and values.
     Diff(diff::Arguments),
     /// Converts a checkpoint to another format, bit for bit and with its metadata. To resume an
-    /// interrupted conversion to a .ts file, run the same command again.
+    /// interrupted conversion to one file, run the same command again.
     Convert(convert::Arguments),
     /// Reclaims the space that appends have left unused in a .ts file.
     Compact(compact::Arguments),

@@ -42,14 +42,15 @@ const INDEX_SUFFIX: &str = ".safetensors.index.json";
 /// shards disagree on a metadata key, each value is kept as `key@file`. A file that the
 /// safetensors library wrote can be converted to `.ts` and back to the same bytes.
 ///
-/// An interrupted conversion to a `.ts` file can be resumed: call this function again with the same
+/// An interrupted conversion to one file can be resumed: call this function again with the same
 /// files and options. Until the conversion is finished, `NAME.partial` contains the tensors that
 /// are complete so far. The finished file does not depend on interruptions.
 ///
 /// - After an interrupt or a failed read, complete tensors are not written again.
 /// - After a crash, the tensors since the last checkpoint are written again (see
 ///   [`WriteOptions::checkpoint_bytes`]).
-/// - A conversion to safetensors cannot be resumed, and starts again.
+/// - A conversion to several shards writes those again that are complete, and resumes in the one
+///   that is not.
 ///
 /// # Errors
 /// After an error `to` is unchanged, except as described at [`FileWriter::commit`].

@@ -14,6 +14,7 @@ use ts_format::{ContainerWriter, Error as FormatError, SafetensorsLayout};
 #[cfg(feature = "cli")]
 pub(crate) use self::journal::unfinished;
 pub use self::options::{Format, NewTensor, WriteOptions};
+use self::journal::Record;
 use self::sink::Sink;
 use self::tensors::{FileSpec, TensorWriter};
 use crate::atomic::Claim;
@@ -119,7 +120,8 @@ impl FileWriter {
             None => TensorWriter::container(spec, sink, ContainerWriter::new(metadata), 0),
             Some(layout) => {
                 sink.write(&layout.header)?;
-                TensorWriter::safetensors(spec, sink, layout.order)
+                let header_len = layout.header.len() as u64;
+                TensorWriter::safetensors(spec, sink, layout.order, header_len, None)
             }
         };
         tensors.begin_next()?;
@@ -225,7 +227,10 @@ impl FileWriter {
     /// Starts a file like [`create`](Self::create), or continues an unfinished file from its last
     /// [`checkpoint`](Self::checkpoint). The unfinished file must have been started with the same
     /// tensors, compression and `origin`. `origin` identifies the source of the bytes.
-    pub(crate) fn resume(
+    ///
+    /// # Errors
+    /// Returns the errors of [`create`](Self::create).
+    pub fn resume(
         path: &Path,
         tensors: Vec<NewTensor>,
         metadata: BTreeMap<String, String>,
@@ -234,11 +239,20 @@ impl FileWriter {
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Self, Error> {
         let spec = FileSpec::new(path, tensors, options)?;
-        let mut claim = Claim::new(path, &spec.options.faults, interrupt)?;
-        let unfinished = match Format::from_path(path)? {
-            Format::Container => Checkpoint::open(claim.partial()).ok(),
-            Format::Safetensors => None,
-        };
+        let claim = Claim::new(path, &spec.options.faults, interrupt)?;
+        match Format::from_path(path)? {
+            Format::Container => Self::resume_container(claim, spec, metadata, origin),
+            Format::Safetensors => Self::resume_safetensors(claim, spec, metadata, origin),
+        }
+    }
+
+    fn resume_container(
+        mut claim: Claim,
+        spec: FileSpec,
+        metadata: BTreeMap<String, String>,
+        origin: &str,
+    ) -> Result<Self, Error> {
+        let unfinished = Checkpoint::open(claim.partial()).ok();
         let complete = unfinished.as_ref().and_then(|unfinished| {
             journal::complete_tensors(unfinished, &spec.tensors, origin, &spec.options)
         });
@@ -255,14 +269,48 @@ impl FileWriter {
         Ok(Self { tensors, failed: false })
     }
 
-    /// Makes the complete tensors durable, so that [`resume`](Self::resume) continues after them.
-    /// Does nothing for safetensors files, or after a failed call.
-    pub(crate) fn checkpoint(&mut self, origin: &str) -> Result<(), Error> {
+    fn resume_safetensors(
+        mut claim: Claim,
+        spec: FileSpec,
+        metadata: BTreeMap<String, String>,
+        origin: &str,
+    ) -> Result<Self, Error> {
+        let named: Vec<_> = spec.tensors.iter().map(|t| (t.name.as_str(), &t.meta)).collect();
+        let layout = SafetensorsLayout::new(&named, &metadata)?;
+        let job = Record::new(&spec.tensors, origin, &spec.options, 0, 0);
+        let found = Record::of(claim.partial(), &layout.header, job);
+        let Some(found) = found.filter(|found| found.complete <= spec.tensors.len() as u64) else {
+            return Self::begin(Some(claim), spec, metadata);
+        };
+        claim.keep();
+        let (complete, header_len) = (found.complete as usize, layout.header.len() as u64);
+        let lens = |order: &[usize]| {
+            let lens = order.iter().filter_map(|&i| spec.tensors[i].meta.byte_len());
+            lens.fold(0, u64::saturating_add)
+        };
+        let (done, rest) = layout.order.split_at(complete);
+        let file = claim.resume(header_len + lens(done), lens(rest))?;
+        let sink = Sink::File(Box::new(file));
+        let mut tensors =
+            TensorWriter::safetensors(spec, sink, layout.order, header_len, Some(found));
+        tensors.begin_next()?;
+        Ok(Self { tensors, failed: false })
+    }
+
+    /// Makes the complete tensors durable, so that [`resume`](Self::resume) continues after them,
+    /// and keeps the unfinished file if the writer is dropped. Bytes of a tensor that is not
+    /// complete are discarded: write it again from its begin, or drop the writer. Does nothing
+    /// after a failed call. Blocks.
+    ///
+    /// # Errors
+    /// Returns [`Error::Write`] or [`Error::Io`] if a system call fails.
+    pub fn checkpoint(&mut self, origin: &str) -> Result<(), Error> {
         if self.failed { Ok(()) } else { self.tensors.checkpoint(origin) }
     }
 
-    /// Returns the number of complete tensors.
-    pub(crate) fn complete(&self) -> usize {
+    /// Returns the number of complete tensors, in the order of [`order`](Self::order). A resumed
+    /// file can have some.
+    pub fn complete(&self) -> usize {
         self.tensors.complete()
     }
 

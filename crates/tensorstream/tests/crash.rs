@@ -325,11 +325,24 @@ fn source(directory: &Path) -> PathBuf {
     path
 }
 
+/// Returns the options for a file with this suffix. Only `.ts` files are compressed.
+fn options_for(suffix: &str, faults: &WriteFaults) -> WriteOptions {
+    let options = options(faults);
+    if suffix == "ts" { options } else { options.with_compression(Compression::None) }
+}
+
 #[test]
 fn a_resumed_conversion_results_in_the_same_bytes() {
+    ["ts", "safetensors"].into_iter().for_each(resumes_with_the_same_bytes);
+}
+
+fn resumes_with_the_same_bytes(suffix: &str) {
+    let options = |faults: &WriteFaults| options_for(suffix, faults);
     let directory = tempfile::tempdir().unwrap();
     let from = source(directory.path());
-    let (whole, to) = (directory.path().join("whole.ts"), directory.path().join("to.ts"));
+    let at = |name: &str| directory.path().join(format!("{name}.{suffix}"));
+    let (whole, to, partial) = (at("whole"), at("to"), format!("to.{suffix}.partial"));
+    let partial = directory.path().join(partial);
     let none = WriteFaults::default();
     convert(&from, &whole, options(&none), &mut |_| false).unwrap();
     let expected = std::fs::read(&whole).unwrap();
@@ -345,7 +358,7 @@ fn a_resumed_conversion_results_in_the_same_bytes() {
         });
         match done {
             Ok(_) => break,
-            Err(Error::Interrupted) => assert!(directory.path().join("to.ts.partial").exists()),
+            Err(Error::Interrupted) => assert!(partial.exists()),
             Err(error) => panic!("{error}"),
         }
     }
@@ -354,14 +367,21 @@ fn a_resumed_conversion_results_in_the_same_bytes() {
         "{attempts} attempts, resumed at byte {resumed_at}"
     );
     assert!(std::fs::read(&to).unwrap() == expected, "not the same bytes");
-    assert!(!directory.path().join("to.ts.partial").exists());
+    assert!(!partial.exists());
 }
 
 #[test]
 fn only_the_same_conversion_is_resumed() {
+    ["ts", "safetensors"].into_iter().for_each(resumes_only_the_same);
+}
+
+fn resumes_only_the_same(suffix: &str) {
+    let options = |faults: &WriteFaults| options_for(suffix, faults);
     let directory = tempfile::tempdir().unwrap();
     let from = source(directory.path());
-    let (whole, to) = (directory.path().join("whole.ts"), directory.path().join("to.ts"));
+    let at = |name: &str| directory.path().join(format!("{name}.{suffix}"));
+    let (whole, to, partial) = (at("whole"), at("to"), format!("to.{suffix}.partial"));
+    let partial = directory.path().join(partial);
     let (record, faults) = recorder(None);
     convert(&from, &whole, options(&faults), &mut |_| false).unwrap();
     let (expected, calls) = (std::fs::read(&whole).unwrap(), record.lock().unwrap().clone());
@@ -378,7 +398,7 @@ fn only_the_same_conversion_is_resumed() {
     let mut resumed = 0;
     for count in 0..=renamed {
         for state in states(&[], &calls, count) {
-            std::fs::write(directory.path().join("to.ts.partial"), state).unwrap();
+            std::fs::write(&partial, state).unwrap();
             resumed += u64::from(first_progress(options(&none)) > FIRST);
             assert!(std::fs::read(&to).unwrap() == expected, "after call {count}");
         }
@@ -387,12 +407,14 @@ fn only_the_same_conversion_is_resumed() {
     // With other compression or a changed source, the conversion starts from the beginning.
     let leave_unfinished = || {
         let state = states(&[], &calls, renamed / 2).pop().unwrap();
-        std::fs::write(directory.path().join("to.ts.partial"), state).unwrap();
+        std::fs::write(&partial, state).unwrap();
     };
     leave_unfinished();
     assert!(first_progress(options(&none)) > FIRST);
-    leave_unfinished();
-    assert_eq!(first_progress(options(&none).with_compression(Compression::None)), FIRST);
+    if suffix == "ts" {
+        leave_unfinished();
+        assert_eq!(first_progress(options(&none).with_compression(Compression::None)), FIRST);
+    }
     leave_unfinished();
     let later = std::fs::File::options().write(true).open(&from).unwrap();
     later.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(9)).unwrap();

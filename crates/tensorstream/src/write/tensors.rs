@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use ts_format::{CHUNK_LEN, Codec, Compression, ContainerWriter, Error as FormatError};
 
-use super::journal;
+use super::journal::{self, Record};
 use super::options::{Format, NewTensor, WriteOptions};
 use super::sink::Sink;
 use crate::Error;
@@ -62,6 +62,10 @@ pub(super) struct TensorWriter {
     sink: Sink,
     /// `None` for safetensors.
     container: Option<ContainerWriter>,
+    /// Length of the header of a safetensors file.
+    header_len: u64,
+    /// Number of records in the journal of a safetensors file.
+    records: u64,
     /// Indices of the tensors, in the order in which their bytes are written.
     order: Vec<usize>,
     /// Position in `order` of the current tensor, or of the next one if none has begun.
@@ -87,9 +91,18 @@ impl TensorWriter {
         Self { current: complete, ..Self::new(spec, sink, Some(container), order) }
     }
 
-    /// Creates a writer for a safetensors file whose header is already written.
-    pub(super) fn safetensors(spec: FileSpec, sink: Sink, order: Vec<usize>) -> Self {
-        Self::new(spec, sink, None, order)
+    /// Creates a writer for a safetensors file whose header is already written, as are the tensors
+    /// that are complete according to `journal`.
+    pub(super) fn safetensors(
+        spec: FileSpec,
+        sink: Sink,
+        order: Vec<usize>,
+        header_len: u64,
+        journal: Option<Record>,
+    ) -> Self {
+        let (records, current) =
+            journal.map_or((0, 0), |record| (record.number, record.complete as usize));
+        Self { header_len, records, current, ..Self::new(spec, sink, None, order) }
     }
 
     fn new(
@@ -102,6 +115,8 @@ impl TensorWriter {
             spec,
             sink,
             container,
+            header_len: 0,
+            records: 0,
             order,
             current: 0,
             missing: None,
@@ -194,11 +209,23 @@ impl TensorWriter {
         Ok(())
     }
 
-    /// Makes the complete tensors durable, so that the conversion can resume after them. Does
-    /// nothing for safetensors files.
+    /// Makes the complete tensors durable, so that the job can resume after them. Does nothing for
+    /// files in memory.
     pub(super) fn checkpoint(&mut self, origin: &str) -> Result<(), Error> {
-        let (Some(container), Sink::File(file)) = (&mut self.container, &mut self.sink) else {
-            return Ok(());
+        let (end, data_end) = (self.safetensors_end(self.current), self.data_end());
+        let Sink::File(file) = &mut self.sink else { return Ok(()) };
+        let Some(container) = &mut self.container else {
+            let FileSpec { tensors, options, .. } = &self.spec;
+            let record = Record::new(tensors, origin, options, self.records + 1, self.current);
+            file.flush()?;
+            file.seek(record.offset(data_end))?;
+            file.write(&record.to_bytes())?;
+            file.flush()?;
+            file.keep();
+            self.records = record.number;
+            self.missing = None;
+            file.seek(end)?;
+            return self.begin_next();
         };
         container.discard_incomplete();
         let FileSpec { tensors, options, .. } = &self.spec;
@@ -212,6 +239,16 @@ impl TensorWriter {
         file.seek(container.end())
     }
 
+    /// Returns the offset after the first `count` tensors of a safetensors file.
+    pub(super) fn safetensors_end(&self, count: usize) -> u64 {
+        let lens = self.order[..count].iter().map(|&i| self.spec.tensors[i].meta.byte_len());
+        lens.flatten().fold(self.header_len, u64::saturating_add)
+    }
+
+    fn data_end(&self) -> u64 {
+        self.safetensors_end(self.order.len())
+    }
+
     /// Ends the last tensor. Returns an error if bytes of a tensor are missing.
     pub(super) fn end(&mut self) -> Result<(), Error> {
         self.end_growing()?;
@@ -219,10 +256,16 @@ impl TensorWriter {
         self.require_complete()
     }
 
-    /// Writes the index and superblocks of a `.ts` file, and returns the sink.
+    /// Writes the index and superblocks of a `.ts` file, or removes the journal of a safetensors
+    /// file. Returns the sink.
     pub(super) fn finish(mut self) -> Result<Sink, Error> {
+        let data_end = self.data_end();
         if let Some(container) = self.container {
             self.sink.write_tail(&container.finish()?)?;
+        } else if let (Sink::File(file), true) = (&mut self.sink, self.records > 0) {
+            // The data must be durable before the journal, which says what is missing, is removed.
+            file.flush()?;
+            file.truncate(data_end)?;
         }
         Ok(self.sink)
     }

@@ -149,6 +149,51 @@ impl FileWriter {
         Ok(inner.map(|inner| Self { inner: Mutex::new(Some(inner)) }))
     }
 
+    /// Creates a file, or continues an unfinished one after the tensors that are complete.
+    ///
+    /// Args:
+    ///     origin: Text that identifies the source of the bytes. An unfinished file with another one
+    ///         is discarded.
+    ///
+    /// The other arguments are those of the class.
+    #[staticmethod]
+    #[pyo3(signature = (path, tensors, metadata, origin, codec="raw", level=None))]
+    fn resume(
+        py: Python<'_>,
+        path: PathBuf,
+        tensors: Vec<NewTensorSpec>,
+        metadata: BTreeMap<String, String>,
+        origin: &str,
+        codec: &str,
+        level: Option<i32>,
+    ) -> PyResult<Self> {
+        let tensors = new_tensors(tensors)?;
+        let options = write_options(py, &path, codec, level, 0)?;
+        let resume = |watch: &mut Watch<'_>| {
+            let interrupt = &mut || watch(NO_PROGRESS);
+            tensorstream::FileWriter::resume(&path, tensors, metadata, origin, options, interrupt)
+        };
+        Ok(Self { inner: Mutex::new(Some(watched(py, None, resume)?)) })
+    }
+
+    /// Returns the number of complete tensors, in the order of ``order``.
+    fn complete(&self) -> PyResult<usize> {
+        Ok(open(&mut self.inner.lock())?.complete())
+    }
+
+    /// Makes the complete tensors durable, and keeps them if the writer is abandoned, for
+    /// ``resume``. Blocks.
+    ///
+    /// Args:
+    ///     origin: The argument of ``resume``.
+    fn checkpoint(&self, py: Python<'_>, origin: &str) -> PyResult<()> {
+        let written = py.detach(|| match self.inner.lock().as_mut() {
+            Some(inner) => inner.checkpoint(origin).map(|()| true),
+            None => Ok(false),
+        });
+        if written.map_err(|e| to_python(py, &e))? { Ok(()) } else { Err(ended()) }
+    }
+
     /// Returns the indices of the tensors, in the order in which their bytes are expected.
     fn order(&self) -> PyResult<Vec<usize>> {
         Ok(open(&mut self.inner.lock())?.order().to_vec())

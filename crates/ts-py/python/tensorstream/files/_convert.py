@@ -145,8 +145,8 @@ def convert(
     Tensors and metadata are preserved bit for bit. If the safetensors library wrote a file, then
     converting the file to ``.ts``, with any codec, and back restores it byte for byte.
 
-    An interrupted conversion to a ``.ts`` file resumes when ``convert`` is called again with the
-    same arguments. After a crash, it repeats at most the last 1 GiB.
+    An interrupted conversion to one file resumes when ``convert`` is called again with the same
+    arguments. After a crash, it repeats at most the last 1 GiB.
 
     A conversion uses about 60 MiB of memory, plus a few MiB for each thread that compresses.
 
