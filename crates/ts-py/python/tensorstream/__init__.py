@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .streaming._explain import Explanation, explain
     from .streaming._file_cache import FileCache
     from .streaming._generate import generate_many
+    from .streaming._merging import merge
     from .streaming._metrics import metrics
     from .streaming._offload import offload, restore, stats
     from .streaming._plan import Plan, plan
@@ -137,6 +138,7 @@ __all__ = [
     "load",
     "load_file",
     "load_into",
+    "merge",
     "metrics",
     "offload",
     "plan",
@@ -168,6 +170,7 @@ _HOMES = {
     "streaming._explain": ("Explanation", "explain"),
     "streaming._file_cache": ("FileCache",),
     "streaming._generate": ("generate_many",),
+    "streaming._merging": ("merge",),
     "streaming._metrics": ("metrics",),
     "streaming._offload": ("offload", "restore", "stats"),
     "streaming._plan": ("Plan", "plan"),

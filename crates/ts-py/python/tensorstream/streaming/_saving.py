@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,6 +30,11 @@ from ._symbolic_tensor import SymbolicTensor
 #: The functions of safetensors that classes of models call to write a file.
 _WRITERS = (("transformers.modeling_utils", "safe_save_file"), ("safetensors.torch", "save_file"))
 
+#: Writes tensors, which can be symbolic, to a file with metadata.
+WriteFile = Callable[[dict[str, torch.Tensor], str | os.PathLike[str], dict[str, str]], None]
+
+#: The function that writes the files of the module that is being saved in this thread.
+_write_file: ContextVar[WriteFile | None] = ContextVar("tensorstream_write_file", default=None)
 #: The module that is being saved in this thread.
 _saved: ContextVar[nn.Module | None] = ContextVar("tensorstream_saved", default=None)
 
@@ -87,15 +92,30 @@ def _save_pretrained(original: Any) -> Any:
             )
         if isinstance(kwargs.get("state_dict"), Mapping):
             kwargs["state_dict"] = _symbolic_all(kwargs["state_dict"])
-        with contextlib.ExitStack() as stack:
-            for module, name in _WRITERS:
-                if hasattr(owner := sys.modules.get(module), name):
-                    stack.enter_context(replaced(owner, name, _writer))
-            token = _saved.set(self)
-            stack.callback(_saved.reset, token)
+        with saved_in_pieces(self, _write_file.get()):
             return original(self, *args, **kwargs)
 
     return save_pretrained
+
+
+@contextlib.contextmanager
+def saved_in_pieces(module: nn.Module, write: WriteFile | None = None) -> Iterator[None]:
+    """Lets this thread save a module in small pieces.
+
+    Its ``state_dict`` has symbolic tensors, and functions of safetensors write them.
+
+    Args:
+        module: The module.
+        write: Writes each file, given its tensors, path and metadata. By default, files are written
+            atomically, and those without symbolic tensors as usual.
+    """
+    with contextlib.ExitStack() as stack:
+        for owner_name, name in _WRITERS:
+            if hasattr(owner := sys.modules.get(owner_name), name):
+                stack.enter_context(replaced(owner, name, _writer))
+        for variable, value in ((_saved, module), (_write_file, write)):
+            stack.callback(variable.reset, variable.set(value))
+        yield
 
 
 def _symbolic_all(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,10 +137,13 @@ def _writer(original: Any) -> Any:
         metadata: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not any(isinstance(tensor, SymbolicTensor) for tensor in tensors.values()):
+        write = _write_file.get()
+        if write is None and any(isinstance(each, SymbolicTensor) for each in tensors.values()):
+            write = _write
+        if write is None:
             original(tensors, filename, metadata, **kwargs)
-            return
-        _write(tensors, filename, metadata or {})
+        else:
+            write(tensors, filename, metadata or {})
 
     return save_file
 
@@ -128,17 +151,22 @@ def _writer(original: Any) -> Any:
 def _write(
     tensors: dict[str, torch.Tensor], path: str | os.PathLike[str], metadata: dict[str, str]
 ) -> None:
-    specs: list[NewTensor] = [
-        (name, dtype_name(name, tensor), list(tensor.shape), None)
-        for name, tensor in tensors.items()
-    ]
     values = list(tensors.values())
-    writer = _native.FileWriter(path, specs, metadata, "raw", None)
-    pieces = (piece for index in writer.order() for piece in _pieces(values[index]))
+    writer = _native.FileWriter(path, specs_of(tensors), metadata, "raw", None)
+    pieces = (piece for index in writer.order() for piece in pieces_of(values[index]))
     write_all(writer, pieces, sum(tensor.nbytes for tensor in values), "saving")
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[NewTensor]:
+    """Returns the descriptions of tensors to write."""
+    return [
+        (name, dtype_name(name, tensor), list(tensor.shape), None)
+        for name, tensor in tensors.items()
+    ]
+
+
+def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the elements of a tensor, which can be symbolic, in small pieces if possible."""
     if isinstance(tensor, SymbolicTensor):
         yield from tensor.provider.pieces(tensor)
     else:

@@ -302,6 +302,15 @@ def copied(tensor: StreamedTensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.preserve_format)
 
 
+def in_memory(tensor: StreamedTensor) -> torch.Tensor:
+    """Returns a copy like ``copied``, at the address modulo 64 of the weight in memory."""
+    weights, key = tensor._ref.weights, tensor._ref.key
+    with torch.inference_mode(False), torch.no_grad():
+        if weights.divided(key) is not None:
+            return assembled(tensor, torch.ops.aten.clone.default)
+        return _copied(tensor, weights.unit(key)).detach()
+
+
 def attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
     """Returns the attributes that libraries have given to a parameter."""
     return {k: v for k, v in parameter.__dict__.items() if k not in _OWN_ATTRIBUTES}
