@@ -17,6 +17,7 @@ from ..config import Config
 from ..errors import BudgetError, ModelError
 from . import _tree as tree
 from ._calls import replace_calls
+from ._changed_layers import let_layers_change
 from ._distributed import ignore_streamed
 from ._guards import replace_guarded
 from ._interrupts import deferred
@@ -115,6 +116,7 @@ def attach(
     register_transformers()
     replace_calls()
     replace_guarded()
+    let_layers_change()
     save_in_pieces(model)
     with deferred():
         _stream(model, engines)
@@ -255,6 +257,7 @@ def _start(
     )
     weights.sources, weights.expert_units = units.sources, units.expert_units()
     weights.smallest, weights.buffer_bytes = units.smallest, units.buffer_bytes
+    weights.directory = config.conversion_directory()
     numbers = {id(parameter): number for number, parameter in enumerate(tree.parameters(model))}
     stored.add(weights, units.sources, {key: numbers[own] for own, key in units.keys.items()})
     return _Engine(units, weights, limits is not None)

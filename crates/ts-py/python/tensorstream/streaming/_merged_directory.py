@@ -168,7 +168,8 @@ class MergedDirectory:
         Names of the same tensor are written once, and the metadata of the file has the others, as
         that of ``safetensors.torch.save_model`` does.
         """
-        files, stored = checkpoint.files(), {name: _files_of(checkpoint, name) for name in checkpoint.names()}
+        files = checkpoint.files()
+        stored = {name: _files_of(checkpoint, name) for name in checkpoint.names()}
         tensors: dict[str, torch.Tensor] = {}
         metadata = {"format": "pt"}
         for names in _names_by_tensor(state_dict):

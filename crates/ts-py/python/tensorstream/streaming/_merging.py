@@ -21,7 +21,7 @@ from torch import nn
 from .. import _native
 from ..errors import ConfigurationError, ModelError
 from ._builder import Builder
-from ._calls import own_stand_ins
+from ._calls import own_stand_ins, stand_ins_below
 from ._merged_directory import MergedDirectory, digest
 from ._saving import saved_in_pieces
 from ._state import Streaming, streaming_of
@@ -42,7 +42,7 @@ def merge(
     """Merges adapters of PEFT into the weights, and writes the merged model to a directory. Blocks.
 
     The weights are those of ``model.merge_and_unload()`` in memory, bit for bit, for every adapter
-    that PEFT can merge. They are computed for one layer at a time, which needs memory for the
+    that PEFT can merge, or those with ``safe_merge=True``. They are computed for one layer at a time, which needs memory for the
     weights of this layer beside the budget. The model itself does not change.
 
     A model of transformers or diffusers is written by its ``save_pretrained``. Other small files of
@@ -114,7 +114,8 @@ def _tuner(model: nn.Module) -> Any:
         return tuners[0]
     # `add_adapter` of transformers and diffusers puts layers into a model without a tuner.
     layers = [each for each in modules if isinstance(each, BaseTunerLayer)]
-    owner = next((each for each in modules if isinstance(each.__dict__.get("peft_config"), dict)), None)
+    owners = (each for each in modules if isinstance(each.__dict__.get("peft_config"), dict))
+    owner = next(owners, None)
     if not layers or owner is None:
         raise ModelError(
             f"cannot merge {type(model).__name__}: it has no adapters that change weights; get one "
@@ -176,7 +177,7 @@ class _Merged:
         return digest(described, _tensors_in_memory(self._tuner.model))
 
     def model(self) -> nn.Module:
-        """Returns the merged model. Its weights are symbolic, or stream like those of the model."""
+        """Returns the merged model. The weights that stream are symbolic, as are merged ones."""
         twin = self._unloaded()
         streamed: dict[int, SymbolicTensor] = {}
         for names in _groups(self._layers):
@@ -197,11 +198,14 @@ class _Merged:
     def _unloaded(self) -> nn.Module:
         """Returns a copy of the model that PEFT has unloaded. Its weights are not merged.
 
-        It shares all tensors in memory with the model.
+        It shares all tensors in memory with the model. Those that stream are symbolic.
         """
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         memo: dict[int, Any] = {id(each): each for each in _all_tensors(self._tuner.model)}
+        for _, each in stand_ins_below(self._tuner.model):
+            symbolic = each._ref.weights.stored.symbolic(each)
+            memo[id(each)] = nn.Parameter(symbolic, requires_grad=False)
         twin = copy.deepcopy(self._tuner.model, memo)
         twin.__dict__.pop("hf_device_map", None)
         if "_hf_peft_config_loaded" in twin.__dict__:

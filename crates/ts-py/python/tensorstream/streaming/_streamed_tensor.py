@@ -28,8 +28,8 @@ _CHANGE_IN_MEMORY = (
     "merge an adapter, or to derive one from the weights as PiSSA does)"
 )
 
-#: Libraries that read the memory of tensors to write them to files.
-_WRITERS = ("accelerate", "huggingface_hub", "safetensors")
+#: Libraries that read the memory of tensors to write them to files, or compare their addresses.
+_WRITERS = ("accelerate", "huggingface_hub", "peft", "safetensors")
 
 _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad

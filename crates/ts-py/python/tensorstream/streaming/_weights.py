@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,6 +126,8 @@ class Weights:
         self.number = 0
         #: Whether a trace is being recorded.
         self.is_traced = False
+        #: The directory for files with changed weights.
+        self.directory = Path()
 
     def mapped(self, stand_in: Any) -> torch.Tensor:
         """Returns the weight of a stand-in as a view of a file. See ``StoredWeights.mapped``."""
