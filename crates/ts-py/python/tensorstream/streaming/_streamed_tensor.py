@@ -24,8 +24,8 @@ from ._weights import Weights
 
 RESTORE_FIRST = "a streamed weight cannot be changed; restore(model) first"
 _CHANGE_IN_MEMORY = (
-    f"{RESTORE_FIRST}, or change a model in memory, save it, and stream the saved model (also to "
-    "merge an adapter, or to derive one from the weights as PiSSA does)"
+    f"{RESTORE_FIRST}, or change a model in memory, save it, and stream the saved model; to merge "
+    "adapters of PEFT, call tensorstream.merge(model, directory)"
 )
 
 #: Libraries that read the memory of tensors to write them to files, or compare their addresses.
