@@ -61,8 +61,10 @@ _BLOCK_ROWS = (256, 272, 400, 512, 528, 768, 784, 896, 1024, 1040, 1536, 1552, 2
 #: ``_WIDE_BLOCK_ROWS``.
 _LARGEST_BLOCK_BYTES = 12 << 20
 _WIDE_BLOCK_ROWS = 1024
-#: A matrix with more blocks than this is tried with fewer rows. The last block stays the same.
-_TRIED_BLOCKS = 5
+#: A matrix that is larger than this is tried with these numbers of blocks, and the last one. Where
+#: kernels are chosen by the exact number of rows, the trials differ.
+_WHOLE_BYTES = 16 << 20
+_TRIED_BLOCKS = (4, 5)
 #: The numbers of inputs with which products are tried. The first ones differ most often.
 _BATCHES = (16, 130, 1, 4, 2, 3, 7, 64)
 #: More of them, for dtypes whose kernels are chosen by the size of the product.
@@ -252,14 +254,15 @@ def _try_heights(dtype: torch.dtype, columns: int, rows: int, least: int) -> int
         trial = _Trial(dtype, columns, max(totals))
         exact = all(trial.is_exact(n, _LEAST_BLOCK_ROWS, _BATCHES) for n in totals)
         return least if exact else None
-    heights = _heights(columns * dtype.itemsize, rows, least)
-    trial = _Trial(dtype, columns, _most_tried_rows(rows, heights))
+    row_bytes = columns * dtype.itemsize
+    heights = _heights(row_bytes, rows, least)
+    trial = _Trial(dtype, columns, _most_tried_rows(rows, heights, row_bytes))
     batches = (*_BATCHES[:2], _large_batch(columns), *_BATCHES[2:], *_MORE_BATCHES)
     return next(
         (
             step
             for step in heights
-            if trial.is_exact(_tried_rows(rows, step), step, batches)
+            if all(trial.is_exact(n, step, batches) for n in _tried_rows(rows, step, row_bytes))
             and trial.is_exact(_tried_rows_of_threads(rows, step), step, (1,))
         ),
         None,
@@ -284,19 +287,22 @@ def _heights(row_bytes: int, rows: int, least: int) -> list[int]:
     return [least, *larger, *sorted((step for step in heights if step < least), reverse=True)]
 
 
-def _tried_rows(rows: int, step: int) -> int:
-    return min(rows, (_TRIED_BLOCKS - 1) * step + rows % step)
+def _tried_rows(rows: int, step: int, row_bytes: int) -> set[int]:
+    """Returns with how many rows a matrix is tried."""
+    if rows * row_bytes <= _WHOLE_BYTES:
+        return {rows}
+    return {min(rows, blocks * step + rows % step) for blocks in _TRIED_BLOCKS}
 
 
 def _tried_rows_of_threads(rows: int, step: int) -> int:
     """Returns a smaller number of rows that threads divide in the same way."""
     period = _ROW_MULTIPLE * torch.get_num_threads()
-    return rows - max(rows - (_TRIED_BLOCKS - 1) * step, 0) // period * period
+    return rows - max(rows - _TRIED_BLOCKS[0] * step, 0) // period * period
 
 
-def _most_tried_rows(rows: int, heights: Sequence[int]) -> int:
-    kinds = _tried_rows, _tried_rows_of_threads
-    return max(tried(rows, step) for tried in kinds for step in heights)
+def _most_tried_rows(rows: int, heights: Sequence[int], row_bytes: int) -> int:
+    of_threads = (_tried_rows_of_threads(rows, step) for step in heights)
+    return max(*of_threads, *(max(_tried_rows(rows, step, row_bytes)) for step in heights))
 
 
 def _trial_bytes(dtype: torch.dtype, columns: int, rows: int, least: int) -> int:
@@ -304,7 +310,7 @@ def _trial_bytes(dtype: torch.dtype, columns: int, rows: int, least: int) -> int
     row_bytes = columns * dtype.itemsize
     if not _chooses_by_size(dtype):
         return _TRIAL_BYTES + 4 * _LEAST_BLOCK_ROWS * row_bytes
-    tried = _most_tried_rows(rows, _heights(row_bytes, rows, least))
+    tried = _most_tried_rows(rows, _heights(row_bytes, rows, least), row_bytes)
     # The product with the whole matrix, and one with a block.
     products = 3 * _large_batch(columns) * tried * dtype.itemsize // 2
     return _TRIAL_BYTES + tried * row_bytes + products
