@@ -258,8 +258,11 @@ impl<D: Device> Engine<D> {
         unit: UnitId,
         interrupt: Interrupt<'_>,
     ) -> Result<Lease<D>, Error> {
-        let mut leases = self.acquire_all_interruptible(pass, &[unit], interrupt)?;
-        Ok(leases.pop().expect("there is a lease for each unit"))
+        self.inner.check_unit(unit)?;
+        let (memory, acquired_ns) = self.inner.acquire_one(pass, unit, interrupt)?;
+        let lease = Lease::new(memory, Arc::clone(&self.inner), unit, Some(acquired_ns));
+        lease.check_seal()?;
+        Ok(lease)
     }
 
     /// Leases the units that one operation needs at the same time, and blocks until all of them are

@@ -26,9 +26,10 @@ use crate::Error;
 use crate::config::{ComputeTimes, Routing, Verify};
 use crate::context::EngineContext;
 use crate::encoding::is_worthwhile;
+use crate::joint::JointRead;
 use crate::kept_image::KeptImage;
 use crate::layout::ReadKind;
-use crate::pass::Passes;
+use crate::pass::{PassId, Passes};
 use crate::plan::{Plan, Rates, Residency};
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::Slot;
@@ -37,11 +38,13 @@ use crate::trace::{TraceEvent, TraceKind, TraceLog};
 use crate::unit::UnitId;
 use crate::unit_load::{QueuedDecode, QueuedRead, UnitLoad};
 use crate::unit_memory::UnitMemory;
-use crate::worker::Workers;
+use crate::unit_set::UnitSet;
+use crate::worker::{UnitCheck, Workers};
 
 pub(crate) use demand::Shortage;
 use guesses::Guesses;
 use pass_times::PassLog;
+use prefetch::Frontier;
 use routed::Routed;
 
 /// The mutable state of an engine.
@@ -82,14 +85,13 @@ pub(crate) struct EngineState<D: Device> {
     pub(crate) waiting_for_pass: HashSet<ThreadId>,
     /// The streamed units, except routed ones, that are present and that no thread uses or waits
     /// for.
-    idle: BTreeSet<UnitId>,
+    idle: UnitSet,
     /// The use of routed units.
     pub(crate) routed: Routed,
     /// The routed units that are likely to be used soon.
     pub(crate) guesses: Guesses,
-    /// How many expected visits ahead prefetching reaches. A released unit that is not needed
-    /// within these visits is evicted.
-    horizon: usize,
+    /// How far ahead the expected units are in memory or being loaded.
+    frontier: Frontier,
     loads: HashMap<u32, UnitLoad<D>>,
     next_load: u32,
     /// The rows that were gathered. Some may be dropped already.
@@ -110,6 +112,10 @@ pub(crate) struct EngineState<D: Device> {
     decodes: VecDeque<QueuedDecode>,
     /// The parts of slots that wait for a read into a bounce buffer, by token.
     targets: HashMap<u64, Target>,
+    /// The joint reads that were submitted, by token.
+    joints: HashMap<u64, JointRead>,
+    /// The units to compare with their checksums, for which no job was submitted yet.
+    checks: Vec<UnitCheck>,
     /// The number of parts that workers are copying or decoding.
     filling: usize,
     /// `None` once the engine is dropped.
@@ -309,10 +315,10 @@ impl<D: Device> EngineState<D> {
             trace: None,
             waiting_for_memory: HashSet::new(),
             waiting_for_pass: HashSet::new(),
-            idle: BTreeSet::new(),
+            idle: UnitSet::new(context.units.len()),
             routed: Routed::new(&context.units, routing),
             guesses: Guesses::new(),
-            horizon: 0,
+            frontier: Frontier::default(),
             loads: HashMap::new(),
             next_load: 0,
             gathered: Vec::new(),
@@ -324,6 +330,8 @@ impl<D: Device> EngineState<D> {
             urgent_decodes: VecDeque::new(),
             decodes: VecDeque::new(),
             targets: HashMap::new(),
+            joints: HashMap::new(),
+            checks: Vec::new(),
             filling: 0,
             backend: Some(backend),
             workers,
@@ -415,7 +423,7 @@ impl<D: Device> EngineState<D> {
         self.passes.set_planned();
         self.counters.replans += 1;
         self.idle.clear();
-        self.horizon = 0;
+        self.frontier = Frontier::default();
         for i in 0..self.units.len() {
             self.routed.remove_idle(UnitId(i as u32));
             let on_host = self.plan.residency[i] == Residency::Host;
@@ -595,6 +603,15 @@ impl<D: Device> EngineState<D> {
         self.update_idle(id);
     }
 
+    /// Records a visit to a unit.
+    pub(crate) fn visit(&mut self, pass: Option<PassId>, id: UnitId) {
+        if self.routed.contains(id) {
+            self.routed.visit(id);
+        } else {
+            self.passes.visit(pass, id);
+        }
+    }
+
     /// Records that a call waits for a unit. Meanwhile, other calls do not evict the unit to free
     /// memory.
     pub(crate) fn add_waiter(&mut self, id: UnitId) {
@@ -605,7 +622,7 @@ impl<D: Device> EngineState<D> {
 
     /// Removes a unit that is used from the idle units.
     pub(crate) fn no_longer_idle(&mut self, id: UnitId) {
-        self.idle.remove(&id);
+        self.idle.remove(id);
         self.routed.remove_idle(id);
     }
 
@@ -675,6 +692,7 @@ impl<D: Device> EngineState<D> {
             }
             unit.resident &= unit.reserved.is_some();
             unit.stats.resident = unit.resident;
+            self.frontier.retry = true;
         }
         self.units[id.index()].evicted.iter_mut().for_each(|evicted| evicted.modified = true);
     }
@@ -686,8 +704,9 @@ impl<D: Device> EngineState<D> {
 
     /// Evicts a unit. Returns its memory if the unit was present.
     fn take_present(&mut self, id: UnitId) -> Option<Arc<UnitMemory<D>>> {
-        self.idle.remove(&id);
+        self.idle.remove(id);
         self.routed.remove_idle(id);
+        self.retreat_to(id);
         let unit = &mut self.units[id.index()];
         let Presence::Present(memory) = std::mem::take(&mut unit.presence) else { return None };
         if let Some(trace) = &mut self.trace {

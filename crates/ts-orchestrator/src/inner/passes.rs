@@ -127,6 +127,7 @@ impl<D: Device> EngineInner<D> {
             trace.add(TraceEvent::new(TraceKind::Replan, now_ns, now_ns));
         }
         state.paused = false;
+        state.retry_prefetch();
         // Before the first pass, nothing is read.
         if state.counters.passes > 0 {
             state.advance(&self.context, (self.clock)());

@@ -8,6 +8,7 @@ use ts_pool::Buffer;
 use ts_streams::Device;
 
 use crate::context::EngineContext;
+use crate::event::Event;
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::{AllocationError, LoadBuffers};
@@ -36,6 +37,30 @@ impl<D: Device> EngineState<D> {
     /// Starts to load the absent units of a set that a call waits for: all of them or none. Their
     /// reads come before all others.
     pub(crate) fn demand(
+        &mut self,
+        context: &EngineContext<D>,
+        set: &[UnitId],
+        now_ns: u64,
+    ) -> Result<(), Shortage> {
+        let freed = context.slots.freed().bytes();
+        let result = self.try_demand(context, set, now_ns);
+        if result.is_err() {
+            self.report_all_freed(context, freed);
+        }
+        result
+    }
+
+    /// Makes the loader thread wake threads that wait for memory whenever some is freed. `before`
+    /// is how much was freed before the caller looked for memory.
+    fn report_all_freed(&self, context: &EngineContext<D>, before: usize) {
+        let freed = context.slots.freed();
+        freed.report_at(0);
+        if freed.bytes() != before {
+            let _ = context.events.send(Event::Freed);
+        }
+    }
+
+    fn try_demand(
         &mut self,
         context: &EngineContext<D>,
         set: &[UnitId],
@@ -91,7 +116,7 @@ impl<D: Device> EngineState<D> {
     /// Returns the unit to evict for a set: an idle routed unit, then the idle ordered unit that is
     /// needed last, then the expected unit that is needed last.
     fn victim(&self, needed: usize) -> Option<UnitId> {
-        let ordered = || self.idle.iter().copied().max_by_key(|&unit| self.passes.next_use(unit));
+        let ordered = || self.idle.iter().max_by_key(|&unit| self.passes.next_use(unit));
         let is_unused = |id: &UnitId| {
             let unit = &self.units[id.index()];
             matches!(unit.presence, Presence::Present(_))
@@ -106,6 +131,20 @@ impl<D: Device> EngineState<D> {
     /// Allocates host memory for a unit that exists only for one load. Evicts other units if
     /// necessary.
     pub(crate) fn allocate_on_host(
+        &mut self,
+        context: &EngineContext<D>,
+        prepared: &PreparedUnit,
+        now_ns: u64,
+    ) -> Result<Buffer, Shortage> {
+        let freed = context.slots.freed().bytes();
+        let result = self.try_allocate_on_host(context, prepared, now_ns);
+        if result.is_err() {
+            self.report_all_freed(context, freed);
+        }
+        result
+    }
+
+    fn try_allocate_on_host(
         &mut self,
         context: &EngineContext<D>,
         prepared: &PreparedUnit,

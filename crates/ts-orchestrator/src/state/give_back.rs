@@ -63,6 +63,7 @@ impl<D: Device> EngineState<D> {
     pub(super) fn take_back(&mut self, context: &EngineContext<D>) -> bool {
         let took = context.slots.take_back(self.slot_limit.max(self.planned_limit));
         self.resized |= took;
+        self.frontier.retry |= took;
         took
     }
 }
