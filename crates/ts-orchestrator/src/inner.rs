@@ -22,6 +22,7 @@ use crate::context::EngineContext;
 use crate::event::Event;
 use crate::layout::Placement;
 use crate::plan::{Plan, Rates};
+use crate::populate::Populator;
 use crate::prepared::PreparedUnit;
 use crate::row_cache::RowCache;
 use crate::sizing::Overhead;
@@ -59,6 +60,10 @@ pub(crate) struct EngineInner<D: Device> {
     rates: Rates,
     compute: ComputeTimes,
     worker_count: usize,
+    /// The threads that pre-fault memory, once there are any.
+    populator: Mutex<Option<Populator>>,
+    /// How many threads pre-fault memory from the first pass on.
+    populate_in_passes: usize,
     clock: Clock,
     /// The id of the process that created the engine.
     process: u32,
@@ -108,8 +113,14 @@ impl<D: Device> EngineInner<D> {
         &self.context.slots.host
     }
 
+    /// Stops the threads that pre-fault memory, and waits until they have ended.
+    pub(crate) fn stop_populating(&self) {
+        let populator = self.populator.lock().take();
+        drop(populator);
+    }
+
     pub(crate) fn is_resident(&self, unit: UnitId) -> bool {
-        self.lock().units[unit.index()].resident
+        self.lock().units[unit.index()].is_kept()
     }
 
     pub(crate) fn discard(&self, unit: UnitId) {

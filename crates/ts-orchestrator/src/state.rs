@@ -73,6 +73,8 @@ pub(crate) struct EngineState<D: Device> {
     waited_limit: Option<(usize, Instant)>,
     /// Whether prefetching is paused until loads in flight have ended.
     pub(crate) paused: bool,
+    /// Whether resident units are streamed until their slots have pages.
+    pub(crate) postpones: bool,
     pub(crate) counters: EngineCounters,
     /// The number of copies to the device that have not ended.
     copies_running: usize,
@@ -149,8 +151,11 @@ pub(crate) struct LimitWait {
 pub(crate) struct UnitState<D: Device> {
     pub(crate) presence: Presence<D>,
     pub(crate) resident: bool,
-    /// The slot that is reserved for a resident unit while the unit is not loaded.
+    /// The slot that is reserved for a resident unit while the unit is not loaded into it.
     reserved: Option<Slot<D>>,
+    /// Whether a resident unit is in memory, or being loaded, like a streamed one, while its
+    /// reserved slot is empty.
+    postponed: bool,
     /// Whether the unit is kept compressed, or on the host for a device with its own memory.
     compressed: bool,
     /// The unit as it is kept, once it was read.
@@ -309,6 +314,7 @@ impl<D: Device> EngineState<D> {
             resized: false,
             waited_limit: None,
             paused: false,
+            postpones: false,
             counters: EngineCounters::default(),
             copies_running: 0,
             pass_log: PassLog::default(),
@@ -428,7 +434,7 @@ impl<D: Device> EngineState<D> {
             self.routed.remove_idle(UnitId(i as u32));
             let on_host = self.plan.residency[i] == Residency::Host;
             let unit = &mut self.units[i];
-            unit.presence = Presence::Absent;
+            (unit.presence, unit.postponed) = (Presence::Absent, false);
             (unit.reserved, unit.reserved_image) = (None, None);
             unit.image.take_if(|_| !on_host);
         }
@@ -597,8 +603,7 @@ impl<D: Device> EngineState<D> {
         let Some(memory) = index.and_then(|i| unit.evicted.remove(i).memory.upgrade()) else {
             return;
         };
-        // The unit does not need its reserved slot.
-        unit.reserved = None;
+        unit.postponed = unit.reserved.is_some();
         unit.presence = Presence::Present(memory);
         self.update_idle(id);
     }
@@ -640,7 +645,7 @@ impl<D: Device> EngineState<D> {
     fn update_idle(&mut self, id: UnitId) {
         let unit = &self.units[id.index()];
         let present = matches!(unit.presence, Presence::Present(_));
-        if present && unit.users.is_empty() && unit.waiters.is_empty() && !unit.resident {
+        if present && unit.users.is_empty() && unit.waiters.is_empty() && !unit.is_kept() {
             if self.guesses.open.contains_key(&id) {
                 // It is likely to be used soon.
             } else if self.routed.contains(id) {
@@ -688,7 +693,9 @@ impl<D: Device> EngineState<D> {
             let unit = &mut self.units[id.index()];
             // The unit stays resident only if there is a free slot for it.
             if unit.resident && unit.referenced_evictions() == 0 {
-                unit.reserved = context.slots.allocate(context.units[id.index()].layout.len).ok();
+                let slot_len = context.units[id.index()].layout.len;
+                let reserved = unit.reserved.take();
+                unit.reserved = reserved.or_else(|| context.slots.allocate(slot_len).ok());
             }
             unit.resident &= unit.reserved.is_some();
             unit.stats.resident = unit.resident;
@@ -709,6 +716,7 @@ impl<D: Device> EngineState<D> {
         self.retreat_to(id);
         let unit = &mut self.units[id.index()];
         let Presence::Present(memory) = std::mem::take(&mut unit.presence) else { return None };
+        unit.postponed = false;
         if let Some(trace) = &mut self.trace {
             let now_ns = trace.latest_ns();
             let bytes = unit.stats.slot_bytes as u64;
@@ -732,6 +740,7 @@ impl<D: Device> UnitState<D> {
             presence: Presence::Absent,
             resident: false,
             reserved: None,
+            postponed: false,
             compressed: false,
             image: None,
             shared_image: false,
@@ -749,13 +758,21 @@ impl<D: Device> UnitState<D> {
         }
     }
 
-    /// Returns whether the unit is resident, and no thread uses or waits for it.
+    /// Returns whether the unit stays in memory where it is.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.resident && !self.postponed
+    }
+
+    /// Returns whether the unit is resident, and no thread uses or waits for its slot.
     fn is_evictable(&self) -> bool {
         let free = match &self.presence {
             Presence::Present(memory) => Arc::strong_count(memory) == 1,
             Presence::Absent => self.reserved.is_some(),
             Presence::Loading => false,
         };
+        if self.postponed {
+            return self.reserved.is_some();
+        }
         self.resident && self.users.is_empty() && self.waiters.is_empty() && free
     }
 
@@ -769,7 +786,7 @@ impl<D: Device> UnitState<D> {
 
     /// Makes a resident unit a streamed one. Returns its reserved slot, if it is not loaded.
     fn demote(&mut self) -> Option<Slot<D>> {
-        (self.resident, self.stats.resident) = (false, false);
+        (self.resident, self.stats.resident, self.postponed) = (false, false, false);
         self.reserved.take()
     }
 

@@ -122,7 +122,7 @@ impl<D: Device> EngineState<D> {
             matches!(unit.presence, Presence::Present(_))
                 && unit.users.is_empty()
                 && unit.waiters.is_empty()
-                && !unit.resident
+                && !unit.is_kept()
         };
         let expected = || self.routed.expected().rev().find(is_unused);
         self.routed.victim(needed).or_else(ordered).or_else(expected)
@@ -185,13 +185,16 @@ impl<D: Device> EngineState<D> {
         let mut allocated: Vec<(UnitId, LoadBuffers<D>, bool)> = Vec::with_capacity(ids.len());
         for &id in ids {
             let reserved = self.units[id.index()].reserved.is_some();
-            match self.allocate(context, id) {
+            let in_ring = self.allocate_postponed(context, id).ok().flatten();
+            match in_ring.map_or_else(|| self.allocate(context, id), Ok) {
                 Ok(buffers) => allocated.push((id, buffers, reserved)),
                 Err(error) => {
                     for (id, buffers, reserved) in allocated {
                         let unit = &mut self.units[id.index()];
                         let (slot, kept) = buffers.into_slot();
-                        unit.reserved = Some(slot).filter(|_| reserved);
+                        if !std::mem::take(&mut unit.postponed) {
+                            unit.reserved = Some(slot).filter(|_| reserved);
+                        }
                         unit.reserved_image = kept.or_else(|| unit.reserved_image.take());
                     }
                     return Err(error);
@@ -209,7 +212,9 @@ impl<D: Device> EngineState<D> {
             unit.image.is_some() || (unit.compressed && unit.reserved_image.is_some())
         };
         if let Some(last) = self.units.iter().rposition(UnitState::is_evictable) {
-            self.evict(UnitId(last as u32));
+            if self.units[last].is_kept() {
+                self.evict(UnitId(last as u32));
+            }
             drop(self.units[last].demote());
         } else if let Some(last) =
             self.units.iter().rposition(has_image).filter(|_| !context.slots.is_staged())
@@ -229,7 +234,7 @@ impl<D: Device> EngineState<D> {
         self.plan_outdated = true;
         let occupies_ring = |unit: &mut UnitState<D>| match unit.presence {
             Presence::Absent => unit.referenced_evictions() > 0,
-            _ => !unit.resident,
+            _ => !unit.is_kept(),
         };
         let absent = self.absent(set);
         let sizes = self.units.iter_mut().zip(&context.units).enumerate();
@@ -252,8 +257,9 @@ impl<D: Device> EngineState<D> {
                 && !unit.waiters.is_empty()
                 && matches!(&unit.presence, Presence::Present(memory) if unreferenced(memory))
             {
+                let was_kept = unit.is_kept();
                 self.evict(UnitId(index as u32));
-                if self.units[index].resident {
+                if was_kept {
                     drop(self.units[index].demote());
                     self.note_streamed(context, set);
                 }
@@ -279,7 +285,7 @@ impl<D: Device> EngineState<D> {
                 && unit.users.is_empty()
                 && matches!(unit.presence, Presence::Present(_))
         };
-        let in_use = |unit: &&UnitState<D>| !unit.resident && !unit.users.is_empty();
+        let in_use = |unit: &&UnitState<D>| !unit.is_kept() && !unit.users.is_empty();
         let can_end = |unit: &UnitState<D>| unit.users.iter().any(|user| !is_waiting(user));
         let can_drop = |rows: &GatheredRows<D>| !is_waiting(&rows.user);
         if self.is_loading()

@@ -54,7 +54,7 @@ impl<D: Device> EngineState<D> {
         let ids = || (0..self.units.len() as u32).map(UnitId);
         let stays = |id: UnitId| {
             let unit = &self.units[id.index()];
-            unit.resident
+            unit.is_kept()
                 && unit.stats.uses >= MEASURED_USES
                 && matches!(&unit.presence, Presence::Present(memory) if !memory.is_sealed())
         };

@@ -689,7 +689,7 @@ impl<D: Device> EngineState<D> {
         }
         if load.cancelled {
             unit.presence = Presence::Absent;
-            unit.reserved = slot.filter(|_| unit.resident);
+            unit.return_slot(slot);
             self.reset_frontier();
             return;
         }
@@ -706,7 +706,7 @@ impl<D: Device> EngineState<D> {
             unit.presence = Presence::Absent;
             // If only a guess failed, the unit is read again when it is needed.
             unit.failure = Some(error).filter(|_| !load.guessed || !unit.waiters.is_empty());
-            unit.reserved = slot.filter(|_| unit.resident);
+            unit.return_slot(slot);
             self.reset_frontier();
             return;
         }
@@ -715,7 +715,7 @@ impl<D: Device> EngineState<D> {
         if let (Slot::Host(buffer), Some(sharing)) = (&mut slot, &context.sharing) {
             unit.stats.shared = sharing.end(sharing.unit(id), load.pages, buffer);
         }
-        let resident = self.plan.residency[id.index()] == Residency::Resident;
+        let resident = self.plan.residency[id.index()] == Residency::Resident && !unit.postponed;
         let memory = context.slots.loaded(slot, resident, context.events.clone());
         unit.presence = Presence::Present(Arc::new(memory));
         (unit.used_since_load, unit.verified) = (false, context.verify != Verify::Never);
@@ -728,6 +728,13 @@ impl<D: Device> EngineState<D> {
 }
 
 impl<D: Device> UnitState<D> {
+    /// Takes back the slot of a load that did not succeed, if it is the reserved one.
+    fn return_slot(&mut self, slot: Option<Slot<D>>) {
+        if !std::mem::take(&mut self.postponed) {
+            self.reserved = slot.filter(|_| self.resident);
+        }
+    }
+
     /// Returns the bytes of a unit that is kept on the host as it is in its slot, or memory for
     /// them. If `on_device`, also returns those of an encoded unit that the device can decode.
     /// Returns `None` if the unit is not kept, or not so.

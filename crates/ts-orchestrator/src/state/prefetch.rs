@@ -8,7 +8,7 @@ use crate::context::EngineContext;
 use crate::event::Event;
 use crate::host_bytes::HostBytes;
 use crate::joint;
-use crate::slot_pool::{AllocationError, LoadBuffers};
+use crate::slot_pool::{AllocationError, LoadBuffers, Slot};
 use crate::unit::UnitId;
 
 use super::{EngineState, Presence};
@@ -184,7 +184,12 @@ impl<D: Device> EngineState<D> {
         distance: usize,
     ) -> Result<LoadBuffers<D>, AllocationError> {
         loop {
-            match self.allocate(context, id) {
+            let allocated = match self.allocate_postponed(context, id) {
+                Ok(None) => self.allocate(context, id),
+                Ok(Some(buffers)) => Ok(buffers),
+                Err(error) => Err(error),
+            };
+            match allocated {
                 Err(AllocationError::SlotsFull) => {}
                 result => return result,
             }
@@ -198,6 +203,30 @@ impl<D: Device> EngineState<D> {
                 },
             }
         }
+    }
+
+    /// Allocates memory among that of streamed units to load a resident unit whose slot has no
+    /// pages yet. The unit is streamed this time, as the system can take longer to allocate pages
+    /// than storage to read them. Returns `None` if the unit is to be loaded into its slot.
+    pub(super) fn allocate_postponed(
+        &mut self,
+        context: &EngineContext<D>,
+        id: UnitId,
+    ) -> Result<Option<LoadBuffers<D>>, AllocationError> {
+        let (unit, slot_bytes) = (&self.units[id.index()], context.units[id.index()].slot_bytes);
+        let has_no_pages = |slot: &Slot<D>| matches!(slot, Slot::Host(own) if !own.is_populated());
+        // A unit that needs most of the ring would stop the prefetching of others.
+        if !self.postpones
+            || !unit.resident
+            || 2 * slot_bytes > self.plan.ring_bytes
+            || !unit.reserved.as_ref().is_some_and(has_no_pages)
+        {
+            return Ok(None);
+        }
+        let len = context.units[id.index()].layout.len;
+        let buffers = context.slots.allocate_for_load(len, &mut None, &mut None)?;
+        self.units[id.index()].postponed = true;
+        Ok(Some(buffers))
     }
 
     /// Allocates memory to load a unit, without evicting another unit.
