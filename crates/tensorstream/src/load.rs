@@ -235,6 +235,8 @@ impl Checkpoint {
         config.workers = thread_count(options.jobs);
         // Two threads are enough, because memory bandwidth limits their work.
         config.populate = if options.budget.is_none() { config.workers.min(2) } else { 0 };
+        // Each unit is used once, so there is no later pass that could take it up.
+        config.populate_in_passes = 0;
         let unit = |(number, tensors): (usize, &Vec<Tensor<'_>>)| {
             let tensors = tensors.iter().map(|tensor| unit_tensor(self, *tensor)).collect();
             Unit::new(number.to_string(), tensors)

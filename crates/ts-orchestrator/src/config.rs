@@ -104,9 +104,15 @@ pub struct EngineConfig {
     /// The number of threads that pre-fault the host memory for units when the engine is created; 0
     /// for none. Pre-faulted pages stay allocated even if no unit ever uses them.
     pub populate: usize,
+    /// The number of threads that pre-fault the host memory for units from the first pass on, while
+    /// storage is read; 0 for none. A unit that is to stay in memory whose pages are not there yet
+    /// when it is read is streamed in that pass. So the first pass does not wait for the system,
+    /// which can take longer than the storage, and later ones take up the rest. The threads end when
+    /// all memory has pages, or when the limit falls. The default is 2. Memory of less than 8 MiB
+    /// for each thread is not pre-faulted.
+    pub populate_in_passes: usize,
     /// Whether [`Engine::modified_units`](crate::Engine::modified_units) reports writes to resident
-    /// units. This works only if the system supports it, units live in host memory, and `populate`
-    /// is 0. Pre-faulting a page looks like a write.
+    /// units. This works only if the system supports it and units live in host memory.
     pub watch_writes: bool,
     /// Where to share the memory of kept units with other processes: of resident units, and of
     /// those that are kept as they are compressed on storage. No unit is encoded. Works only for
@@ -153,6 +159,7 @@ impl EngineConfig {
             workers: default_workers(),
             keep_compressed: false,
             populate: 0,
+            populate_in_passes: 2,
             watch_writes: false,
             shared_pages: None,
             routing: Routing::default(),
@@ -280,6 +287,12 @@ impl EngineConfig {
     #[must_use]
     pub fn with_keep_compressed(self, keep_compressed: bool) -> Self {
         Self { keep_compressed, ..self }
+    }
+
+    /// Sets [`populate_in_passes`](Self::populate_in_passes).
+    #[must_use]
+    pub fn with_populate_in_passes(self, populate_in_passes: usize) -> Self {
+        Self { populate_in_passes, ..self }
     }
 
     /// Sets [`populate`](Self::populate).

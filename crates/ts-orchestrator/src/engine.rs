@@ -16,7 +16,6 @@ use crate::inner::EngineInner;
 use crate::lease::{Lease, TensorBytes};
 use crate::pass::PassId;
 use crate::plan::{CurvePoint, Plan, Residency};
-use crate::populate::Populator;
 use crate::prepared::PreparedUnit;
 use crate::sizing::{Place, Preparation, Sizing};
 use crate::stats::{EngineStats, UnitStats};
@@ -76,7 +75,6 @@ use crate::unit::{Unit, UnitId};
 pub struct Engine<D: Device = CpuDevice> {
     inner: Arc<EngineInner<D>>,
     loader: Option<JoinHandle<()>>,
-    populator: Option<Populator>,
 }
 
 impl Engine {
@@ -172,13 +170,10 @@ impl<D: Device> Engine<D> {
         sources: Vec<Arc<Source>>,
         config: EngineConfig,
     ) -> Result<Self, Error> {
-        // Populating shared pages would copy them.
-        let populate = if config.shared_pages.is_some() { 0 } else { config.populate };
         let (inner, inbox) = EngineInner::new(device, units, sources, config)?;
-        let populator = Populator::new(inner.host_pool(), populate);
         let inner = Arc::new(inner);
         let loader = spawn_loader(Arc::clone(&inner), inbox)?;
-        Ok(Self { inner, loader: Some(loader), populator: Some(populator) })
+        Ok(Self { inner, loader: Some(loader) })
     }
 
     /// Begins a pass over the units and starts to prefetch.
@@ -258,8 +253,11 @@ impl<D: Device> Engine<D> {
         unit: UnitId,
         interrupt: Interrupt<'_>,
     ) -> Result<Lease<D>, Error> {
-        let mut leases = self.acquire_all_interruptible(pass, &[unit], interrupt)?;
-        Ok(leases.pop().expect("there is a lease for each unit"))
+        self.inner.check_unit(unit)?;
+        let (memory, acquired_ns) = self.inner.acquire_one(pass, unit, interrupt)?;
+        let lease = Lease::new(memory, Arc::clone(&self.inner), unit, Some(acquired_ns));
+        lease.check_seal()?;
+        Ok(lease)
     }
 
     /// Leases the units that one operation needs at the same time, and blocks until all of them are
@@ -591,11 +589,11 @@ impl<D: Device> Drop for Engine<D> {
         if self.inner.is_forked() {
             // The threads exist only in the parent process. One of them may have held a lock during
             // the fork.
-            std::mem::forget((self.populator.take(), self.loader.take()));
+            std::mem::forget(self.loader.take());
             std::mem::forget(Arc::clone(&self.inner));
             return;
         }
-        drop(self.populator.take());
+        self.inner.stop_populating();
         self.inner.stop_reading();
         if let Some(loader) = self.loader.take() {
             let _ = loader.join();

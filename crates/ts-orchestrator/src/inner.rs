@@ -6,7 +6,7 @@ mod build;
 mod gather;
 mod passes;
 
-use std::ops::Range;
+use std::ops::{ControlFlow, Range};
 use std::sync::mpsc::Receiver;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -22,6 +22,7 @@ use crate::context::EngineContext;
 use crate::event::Event;
 use crate::layout::Placement;
 use crate::plan::{Plan, Rates};
+use crate::populate::Populator;
 use crate::prepared::PreparedUnit;
 use crate::row_cache::RowCache;
 use crate::sizing::Overhead;
@@ -34,6 +35,8 @@ use crate::unit_load::split_token;
 
 /// How often a blocked call calls its [`Interrupt`].
 const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
+/// The most events that the loader thread handles before it lets other threads take the lock.
+const EVENTS_AT_ONCE: usize = 64;
 
 /// The shared part of an [`Engine`](crate::Engine).
 pub(crate) struct EngineInner<D: Device> {
@@ -57,6 +60,10 @@ pub(crate) struct EngineInner<D: Device> {
     rates: Rates,
     compute: ComputeTimes,
     worker_count: usize,
+    /// The threads that pre-fault memory, once there are any.
+    populator: Mutex<Option<Populator>>,
+    /// How many threads pre-fault memory from the first pass on.
+    populate_in_passes: usize,
     clock: Clock,
     /// The id of the process that created the engine.
     process: u32,
@@ -106,8 +113,14 @@ impl<D: Device> EngineInner<D> {
         &self.context.slots.host
     }
 
+    /// Stops the threads that pre-fault memory, and waits until they have ended.
+    pub(crate) fn stop_populating(&self) {
+        let populator = self.populator.lock().take();
+        drop(populator);
+    }
+
     pub(crate) fn is_resident(&self, unit: UnitId) -> bool {
-        self.lock().units[unit.index()].resident
+        self.lock().units[unit.index()].is_kept()
     }
 
     pub(crate) fn discard(&self, unit: UnitId) {
@@ -245,42 +258,55 @@ impl<D: Device> EngineInner<D> {
     /// Handles events until [`Event::Stop`]. Runs on the loader thread.
     pub(crate) fn run(&self, inbox: &Receiver<Event<D>>) {
         while let Ok(event) = inbox.recv() {
-            let now_ns = (self.clock)();
             let mut state = self.lock();
-            match event {
-                Event::Read(completion) => state.on_read(&self.context, completion, now_ns),
-                Event::PartFilled { token, target, kept, damage, decoded, work } => {
-                    let kind = decoded.map_or(TraceKind::Copy, |_| TraceKind::Decode);
-                    let bytes = decoded.unwrap_or(target.len()) as u64;
-                    state.on_worked(kind, split_token(token).0, bytes, work, now_ns);
-                    state.on_part_filled(&self.context, token, (target, kept), damage, now_ns);
+            // Handles what has arrived meanwhile too, so that few threads wait for the lock.
+            let more = std::iter::from_fn(|| inbox.try_recv().ok()).take(EVENTS_AT_ONCE - 1);
+            for event in std::iter::once(event).chain(more) {
+                let now_ns = (self.clock)();
+                if self.handle(&mut state, event, now_ns).is_break() {
+                    return;
                 }
-                Event::Checked { load, slot, mismatch, work } => {
-                    state.on_worked(TraceKind::Check, load, slot.len() as u64, work, now_ns);
-                    state.on_checked(&self.context, load, slot, mismatch, now_ns);
-                }
-                Event::Estimated { load, slot, needed, raw, work } => {
-                    state.on_worked(TraceKind::Encode, load, raw, work, now_ns);
-                    state.on_estimated(&self.context, load, slot, needed, now_ns);
-                }
-                Event::Encoded { load, raw, work } => {
-                    state.on_worked(TraceKind::Encode, load, raw, work, now_ns);
-                    state.on_encoded(&self.context, load, now_ns);
-                }
-                Event::JobPanicked(job) => state.on_job_panicked(&self.context, job, now_ns),
-                Event::Uploaded(upload) => state.on_uploaded(&self.context, upload, now_ns),
-                Event::Copied(copy) => state.on_copied(&self.context, copy),
-                Event::Released { unit, user, used_ns } => {
-                    state.release(unit, user, used_ns, now_ns);
-                }
-                Event::Freed => {}
-                Event::Stop => return,
             }
+            let now_ns = (self.clock)();
             state.advance(&self.context, now_ns);
             self.trace_memory(&mut state, now_ns);
             drop(state);
             self.changed.notify_all();
         }
+    }
+
+    /// Handles an event, unless it is [`Event::Stop`].
+    fn handle(&self, state: &mut EngineState<D>, event: Event<D>, now_ns: u64) -> ControlFlow<()> {
+        match event {
+            Event::Read(completion) => state.on_read(&self.context, completion, now_ns),
+            Event::PartFilled { token, target, kept, damage, decoded, work } => {
+                let kind = decoded.map_or(TraceKind::Copy, |_| TraceKind::Decode);
+                let bytes = decoded.unwrap_or(target.len()) as u64;
+                state.on_worked(kind, split_token(token).0, bytes, work, now_ns);
+                state.on_part_filled(&self.context, token, (target, kept), damage, now_ns);
+            }
+            Event::Checked { load, slot, mismatch, work } => {
+                state.on_worked(TraceKind::Check, load, slot.len() as u64, work, now_ns);
+                state.on_checked(&self.context, load, slot, mismatch, now_ns);
+            }
+            Event::Estimated { load, slot, needed, raw, work } => {
+                state.on_worked(TraceKind::Encode, load, raw, work, now_ns);
+                state.on_estimated(&self.context, load, slot, needed, now_ns);
+            }
+            Event::Encoded { load, raw, work } => {
+                state.on_worked(TraceKind::Encode, load, raw, work, now_ns);
+                state.on_encoded(&self.context, load, now_ns);
+            }
+            Event::JobPanicked(job) => state.on_job_panicked(&self.context, job, now_ns),
+            Event::Uploaded(upload) => state.on_uploaded(&self.context, upload, now_ns),
+            Event::Copied(copy) => state.on_copied(&self.context, copy),
+            Event::Released { unit, user, used_ns } => {
+                state.release(unit, user, used_ns, now_ns);
+            }
+            Event::Freed => {}
+            Event::Stop => return ControlFlow::Break(()),
+        }
+        ControlFlow::Continue(())
     }
 
     /// Begins to record a trace, and drops a running one.

@@ -67,6 +67,7 @@ mod gpu_reads;
 mod host_bytes;
 mod image;
 mod inner;
+mod joint;
 mod kept_image;
 mod layout;
 mod lease;
@@ -90,7 +91,9 @@ mod trace;
 mod unit;
 mod unit_load;
 mod unit_memory;
+mod unit_set;
 mod upload;
+mod visit_index;
 mod worker;
 
 pub use config::{

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Learns the order in which passes visit units, and predicts the next visits.
 
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::pass_kinds::PassKinds;
 use crate::unit::UnitId;
+use crate::visit_index::VisitIndex;
 
 /// The id of a pass. [`Engine::begin_pass`](crate::Engine::begin_pass) returns it, and
 /// [`Engine::end_pass`](crate::Engine::end_pass) accepts it.
@@ -16,6 +19,14 @@ pub struct PassId(pub u64);
 pub(crate) struct Passes {
     /// The expected order of the pass that runs or, if none does, of the next one.
     order: Vec<UnitId>,
+    /// The index of `order`, created when it is first needed after a change.
+    index: OnceCell<VisitIndex>,
+    /// The order of the pass that is expected next, unless it is of the same kind as this one.
+    next_order: Option<Arc<[UnitId]>>,
+    /// The index of `next_order`, created when it is first needed after a change.
+    next_index: OnceCell<VisitIndex>,
+    /// Changes when the expected visits change in another way than that the next one is made.
+    generation: u64,
     /// The number of the kind of pass that has this order.
     expected: u64,
     kinds: PassKinds,
@@ -39,8 +50,19 @@ struct PassProgress {
 impl Passes {
     pub(crate) fn new(order: Vec<UnitId>) -> Self {
         let kinds = PassKinds::expecting(order.clone());
-        let (running, last_id) = (BTreeMap::new(), PassId(0));
-        Self { order, expected: 0, kinds, running, lead: None, idle_position: 0, last_id }
+        Self {
+            order,
+            index: OnceCell::new(),
+            next_order: None,
+            next_index: OnceCell::new(),
+            generation: 0,
+            expected: 0,
+            kinds,
+            running: BTreeMap::new(),
+            lead: None,
+            idle_position: 0,
+            last_id: PassId(0),
+        }
     }
 
     /// Returns the kinds of passes that were seen.
@@ -62,10 +84,12 @@ impl Passes {
         self.last_id.0 += 1;
         let alone = self.running.is_empty();
         self.running.values_mut().for_each(|other| other.alone = false);
-        self.running.insert(self.last_id, PassProgress { position: 0, visits: Vec::new(), alone });
+        let visits = Vec::with_capacity(self.order.len());
+        self.running.insert(self.last_id, PassProgress { position: 0, visits, alone });
         if alone {
             self.lead = Some(self.last_id);
         }
+        self.generation += 1;
         self.last_id
     }
 
@@ -76,6 +100,7 @@ impl Passes {
         let progress = self.running.remove(&id)?;
         self.lead = self.running.keys().next_back().copied();
         self.idle_position = 0;
+        self.generation += 1;
         if !progress.alone || progress.visits.is_empty() {
             return None;
         }
@@ -83,61 +108,126 @@ impl Passes {
         if let Some((next, order)) = self.kinds.after(kind) {
             (self.expected, self.order) = (next, order.to_vec());
         }
+        self.on_order_changed();
         Some(kind)
     }
 
     /// Records a visit to `unit`.
     pub(crate) fn visit(&mut self, pass: Option<PassId>, unit: UnitId) {
-        let progress = pass.and_then(|id| self.running.get_mut(&id));
-        let Some(progress) = progress else {
-            if let Some(distance) = distance(&self.order, self.idle_position, unit) {
-                self.idle_position = (self.idle_position + distance + 1) % self.order.len().max(1);
+        let Some((pass, progress)) = pass.and_then(|id| Some((id, self.running.get_mut(&id)?)))
+        else {
+            if let Some(found) = self.find(self.idle_position, unit) {
+                let position = (found + 1) % self.order.len().max(1);
+                self.generation += u64::from(position != self.idle_position + 1);
+                self.idle_position = position;
             }
             return;
         };
-        self.lead = pass;
+        if self.lead != Some(pass) {
+            self.lead = Some(pass);
+            self.generation += 1;
+        }
         // Consecutive operations on the same unit are one visit.
         if progress.visits.last() == Some(&unit) {
             return;
         }
         progress.visits.push(unit);
-        let found = distance(&self.order, progress.position, unit);
-        if progress.alone {
-            if self.order.get(progress.position) != Some(&unit)
-                && let Some((kind, order)) = self.kinds.beginning_with(&progress.visits)
-            {
-                (self.expected, self.order) = (kind, order.to_vec());
-                progress.position = progress.visits.len();
-                return;
-            }
-            // If the order is wrong at this position, moves the visited unit here or inserts it.
-            match found {
-                Some(d) if progress.position + d < self.order.len() => {
-                    self.order[progress.position..=progress.position + d].rotate_right(1);
-                }
-                _ => self.order.insert(progress.position, unit),
-            }
-            progress.position += 1;
-        } else if let Some(d) = found {
-            progress.position = (progress.position + d + 1) % self.order.len();
+        let (position, alone) = (progress.position, progress.alone);
+        if self.order.get(position) == Some(&unit) {
+            // The order does not change. A pass that ran alone may visit its first units again.
+            progress.position =
+                if alone { position + 1 } else { (position + 1) % self.order.len() };
+            self.generation += u64::from(progress.position == 0);
+            return;
         }
+        self.generation += 1;
+        if !alone {
+            if let Some(found) = self.find(position, unit) {
+                self.progress(pass).position = (found + 1) % self.order.len();
+            }
+            return;
+        }
+        if let Some((kind, order)) = self.kinds.beginning_with(&progress.visits) {
+            (self.expected, self.order) = (kind, order.to_vec());
+            progress.position = progress.visits.len();
+        } else {
+            // The order is wrong at this position. Moves the visited unit here or inserts it.
+            match self.index().next(unit, position) {
+                Some(found) => self.order[position..=found].rotate_right(1),
+                None => self.order.insert(position, unit),
+            }
+            self.progress(pass).position += 1;
+        }
+        self.on_order_changed();
+    }
+
+    /// Adapts what depends on the order and on the expected kind of pass.
+    fn on_order_changed(&mut self) {
+        self.generation += 1;
+        self.index.take();
+        let next = self.kinds.after(self.expected).filter(|(next, _)| *next != self.expected);
+        let next = next.map(|(_, order)| order);
+        let is_known = match (&self.next_order, next) {
+            (Some(known), Some(next)) => Arc::ptr_eq(known, next),
+            (known, next) => known.is_none() && next.is_none(),
+        };
+        if !is_known {
+            self.next_order = next.cloned();
+            self.next_index.take();
+        }
+    }
+
+    fn progress(&mut self, pass: PassId) -> &mut PassProgress {
+        self.running.get_mut(&pass).expect("the caller found the pass")
+    }
+
+    fn index(&self) -> &VisitIndex {
+        self.index.get_or_init(|| VisitIndex::new(&self.order))
+    }
+
+    /// Returns the position of the next visit to `unit` in the cyclic order, or `None` if the order
+    /// does not contain the unit.
+    fn find(&self, from: usize, unit: UnitId) -> Option<usize> {
+        if self.order.get(from) == Some(&unit) {
+            return Some(from);
+        }
+        self.index().next(unit, from).or_else(|| self.index().next(unit, 0))
     }
 
     /// Returns the next expected visits, in order: those of the rest of the pass, and of the next
     /// one.
     pub(crate) fn ahead(&self) -> impl Iterator<Item = UnitId> + '_ {
-        self.ahead_of(self.lead_position())
+        let (rest, next) = self.ahead_of(self.lead_position());
+        rest.iter().chain(next).copied()
     }
 
-    /// Returns the expected visits from a position in the order.
-    fn ahead_of(&self, position: usize) -> impl Iterator<Item = UnitId> + '_ {
+    /// Returns the unit of the expected visit before which there are `distance` others.
+    pub(crate) fn ahead_at(&self, distance: usize) -> Option<UnitId> {
+        let (rest, next) = self.ahead_of(self.lead_position());
+        rest.get(distance).or_else(|| next.get(distance - rest.len())).copied()
+    }
+
+    /// Returns the number of visits that [`ahead`](Self::ahead) returns.
+    pub(crate) fn ahead_len(&self) -> usize {
+        let (rest, next) = self.ahead_of(self.lead_position());
+        rest.len() + next.len()
+    }
+
+    /// Returns where [`ahead`](Self::ahead) begins. As long as the first number does not change,
+    /// the expected visits after those between two positions are the same ones.
+    pub(crate) fn place(&self) -> (u64, usize) {
+        (self.generation, self.lead_position())
+    }
+
+    /// Returns the expected visits from a position in the order: of the rest of the pass, and of
+    /// the next one.
+    fn ahead_of(&self, position: usize) -> (&[UnitId], &[UnitId]) {
         let rest = &self.order[position.min(self.order.len())..];
-        let next = match self.kinds.after(self.expected) {
-            Some((next, order)) if next != self.expected => order,
+        match &self.next_order {
+            Some(order) => (rest, order),
             // The rest of the next pass is the same as that of this one.
-            _ => &self.order[..self.order.len() - rest.len()],
-        };
-        rest.iter().chain(next).copied()
+            None => (rest, &self.order[..self.order.len() - rest.len()]),
+        }
     }
 
     /// Returns the number of visits before the next expected visit to `unit` in any pass, or
@@ -145,7 +235,19 @@ impl Passes {
     pub(crate) fn next_use(&self, unit: UnitId) -> usize {
         let idle = self.running.is_empty().then_some(self.idle_position);
         let positions = self.running.values().map(|p| p.position).chain(idle);
-        let distance = |position| self.ahead_of(position).position(|expected| expected == unit);
+        let in_next = self
+            .next_order
+            .as_ref()
+            .map(|order| self.next_index.get_or_init(|| VisitIndex::new(order)).next(unit, 0));
+        let distance = |position: usize| {
+            let position = position.min(self.order.len());
+            let rest = self.order.len() - position;
+            match (self.index().next(unit, position), in_next) {
+                (Some(found), _) => Some(found - position),
+                (None, Some(in_next)) => Some(rest + in_next?),
+                (None, None) => Some(rest + self.index().next(unit, 0)?),
+            }
+        };
         positions.filter_map(distance).min().unwrap_or(usize::MAX)
     }
 
@@ -153,12 +255,6 @@ impl Passes {
         let lead = self.lead.and_then(|id| self.running.get(&id));
         lead.map_or(self.idle_position, |progress| progress.position)
     }
-}
-
-/// Returns the number of steps from `position` to the next visit to `unit` in the cyclic `order`,
-/// or `None` if the order does not contain the unit.
-fn distance(order: &[UnitId], position: usize, unit: UnitId) -> Option<usize> {
-    (0..order.len()).find(|d| order[(position + d) % order.len()] == unit)
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@
 
 use std::collections::VecDeque;
 
+use crate::joint::{JOINT_BYTES, batch_bytes};
 use crate::plan::{Bottleneck, NeverFits, OtherPass, Plan, PlanRequest, Residency, UnitDemand};
 use crate::unit::UnitId;
 
@@ -237,6 +238,9 @@ impl Preference {
         Self { storage_share: 0.99, compressible: 1.0, host_first: false };
 }
 
+/// The budget has room for so many groups of small units, so that groups that are kept and groups
+/// that are streamed alternate.
+const GROUPS: usize = 16;
 /// The most units for which all plans are tried.
 const EXHAUSTIVE_UNITS: usize = 6;
 
@@ -248,10 +252,13 @@ struct Planner<'a> {
     /// How many times all passes together visit each unit, for each pass of the request.
     visits: Vec<f64>,
     /// A rank for each unit, such that for any n, the n units with the lowest ranks are spread
-    /// evenly over the pass. The rank is the bit-reversed position of the unit in the first order
-    /// with the unit (a van der Corput sequence), or the lowest one if the unit is visited several
-    /// times.
+    /// evenly over the pass. The rank is the bit-reversed position of the unit's group in the first
+    /// order with the unit (a van der Corput sequence), or the lowest one if the unit is visited
+    /// several times. Only small units are in a group with others: neighbours are read by one
+    /// request if they are all streamed.
     spread: Vec<u32>,
+    /// The part of a request that reads each unit, if its group is streamed.
+    requests: Vec<f64>,
     smallest_budget_bytes: usize,
 }
 
@@ -265,17 +272,23 @@ impl<'a> Planner<'a> {
         let passes: Vec<_> = std::iter::once(PassDemand::main(request)).chain(others).collect();
         let mut visits = vec![0.0; request.units.len()];
         let mut spread = vec![u32::MAX; request.units.len()];
+        let mut requests = vec![1.0; request.units.len()];
+        let group_bytes = (request.budget_bytes / GROUPS).min(JOINT_BYTES) as u64;
         for pass in &passes {
             let known = visits.clone();
-            for (position, unit) in (0u32..).zip(pass.order) {
-                let i = unit.index();
-                visits[i] += pass.passes;
-                if known[i] == 0.0 {
-                    spread[i] = spread[i].min(position.reverse_bits());
+            let groups = groups(pass.order, request.units, group_bytes);
+            for (position, group) in (0u32..).zip(groups) {
+                for unit in group {
+                    let i = unit.index();
+                    visits[i] += pass.passes;
+                    if known[i] == 0.0 {
+                        spread[i] = spread[i].min(position.reverse_bits());
+                        requests[i] = 1.0 / group.len() as f64;
+                    }
                 }
             }
         }
-        Self { request, sets, passes, visits, spread, smallest_budget_bytes }
+        Self { request, sets, passes, visits, spread, requests, smallest_budget_bytes }
     }
 
     /// Replaces a plan by another one that is better: one that is faster, or that has the least
@@ -508,7 +521,17 @@ impl<'a> Planner<'a> {
 
     fn read_s(&self, i: usize) -> f64 {
         let rates = self.request.rates;
-        rates.read_latency_s + self.request.units[i].read_bytes as f64 / rates.read_bytes_per_s
+        let bytes = self.request.units[i].read_bytes as f64;
+        rates.read_latency_s * self.requests[i] + bytes / rates.read_bytes_per_s
+    }
+
+    /// Returns the duration of reading a unit into a ring, in seconds. A small ring has room for
+    /// few neighbours at a time.
+    fn read_into_s(&self, i: usize, ring: usize) -> f64 {
+        let rates = self.request.rates;
+        let bytes = self.request.units[i].read_bytes as f64;
+        let share = (bytes / batch_bytes(ring).max(1) as f64).clamp(self.requests[i], 1.0);
+        rates.read_latency_s * share + bytes / rates.read_bytes_per_s
     }
 
     /// Returns the plan for a residency, or `None` if the ring cannot hold the other units.
@@ -630,7 +653,7 @@ impl<'a> Planner<'a> {
                     }
                     let mut ready = room_at.max(near);
                     if residency[i] == Residency::Streamed {
-                        storage = storage.max(ready) + self.read_s(i);
+                        storage = storage.max(ready) + self.read_into_s(i, ring);
                         ready = storage;
                     }
                     let decode_s = self.decode_s(i, residency[i]);
@@ -652,6 +675,26 @@ impl<'a> Planner<'a> {
         }
         compute - begun
     }
+}
+
+/// Divides an order into groups of units that have at most `group_bytes` bytes or are a single one.
+fn groups<'a>(
+    order: &'a [UnitId],
+    units: &'a [UnitDemand],
+    group_bytes: u64,
+) -> impl Iterator<Item = &'a [UnitId]> {
+    let mut rest = order;
+    std::iter::from_fn(move || {
+        let mut bytes = 0;
+        let fits = |id: &&UnitId| {
+            bytes += units[id.index()].read_bytes;
+            bytes <= group_bytes
+        };
+        let count = rest.iter().take_while(fits).count().max(1);
+        let group;
+        (group, rest) = rest.split_at_checked(count)?;
+        Some(group)
+    })
 }
 
 /// A pass to predict.

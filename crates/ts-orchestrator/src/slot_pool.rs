@@ -29,9 +29,51 @@ pub(crate) struct SlotPool<D: Device> {
     aside: Mutex<Vec<SetAside>>,
     /// Detects writes to resident units.
     watch: Option<Arc<WriteWatch>>,
+    /// The memory of units that was freed.
+    freed: Arc<FreedMemory>,
     /// The number of references that streams have to host slots. A stream drops its references
     /// when it has finished its work.
     stream_references: Arc<AtomicUsize>,
+}
+
+/// Counts the memory of units that was freed, and says when the loader thread must know. Any thread
+/// frees memory, without a lock, and usually so little that nothing can be read into it yet.
+#[derive(Debug)]
+pub(crate) struct FreedMemory {
+    bytes: AtomicUsize,
+    report_at: AtomicUsize,
+}
+
+impl Default for FreedMemory {
+    /// Returns a counter that reports any memory.
+    fn default() -> Self {
+        Self { bytes: AtomicUsize::new(0), report_at: AtomicUsize::new(0) }
+    }
+}
+
+impl FreedMemory {
+    /// Adds freed memory. Returns whether to report it.
+    pub(crate) fn add(&self, bytes: usize) -> bool {
+        let before = self.bytes.fetch_add(bytes.max(1), Ordering::SeqCst);
+        let report_at = self.report_at.load(Ordering::SeqCst);
+        before + bytes.max(1) >= report_at && (before < report_at || report_at == 0)
+    }
+
+    /// Returns the number of bytes that were freed since the last [`reset`](Self::reset).
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn reset(&self) {
+        self.bytes.store(0, Ordering::SeqCst);
+    }
+
+    /// Reports once that this many bytes were freed since the last [`reset`](Self::reset), or with
+    /// 0 whenever memory is freed. Returns whether so many were freed already.
+    pub(crate) fn report_at(&self, bytes: usize) -> bool {
+        let before = self.report_at.swap(bytes, Ordering::SeqCst);
+        before != bytes && bytes > 0 && self.bytes() >= bytes
+    }
 }
 
 /// The slots on a device with its own memory.
@@ -153,6 +195,7 @@ impl<D: Device> SlotPool<D> {
             device: None,
             aside: Mutex::default(),
             watch,
+            freed: Arc::default(),
             stream_references: Arc::default(),
         })
     }
@@ -193,6 +236,7 @@ impl<D: Device> SlotPool<D> {
             device,
             aside: Mutex::default(),
             watch: None,
+            freed: Arc::default(),
             stream_references: Arc::default(),
         })
     }
@@ -318,18 +362,25 @@ impl<D: Device> SlotPool<D> {
                     .filter(|_| resident)
                     .and_then(|watch| watch.watch(buffer.clone()).ok().map(Arc::new));
                 let references = Arc::clone(&self.stream_references);
-                UnitMemory::host(buffer, watched, references, events)
+                UnitMemory::host(buffer, watched, references, (events, Arc::clone(&self.freed)))
             }
             (Slot::Device(buffer, copied), Some(slots)) => {
-                UnitMemory::device(buffer, copied, slots.pool.clone(), events)
+                let freed = (events, Arc::clone(&self.freed));
+                UnitMemory::device(buffer, copied, slots.pool.clone(), freed)
             }
             (Slot::Device(..), None) => unreachable!("a pool in host memory has no device slots"),
         }
     }
 
+    /// Returns the counter of the memory of units that was freed.
+    pub(crate) fn freed(&self) -> &FreedMemory {
+        &self.freed
+    }
+
     /// Returns memory on the host that was filled for one use.
     pub(crate) fn gathered(&self, buffer: Buffer, events: Sender<Event<D>>) -> UnitMemory<D> {
-        UnitMemory::host(buffer.freeze(), None, Arc::clone(&self.stream_references), events)
+        let references = Arc::clone(&self.stream_references);
+        UnitMemory::host(buffer.freeze(), None, references, (events, Arc::clone(&self.freed)))
     }
 
     /// Returns the memory for units that are kept compressed, or on the host.

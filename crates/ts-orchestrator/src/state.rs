@@ -26,9 +26,10 @@ use crate::Error;
 use crate::config::{ComputeTimes, Routing, Verify};
 use crate::context::EngineContext;
 use crate::encoding::is_worthwhile;
+use crate::joint::JointRead;
 use crate::kept_image::KeptImage;
 use crate::layout::ReadKind;
-use crate::pass::Passes;
+use crate::pass::{PassId, Passes};
 use crate::plan::{Plan, Rates, Residency};
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::Slot;
@@ -37,11 +38,13 @@ use crate::trace::{TraceEvent, TraceKind, TraceLog};
 use crate::unit::UnitId;
 use crate::unit_load::{QueuedDecode, QueuedRead, UnitLoad};
 use crate::unit_memory::UnitMemory;
-use crate::worker::Workers;
+use crate::unit_set::UnitSet;
+use crate::worker::{UnitCheck, Workers};
 
 pub(crate) use demand::Shortage;
 use guesses::Guesses;
 use pass_times::PassLog;
+use prefetch::Frontier;
 use routed::Routed;
 
 /// The mutable state of an engine.
@@ -70,6 +73,8 @@ pub(crate) struct EngineState<D: Device> {
     waited_limit: Option<(usize, Instant)>,
     /// Whether prefetching is paused until loads in flight have ended.
     pub(crate) paused: bool,
+    /// Whether resident units are streamed until their slots have pages.
+    pub(crate) postpones: bool,
     pub(crate) counters: EngineCounters,
     /// The number of copies to the device that have not ended.
     copies_running: usize,
@@ -82,14 +87,13 @@ pub(crate) struct EngineState<D: Device> {
     pub(crate) waiting_for_pass: HashSet<ThreadId>,
     /// The streamed units, except routed ones, that are present and that no thread uses or waits
     /// for.
-    idle: BTreeSet<UnitId>,
+    idle: UnitSet,
     /// The use of routed units.
     pub(crate) routed: Routed,
     /// The routed units that are likely to be used soon.
     pub(crate) guesses: Guesses,
-    /// How many expected visits ahead prefetching reaches. A released unit that is not needed
-    /// within these visits is evicted.
-    horizon: usize,
+    /// How far ahead the expected units are in memory or being loaded.
+    frontier: Frontier,
     loads: HashMap<u32, UnitLoad<D>>,
     next_load: u32,
     /// The rows that were gathered. Some may be dropped already.
@@ -110,6 +114,10 @@ pub(crate) struct EngineState<D: Device> {
     decodes: VecDeque<QueuedDecode>,
     /// The parts of slots that wait for a read into a bounce buffer, by token.
     targets: HashMap<u64, Target>,
+    /// The joint reads that were submitted, by token.
+    joints: HashMap<u64, JointRead>,
+    /// The units to compare with their checksums, for which no job was submitted yet.
+    checks: Vec<UnitCheck>,
     /// The number of parts that workers are copying or decoding.
     filling: usize,
     /// `None` once the engine is dropped.
@@ -143,8 +151,11 @@ pub(crate) struct LimitWait {
 pub(crate) struct UnitState<D: Device> {
     pub(crate) presence: Presence<D>,
     pub(crate) resident: bool,
-    /// The slot that is reserved for a resident unit while the unit is not loaded.
+    /// The slot that is reserved for a resident unit while the unit is not loaded into it.
     reserved: Option<Slot<D>>,
+    /// Whether a resident unit is in memory, or being loaded, like a streamed one, while its
+    /// reserved slot is empty.
+    postponed: bool,
     /// Whether the unit is kept compressed, or on the host for a device with its own memory.
     compressed: bool,
     /// The unit as it is kept, once it was read.
@@ -303,16 +314,17 @@ impl<D: Device> EngineState<D> {
             resized: false,
             waited_limit: None,
             paused: false,
+            postpones: false,
             counters: EngineCounters::default(),
             copies_running: 0,
             pass_log: PassLog::default(),
             trace: None,
             waiting_for_memory: HashSet::new(),
             waiting_for_pass: HashSet::new(),
-            idle: BTreeSet::new(),
+            idle: UnitSet::new(context.units.len()),
             routed: Routed::new(&context.units, routing),
             guesses: Guesses::new(),
-            horizon: 0,
+            frontier: Frontier::default(),
             loads: HashMap::new(),
             next_load: 0,
             gathered: Vec::new(),
@@ -324,6 +336,8 @@ impl<D: Device> EngineState<D> {
             urgent_decodes: VecDeque::new(),
             decodes: VecDeque::new(),
             targets: HashMap::new(),
+            joints: HashMap::new(),
+            checks: Vec::new(),
             filling: 0,
             backend: Some(backend),
             workers,
@@ -415,12 +429,12 @@ impl<D: Device> EngineState<D> {
         self.passes.set_planned();
         self.counters.replans += 1;
         self.idle.clear();
-        self.horizon = 0;
+        self.frontier = Frontier::default();
         for i in 0..self.units.len() {
             self.routed.remove_idle(UnitId(i as u32));
             let on_host = self.plan.residency[i] == Residency::Host;
             let unit = &mut self.units[i];
-            unit.presence = Presence::Absent;
+            (unit.presence, unit.postponed) = (Presence::Absent, false);
             (unit.reserved, unit.reserved_image) = (None, None);
             unit.image.take_if(|_| !on_host);
         }
@@ -589,10 +603,18 @@ impl<D: Device> EngineState<D> {
         let Some(memory) = index.and_then(|i| unit.evicted.remove(i).memory.upgrade()) else {
             return;
         };
-        // The unit does not need its reserved slot.
-        unit.reserved = None;
+        unit.postponed = unit.reserved.is_some();
         unit.presence = Presence::Present(memory);
         self.update_idle(id);
+    }
+
+    /// Records a visit to a unit.
+    pub(crate) fn visit(&mut self, pass: Option<PassId>, id: UnitId) {
+        if self.routed.contains(id) {
+            self.routed.visit(id);
+        } else {
+            self.passes.visit(pass, id);
+        }
     }
 
     /// Records that a call waits for a unit. Meanwhile, other calls do not evict the unit to free
@@ -605,7 +627,7 @@ impl<D: Device> EngineState<D> {
 
     /// Removes a unit that is used from the idle units.
     pub(crate) fn no_longer_idle(&mut self, id: UnitId) {
-        self.idle.remove(&id);
+        self.idle.remove(id);
         self.routed.remove_idle(id);
     }
 
@@ -623,7 +645,7 @@ impl<D: Device> EngineState<D> {
     fn update_idle(&mut self, id: UnitId) {
         let unit = &self.units[id.index()];
         let present = matches!(unit.presence, Presence::Present(_));
-        if present && unit.users.is_empty() && unit.waiters.is_empty() && !unit.resident {
+        if present && unit.users.is_empty() && unit.waiters.is_empty() && !unit.is_kept() {
             if self.guesses.open.contains_key(&id) {
                 // It is likely to be used soon.
             } else if self.routed.contains(id) {
@@ -671,10 +693,13 @@ impl<D: Device> EngineState<D> {
             let unit = &mut self.units[id.index()];
             // The unit stays resident only if there is a free slot for it.
             if unit.resident && unit.referenced_evictions() == 0 {
-                unit.reserved = context.slots.allocate(context.units[id.index()].layout.len).ok();
+                let slot_len = context.units[id.index()].layout.len;
+                let reserved = unit.reserved.take();
+                unit.reserved = reserved.or_else(|| context.slots.allocate(slot_len).ok());
             }
             unit.resident &= unit.reserved.is_some();
             unit.stats.resident = unit.resident;
+            self.frontier.retry = true;
         }
         self.units[id.index()].evicted.iter_mut().for_each(|evicted| evicted.modified = true);
     }
@@ -686,10 +711,12 @@ impl<D: Device> EngineState<D> {
 
     /// Evicts a unit. Returns its memory if the unit was present.
     fn take_present(&mut self, id: UnitId) -> Option<Arc<UnitMemory<D>>> {
-        self.idle.remove(&id);
+        self.idle.remove(id);
         self.routed.remove_idle(id);
+        self.retreat_to(id);
         let unit = &mut self.units[id.index()];
         let Presence::Present(memory) = std::mem::take(&mut unit.presence) else { return None };
+        unit.postponed = false;
         if let Some(trace) = &mut self.trace {
             let now_ns = trace.latest_ns();
             let bytes = unit.stats.slot_bytes as u64;
@@ -713,6 +740,7 @@ impl<D: Device> UnitState<D> {
             presence: Presence::Absent,
             resident: false,
             reserved: None,
+            postponed: false,
             compressed: false,
             image: None,
             shared_image: false,
@@ -730,13 +758,21 @@ impl<D: Device> UnitState<D> {
         }
     }
 
-    /// Returns whether the unit is resident, and no thread uses or waits for it.
+    /// Returns whether the unit stays in memory where it is.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.resident && !self.postponed
+    }
+
+    /// Returns whether the unit is resident, and no thread uses or waits for its slot.
     fn is_evictable(&self) -> bool {
         let free = match &self.presence {
             Presence::Present(memory) => Arc::strong_count(memory) == 1,
             Presence::Absent => self.reserved.is_some(),
             Presence::Loading => false,
         };
+        if self.postponed {
+            return self.reserved.is_some();
+        }
         self.resident && self.users.is_empty() && self.waiters.is_empty() && free
     }
 
@@ -750,7 +786,7 @@ impl<D: Device> UnitState<D> {
 
     /// Makes a resident unit a streamed one. Returns its reserved slot, if it is not loaded.
     fn demote(&mut self) -> Option<Slot<D>> {
-        (self.resident, self.stats.resident) = (false, false);
+        (self.resident, self.stats.resident, self.postponed) = (false, false, false);
         self.reserved.take()
     }
 

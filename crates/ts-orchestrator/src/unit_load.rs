@@ -39,6 +39,8 @@ pub(crate) struct QueuedRead {
     pub(crate) kind: ReadKind,
     /// The part of the compressed unit in memory that the read also fills.
     pub(crate) kept: Option<Buffer>,
+    /// Whether the read must not be joined with others, because a joint read has failed.
+    pub(crate) alone: bool,
 }
 
 /// A part of a kept unit in memory that is not copied or decoded yet.
@@ -195,7 +197,9 @@ impl<D: Device> UnitLoad<D> {
                     _ => None,
                 };
                 let (file, offset, required) = (read.file, read.file_offset, read.required);
-                work.reads.push(QueuedRead { token, file, offset, required, target, kind, kept });
+                let alone = false;
+                let read = QueuedRead { token, file, offset, required, target, kind, kept, alone };
+                work.reads.push(read);
             }
             load.pending += 1;
             let SlotRead { slot_offset, file, file_offset, len, .. } = read;

@@ -13,6 +13,7 @@ use ts_pool::{
 use ts_streams::{Device, HostFn, MemoryRange, Stream, StreamId};
 
 use crate::event::Event;
+use crate::slot_pool::FreedMemory;
 
 /// The memory of a loaded unit. Dropping the last reference frees its slot.
 #[derive(Debug)]
@@ -20,13 +21,16 @@ pub(crate) struct UnitMemory<D: Device> {
     watched: Option<Arc<WatchedBuffer>>,
     /// `None` only while this value is dropped.
     bytes: Option<Bytes<D>>,
-    /// Receives [`Event::Freed`].
-    events: Sender<Event<D>>,
+    /// Receives [`Event::Freed`], when the counter says so.
+    freed: Freed<D>,
     /// The checksums of the bytes at the time of [`seal`](Self::seal).
     seal: Mutex<Option<Digest>>,
     /// The id of the process that loaded the unit.
     process: u32,
 }
+
+/// Where freed memory is reported, and its counter.
+type Freed<D> = (Sender<Event<D>>, Arc<FreedMemory>);
 
 #[derive(Debug)]
 enum Bytes<D: Device> {
@@ -51,24 +55,24 @@ impl<D: Device> UnitMemory<D> {
         buffer: SharedBuffer,
         watched: Option<Arc<WatchedBuffer>>,
         stream_references: Arc<AtomicUsize>,
-        events: Sender<Event<D>>,
+        freed: Freed<D>,
     ) -> Self {
         let bytes = Bytes::Host { buffer, streams: Mutex::default(), stream_references };
-        Self::new(bytes, watched, events)
+        Self::new(bytes, watched, freed)
     }
 
     pub(crate) fn device(
         buffer: DeviceBuffer<D>,
         copied: Option<D::Event>,
         pool: StreamOrderedPool<D>,
-        events: Sender<Event<D>>,
+        freed: Freed<D>,
     ) -> Self {
-        Self::new(Bytes::Device { buffer, copied, pool }, None, events)
+        Self::new(Bytes::Device { buffer, copied, pool }, None, freed)
     }
 
-    fn new(bytes: Bytes<D>, watched: Option<Arc<WatchedBuffer>>, events: Sender<Event<D>>) -> Self {
+    fn new(bytes: Bytes<D>, watched: Option<Arc<WatchedBuffer>>, freed: Freed<D>) -> Self {
         let (bytes, process) = (Some(bytes), std::process::id());
-        Self { watched, bytes, events, seal: Mutex::new(None), process }
+        Self { watched, bytes, freed, seal: Mutex::new(None), process }
     }
 
     fn bytes(&self) -> &Bytes<D> {
@@ -167,16 +171,25 @@ impl<D: Device> Drop for UnitMemory<D> {
             return;
         }
         drop(self.watched.take());
-        if let Some(Bytes::Host { buffer, streams, stream_references }) = self.bytes.take() {
-            for (_, stream) in streams.into_inner() {
-                let reference =
-                    StreamReference::new(buffer.clone(), self.events.clone(), &stream_references);
-                // A stream that accepts no work has no work left to wait for.
-                let _ = stream.launch_host_fn(HostFn::new(move || drop(reference)));
+        let (events, freed) = &self.freed;
+        let mut freed_bytes = 0;
+        match self.bytes.take() {
+            Some(Bytes::Host { buffer, streams, stream_references }) => {
+                freed_bytes = buffer.len();
+                for (_, stream) in streams.into_inner() {
+                    let reference =
+                        StreamReference::new(buffer.clone(), events.clone(), &stream_references);
+                    // A stream that accepts no work has no work left to wait for.
+                    let _ = stream.launch_host_fn(HostFn::new(move || drop(reference)));
+                }
             }
+            Some(Bytes::Device { buffer, .. }) => freed_bytes = buffer.len(),
+            None => {}
         }
-        // Fails only if the engine is gone. Then no unit waits for the memory.
-        let _ = self.events.send(Event::Freed);
+        if freed.add(freed_bytes) {
+            // Fails only if the engine is gone. Then no unit waits for the memory.
+            let _ = events.send(Event::Freed);
+        }
     }
 }
 

@@ -35,12 +35,28 @@ pub(crate) enum Job {
         /// Memory for a copy of the stored bytes.
         kept: Option<Buffer>,
     },
-    /// Compares a unit with its checksums. The result is an [`Event::Checked`].
-    Check { load: u32, slot: Buffer, checks: Arc<[TensorCheck]> },
     /// Estimates how long a unit is when it is encoded. The result is an [`Event::Estimated`].
     Estimate { load: u32, slot: Buffer, pieces: Arc<Pieces> },
     /// Encodes a piece of a unit. The result is an [`Event::Encoded`].
     Encode { load: u32, encoding: Arc<Encoding>, piece: usize },
+}
+
+/// A comparison of a unit with its checksums. The result is an [`Event::Checked`].
+#[derive(Debug)]
+pub(crate) struct UnitCheck {
+    pub(crate) load: u32,
+    pub(crate) slot: Buffer,
+    pub(crate) checks: Arc<[TensorCheck]>,
+    /// Whether a call waits for the unit.
+    pub(crate) urgent: bool,
+}
+
+impl UnitCheck {
+    fn run<D: Device>(self) -> Event<D> {
+        let (Self { load, slot, checks, .. }, started) = (self, Instant::now());
+        let mismatch = checks.iter().find_map(|check| check.mismatch(&slot));
+        Event::Checked { load, slot, mismatch, work: Work::since(started) }
+    }
 }
 
 /// Bytes to copy or decode.
@@ -114,16 +130,39 @@ impl<D: Device> Workers<D> {
             (_, true) => StreamPriority::High,
             (_, false) => StreamPriority::Normal,
         };
-        let stream = self.streams.priority_stream(priority).expect("each priority has a stream");
         let (tools, events, panicked) =
             (Arc::clone(&self.tools), self.events.clone(), job.if_panicked());
-        let work = HostFn::new(move || {
-            let event = catch_unwind(AssertUnwindSafe(|| job.run(&tools)));
-            // Fails only if the engine is gone. Then the buffers return to their pool here.
-            let _ = events.send(event.unwrap_or(Event::JobPanicked(panicked)));
+        self.launch(priority, move || report(&events, panicked, || job.run(&tools)));
+    }
+
+    /// Queues comparisons that one thread makes, one after the other.
+    pub(crate) fn submit_checks(&self, checks: Vec<UnitCheck>) {
+        let urgent = checks.iter().any(|check| check.urgent);
+        let priority = if urgent { StreamPriority::High } else { StreamPriority::Normal };
+        let events = self.events.clone();
+        self.launch(priority, move || {
+            for check in checks {
+                report(&events, PanickedJob::Slot(check.load), || check.run());
+            }
         });
+    }
+
+    fn launch(&self, priority: StreamPriority, work: impl FnOnce() + Send + 'static) {
+        let stream = self.streams.priority_stream(priority).expect("each priority has a stream");
+        let work = HostFn::new(work);
         stream.launch_host_fn(work).expect("panics of jobs are caught, so no stream fails");
     }
+}
+
+/// Does work and reports its result, or that it panicked.
+fn report<D: Device>(
+    events: &Sender<Event<D>>,
+    panicked: PanickedJob,
+    work: impl FnOnce() -> Event<D>,
+) {
+    let event = catch_unwind(AssertUnwindSafe(work));
+    // Fails only if the engine is gone. Then the buffers return to their pool here.
+    let _ = events.send(event.unwrap_or(Event::JobPanicked(panicked)));
 }
 
 impl Job {
@@ -131,7 +170,7 @@ impl Job {
     fn if_panicked(&self) -> PanickedJob {
         match self {
             Job::FillPart { token, .. } => PanickedJob::FillPart(*token),
-            Job::Check { load, .. } | Job::Estimate { load, .. } => PanickedJob::Slot(*load),
+            Job::Estimate { load, .. } => PanickedJob::Slot(*load),
             Job::Encode { load, .. } => PanickedJob::Encode(*load),
         }
     }
@@ -154,11 +193,6 @@ impl Job {
                 };
                 drop(from);
                 Event::PartFilled { token, target, kept, damage, decoded, work }
-            }
-            Job::Check { load, slot, checks } => {
-                let started = Instant::now();
-                let mismatch = checks.iter().find_map(|check| check.mismatch(&slot));
-                Event::Checked { load, slot, mismatch, work: Work::since(started) }
             }
             Job::Estimate { load, slot, pieces } => {
                 let started = Instant::now();

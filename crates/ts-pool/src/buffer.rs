@@ -85,6 +85,12 @@ impl Buffer {
         Ok(())
     }
 
+    /// Returns whether [`HostPool::populate`] has populated the block of this buffer, or leaves it
+    /// out.
+    pub fn is_populated(&self) -> bool {
+        self.block.is_populated()
+    }
+
     /// Returns the offset of this part in its block, in bytes.
     pub fn offset(&self) -> usize {
         self.offset

@@ -78,6 +78,7 @@ mod ordered;
 #[cfg_attr(not(target_os = "linux"), path = "page_store_portable.rs")]
 mod page_store;
 mod pool;
+mod population;
 mod replay;
 #[cfg(target_os = "linux")]
 mod send_queue;

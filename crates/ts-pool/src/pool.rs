@@ -9,6 +9,7 @@ use ts_streams::{Device, MemoryRange, Registration};
 
 use crate::arena::{Arena, BLOCK_ALIGN};
 use crate::offset::{BlockId, OffsetAllocator, Owner};
+use crate::population::Population;
 use crate::{Budget, Error, Reservation};
 
 /// A pool that sub-allocates [`Buffer`](crate::Buffer)s from one range of host memory.
@@ -38,6 +39,7 @@ struct PoolInner {
     /// Keeps all pages locked for a device. Dropped before the memory.
     registration: Mutex<Option<Registration>>,
     arena: Arena,
+    population: Population,
     state: Mutex<PoolState>,
     /// Whether freed blocks return their pages to the system.
     retired: AtomicBool,
@@ -156,6 +158,7 @@ impl HostPool {
         let inner = PoolInner {
             registration: Mutex::default(),
             arena: allocate(capacity)?,
+            population: Population::new(capacity),
             state: Mutex::new(state),
             retired: AtomicBool::new(false),
             _reservation: reservation,
@@ -243,13 +246,24 @@ impl HostPool {
     ///
     /// Allocating a page on first touch can take longer than reading it from a disk. Populating the
     /// pages before a read therefore makes the read faster. Blocks until the pages are allocated.
-    /// Buffers in the range may be in use. Has no effect on the memory of
-    /// [`for_device`](Self::for_device) pools, on Linux before 5.14, and on other systems.
+    /// Buffers in the range may be in use. Leaves out memory near buffers that are or were
+    /// [watched](crate::WriteWatch) or returned to the system, and what was populated already. Has
+    /// no effect on the memory of [`for_device`](Self::for_device) pools, on Linux before 5.14, and
+    /// on other systems.
     ///
     /// # Panics
     /// Panics if the range is not inside the pool.
     pub fn populate(&self, range: std::ops::Range<usize>) {
-        self.inner.arena.populate(range.start, range.len());
+        let arena = &self.inner.arena;
+        self.inner.population.populate(range, |part| arena.populate(part.start, part.len()));
+    }
+
+    /// Excludes the memory at these addresses from [`populate`](Self::populate). Waits a few
+    /// milliseconds if it is being populated.
+    pub(crate) fn settle(&self, addresses: std::ops::Range<usize>) {
+        let (base, len) = (self.inner.arena.at(0).as_ptr().addr(), self.inner.arena.len());
+        let at = |address: usize| address.saturating_sub(base).min(len);
+        self.inner.population.settle(at(addresses.start)..at(addresses.end));
     }
 
     /// Returns the current statistics. Coalesces free blocks, to determine the largest one.
@@ -320,6 +334,18 @@ impl Block {
         self.ptr.as_ptr().addr() - self.pool.inner.arena.at(0).as_ptr().addr()
     }
 
+    /// Returns whether the pages of the block were populated, or are not to be.
+    pub(crate) fn is_populated(&self) -> bool {
+        let offset = self.offset();
+        self.pool.inner.population.is_done(offset..offset + self.size)
+    }
+
+    /// Excludes the block from [`HostPool::populate`].
+    fn settle(&self) {
+        let offset = self.offset();
+        self.pool.inner.population.settle(offset..offset + self.size);
+    }
+
     /// Maps the pages of a file over the block, until it is freed, and drops `owner` then. `shared`
     /// says whether writes go to the file. Returns whether it did.
     ///
@@ -336,6 +362,7 @@ impl Block {
         if self.registration.is_some() || self.pool.is_registered() {
             return false;
         }
+        self.settle();
         let (offset, arena) = (self.offset(), &self.pool.inner.arena);
         // SAFETY: this block owns the range until it is dropped. The rest is the caller's
         // obligation.
@@ -383,6 +410,7 @@ impl Block {
         if registration.is_some() {
             return;
         }
+        self.settle();
         let offset = self.offset();
         // SAFETY: this block owns the range until it is dropped, and has no buffer, so no thread
         // accesses the range. The next owner relies only on initialised bytes, and zeros are

@@ -121,6 +121,10 @@ impl WriteWatch {
     /// Adds or removes the write protection of the pages of a buffer.
     fn protect(&self, buffer: &SharedBuffer, protect: bool) -> Result<(), Errno> {
         let pages = pages_of(buffer);
+        if protect {
+            // Populating a page would look like a write.
+            self.pool.settle(pages.clone());
+        }
         let range = UffdioRange { start: pages.start as u64, len: pages.len() as u64 };
         let mut argument = UffdioWriteProtect { range, mode: u64::from(protect) };
         match run(&self.userfaultfd, WRITE_PROTECT, &mut argument) {
@@ -345,6 +349,22 @@ mod tests {
         assert_eq!(watched.written(), pages);
         assert_eq!(watched.written(), pages, "`written` does not reset the protection");
         assert_eq!(watched.buffer()[5 * MIB + 1], 7, "the write takes effect");
+    }
+
+    #[test]
+    fn populating_is_not_a_write() {
+        let (pool, watch) = pool_of(16 * MIB);
+        let Some(watch) = watch else { return };
+        let mut buffers: Vec<_> = (0..4).map(|_| pool.allocate(4 * MIB).unwrap()).collect();
+        pool.populate(3 * MIB..7 * MIB);
+        let last = buffers.pop().unwrap();
+        let watched: Vec<_> =
+            buffers.into_iter().map(|buffer| watch.watch(buffer.freeze()).unwrap()).collect();
+        pool.populate(0..16 * MIB);
+        assert!(!WriteWatch::any_written(&watched));
+        assert!(last.is_populated());
+        write(watched[1].buffer(), 100);
+        assert_eq!(watched[1].written().len(), 1);
     }
 
     #[test]

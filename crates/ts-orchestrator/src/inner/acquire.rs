@@ -26,6 +26,29 @@ type Memory<D> = Vec<Arc<UnitMemory<D>>>;
 type Acquired<D> = (Memory<D>, bool);
 
 impl<D: Device> EngineInner<D> {
+    /// Acquires one unit like [`acquire`](Self::acquire). Allocates nothing if the unit is in
+    /// memory.
+    pub(crate) fn acquire_one(
+        &self,
+        pass: Option<PassId>,
+        unit: UnitId,
+        interrupt: Interrupt<'_>,
+    ) -> Result<(Arc<UnitMemory<D>>, u64), Error> {
+        let asked_ns = (self.clock)();
+        let mut state = self.lock();
+        state.visit(pass, unit);
+        if let Some(memory) = state.take_one(unit) {
+            state.promote_guess(unit);
+            state.no_longer_idle(unit);
+            state.advance(&self.context, asked_ns);
+            let now_ns = (self.clock)();
+            state.pass_log.count_call(0, now_ns.saturating_sub(asked_ns));
+            return Ok((memory, now_ns));
+        }
+        let (mut memory, now_ns) = self.wait_to_use(state, &[unit], asked_ns, interrupt)?;
+        Ok((memory.pop().expect("the unit was acquired"), now_ns))
+    }
+
     /// Blocks until all units are in memory. Marks the units as used by this thread. Returns their
     /// memory, and the current time in nanoseconds.
     pub(crate) fn acquire(
@@ -39,11 +62,20 @@ impl<D: Device> EngineInner<D> {
         let mut state = self.lock();
         state.add_together(units);
         for &unit in units {
-            if state.routed.contains(unit) {
-                state.routed.visit(unit);
-            } else {
-                state.passes.visit(pass, unit);
-            }
+            state.visit(pass, unit);
+        }
+        self.wait_to_use(state, units, asked_ns, interrupt)
+    }
+
+    /// Blocks until all visited units are in memory. Marks them as used by this thread.
+    fn wait_to_use(
+        &self,
+        mut state: StateGuard<'_, D>,
+        units: &[UnitId],
+        asked_ns: u64,
+        interrupt: Interrupt<'_>,
+    ) -> Result<(Memory<D>, u64), Error> {
+        for &unit in units {
             state.add_waiter(unit);
         }
         let (mut state, result) = self.wait_for_units(state, units, interrupt);
@@ -73,7 +105,7 @@ impl<D: Device> EngineInner<D> {
     /// time in nanoseconds.
     pub(crate) fn try_acquire(&self, unit: UnitId) -> Option<(Arc<UnitMemory<D>>, u64)> {
         let mut state = self.lock();
-        let memory = state.take(&[unit])?.pop()?;
+        let memory = state.take_one(unit)?;
         state.no_longer_idle(unit);
         Some((memory, (self.clock)()))
     }

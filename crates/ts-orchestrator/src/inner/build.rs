@@ -13,6 +13,7 @@ use crate::Error;
 use crate::config::{Decoding, EngineConfig, Verify};
 use crate::context::EngineContext;
 use crate::event::Event;
+use crate::populate::Populator;
 use crate::row_cache::RowCache;
 use crate::sizing::{Place, Sizing};
 use crate::slot_pool::{DeviceSizes, SlotPool};
@@ -82,10 +83,7 @@ impl<D: Device> EngineInner<D> {
                 };
                 SlotPool::on_device(device, &budget, sizes, &events)
             }
-            None => {
-                let watch = config.watch_writes && config.populate == 0;
-                SlotPool::on_host(&budget, plan.peak_bytes(), watch)
-            }
+            None => SlotPool::on_host(&budget, plan.peak_bytes(), config.watch_writes),
         };
         let slots = slots.map_err(system)?;
         let sink = events.clone();
@@ -114,6 +112,11 @@ impl<D: Device> EngineInner<D> {
             timeout,
             events,
         };
+        // Populating shared pages would copy them.
+        let populates = device.is_none() && config.shared_pages.is_none();
+        let populate = if config.shared_pages.is_some() { 0 } else { config.populate };
+        let populator = (populate > 0).then(|| Populator::new(&context.slots.host, populate, 0));
+        let populate_in_passes = if populates { config.populate_in_passes } else { 0 };
         let state = EngineState::new(
             &context,
             order,
@@ -140,6 +143,8 @@ impl<D: Device> EngineInner<D> {
             rates: config.rates,
             compute: config.compute,
             worker_count,
+            populator: Mutex::new(populator),
+            populate_in_passes,
             clock: config.clock,
             process: std::process::id(),
         };

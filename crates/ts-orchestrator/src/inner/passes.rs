@@ -9,6 +9,7 @@ use crate::config::Interrupt;
 use crate::pass::PassId;
 use crate::plan::{CurvePoint, NeverFits, Plan, PlanRequest, Rates};
 use crate::planner::{plan, predict};
+use crate::populate::Populator;
 use crate::prepared::PreparedUnit;
 use crate::state::EngineState;
 use crate::stats::PassTimes;
@@ -53,6 +54,9 @@ impl<D: Device> EngineInner<D> {
 
     fn begin(&self, state: &mut EngineState<D>) -> PassId {
         state.counters.passes += 1;
+        if state.counters.passes == 1 {
+            self.populate_ahead(state);
+        }
         let alone = state.passes.running() == 0;
         let id = state.passes.begin();
         state.routed.begin_pass();
@@ -61,6 +65,17 @@ impl<D: Device> EngineInner<D> {
         state.pass_log.begin(id, alone, totals, now_ns);
         state.advance(&self.context, now_ns);
         id
+    }
+
+    /// Starts to pre-fault memory, that of streamed units first.
+    fn populate_ahead(&self, state: &mut EngineState<D>) {
+        let mut populator = self.populator.lock();
+        if populator.is_none() && self.populate_in_passes > 0 && !state.has_new_limit() {
+            let pool = &self.context.slots.host;
+            let begun = Populator::new(pool, self.populate_in_passes, state.plan.resident_bytes);
+            state.postpones = begun.has_threads();
+            *populator = Some(begun);
+        }
     }
 
     pub(crate) fn end_pass(&self, pass: PassId) -> bool {
@@ -127,6 +142,7 @@ impl<D: Device> EngineInner<D> {
             trace.add(TraceEvent::new(TraceKind::Replan, now_ns, now_ns));
         }
         state.paused = false;
+        state.retry_prefetch();
         // Before the first pass, nothing is read.
         if state.counters.passes > 0 {
             state.advance(&self.context, (self.clock)());
@@ -164,6 +180,13 @@ impl<D: Device> EngineInner<D> {
                 smallest_budget_bytes: refusal.smallest_budget_bytes.saturating_add(buffers),
                 ..refusal
             }));
+        }
+        if slots < before {
+            // Memory is short. What is needed gets its pages when it is read.
+            state.postpones = false;
+            if let Some(populator) = &*self.populator.lock() {
+                populator.stop();
+            }
         }
         state.give_back(&self.context);
         if state.has_new_limit() {

@@ -387,3 +387,26 @@ proptest! {
         prop_assert_eq!(again, plan);
     }
 }
+
+#[test]
+fn small_neighbours_are_streamed_together() {
+    let units: Vec<UnitDemand> =
+        (0..256).map(|i| UnitDemand::new(i.to_string(), 64 << 10)).collect();
+    let order: Vec<UnitId> = (0..256).map(UnitId).collect();
+    let half = plan(&PlanRequest::new(&units, &order, 8 << 20)).unwrap();
+    let changes = half.residency.windows(2).filter(|pair| pair[0] != pair[1]).count();
+    let streamed = half.residency.iter().filter(|&&of| of == Residency::Streamed).count();
+    assert!(streamed >= 128);
+    // Most requests can read eight of them, a sixteenth of the budget.
+    assert!(changes <= 2 * (streamed / 8) + 2, "{changes} changes, {streamed} streamed units");
+}
+
+#[test]
+fn large_units_are_groups_of_their_own() {
+    let sizes = [3 << 20, 4 << 10, 4 << 10, 3 << 20, 1 << 20, 1 << 10];
+    let units: Vec<UnitDemand> =
+        sizes.iter().map(|&bytes| UnitDemand::new("unit", bytes)).collect();
+    let order: Vec<UnitId> = (0..6).map(UnitId).collect();
+    let lens: Vec<usize> = groups(&order, &units, 1 << 20).map(<[UnitId]>::len).collect();
+    assert_eq!(lens, [1, 2, 1, 1, 1]);
+}

@@ -8,6 +8,7 @@ use ts_pool::Buffer;
 use ts_streams::Device;
 
 use crate::context::EngineContext;
+use crate::event::Event;
 use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::{AllocationError, LoadBuffers};
@@ -36,6 +37,30 @@ impl<D: Device> EngineState<D> {
     /// Starts to load the absent units of a set that a call waits for: all of them or none. Their
     /// reads come before all others.
     pub(crate) fn demand(
+        &mut self,
+        context: &EngineContext<D>,
+        set: &[UnitId],
+        now_ns: u64,
+    ) -> Result<(), Shortage> {
+        let freed = context.slots.freed().bytes();
+        let result = self.try_demand(context, set, now_ns);
+        if result.is_err() {
+            self.report_all_freed(context, freed);
+        }
+        result
+    }
+
+    /// Makes the loader thread wake threads that wait for memory whenever some is freed. `before`
+    /// is how much was freed before the caller looked for memory.
+    fn report_all_freed(&self, context: &EngineContext<D>, before: usize) {
+        let freed = context.slots.freed();
+        freed.report_at(0);
+        if freed.bytes() != before {
+            let _ = context.events.send(Event::Freed);
+        }
+    }
+
+    fn try_demand(
         &mut self,
         context: &EngineContext<D>,
         set: &[UnitId],
@@ -91,13 +116,13 @@ impl<D: Device> EngineState<D> {
     /// Returns the unit to evict for a set: an idle routed unit, then the idle ordered unit that is
     /// needed last, then the expected unit that is needed last.
     fn victim(&self, needed: usize) -> Option<UnitId> {
-        let ordered = || self.idle.iter().copied().max_by_key(|&unit| self.passes.next_use(unit));
+        let ordered = || self.idle.iter().max_by_key(|&unit| self.passes.next_use(unit));
         let is_unused = |id: &UnitId| {
             let unit = &self.units[id.index()];
             matches!(unit.presence, Presence::Present(_))
                 && unit.users.is_empty()
                 && unit.waiters.is_empty()
-                && !unit.resident
+                && !unit.is_kept()
         };
         let expected = || self.routed.expected().rev().find(is_unused);
         self.routed.victim(needed).or_else(ordered).or_else(expected)
@@ -106,6 +131,20 @@ impl<D: Device> EngineState<D> {
     /// Allocates host memory for a unit that exists only for one load. Evicts other units if
     /// necessary.
     pub(crate) fn allocate_on_host(
+        &mut self,
+        context: &EngineContext<D>,
+        prepared: &PreparedUnit,
+        now_ns: u64,
+    ) -> Result<Buffer, Shortage> {
+        let freed = context.slots.freed().bytes();
+        let result = self.try_allocate_on_host(context, prepared, now_ns);
+        if result.is_err() {
+            self.report_all_freed(context, freed);
+        }
+        result
+    }
+
+    fn try_allocate_on_host(
         &mut self,
         context: &EngineContext<D>,
         prepared: &PreparedUnit,
@@ -146,13 +185,16 @@ impl<D: Device> EngineState<D> {
         let mut allocated: Vec<(UnitId, LoadBuffers<D>, bool)> = Vec::with_capacity(ids.len());
         for &id in ids {
             let reserved = self.units[id.index()].reserved.is_some();
-            match self.allocate(context, id) {
+            let in_ring = self.allocate_postponed(context, id).ok().flatten();
+            match in_ring.map_or_else(|| self.allocate(context, id), Ok) {
                 Ok(buffers) => allocated.push((id, buffers, reserved)),
                 Err(error) => {
                     for (id, buffers, reserved) in allocated {
                         let unit = &mut self.units[id.index()];
                         let (slot, kept) = buffers.into_slot();
-                        unit.reserved = Some(slot).filter(|_| reserved);
+                        if !std::mem::take(&mut unit.postponed) {
+                            unit.reserved = Some(slot).filter(|_| reserved);
+                        }
                         unit.reserved_image = kept.or_else(|| unit.reserved_image.take());
                     }
                     return Err(error);
@@ -170,7 +212,9 @@ impl<D: Device> EngineState<D> {
             unit.image.is_some() || (unit.compressed && unit.reserved_image.is_some())
         };
         if let Some(last) = self.units.iter().rposition(UnitState::is_evictable) {
-            self.evict(UnitId(last as u32));
+            if self.units[last].is_kept() {
+                self.evict(UnitId(last as u32));
+            }
             drop(self.units[last].demote());
         } else if let Some(last) =
             self.units.iter().rposition(has_image).filter(|_| !context.slots.is_staged())
@@ -190,7 +234,7 @@ impl<D: Device> EngineState<D> {
         self.plan_outdated = true;
         let occupies_ring = |unit: &mut UnitState<D>| match unit.presence {
             Presence::Absent => unit.referenced_evictions() > 0,
-            _ => !unit.resident,
+            _ => !unit.is_kept(),
         };
         let absent = self.absent(set);
         let sizes = self.units.iter_mut().zip(&context.units).enumerate();
@@ -213,8 +257,9 @@ impl<D: Device> EngineState<D> {
                 && !unit.waiters.is_empty()
                 && matches!(&unit.presence, Presence::Present(memory) if unreferenced(memory))
             {
+                let was_kept = unit.is_kept();
                 self.evict(UnitId(index as u32));
-                if self.units[index].resident {
+                if was_kept {
                     drop(self.units[index].demote());
                     self.note_streamed(context, set);
                 }
@@ -240,7 +285,7 @@ impl<D: Device> EngineState<D> {
                 && unit.users.is_empty()
                 && matches!(unit.presence, Presence::Present(_))
         };
-        let in_use = |unit: &&UnitState<D>| !unit.resident && !unit.users.is_empty();
+        let in_use = |unit: &&UnitState<D>| !unit.is_kept() && !unit.users.is_empty();
         let can_end = |unit: &UnitState<D>| unit.users.iter().any(|user| !is_waiting(user));
         let can_drop = |rows: &GatheredRows<D>| !is_waiting(&rows.user);
         if self.is_loading()

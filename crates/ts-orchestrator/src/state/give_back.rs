@@ -40,8 +40,9 @@ impl<D: Device> EngineState<D> {
     fn give_back_unit(&mut self, context: &EngineContext<D>, id: UnitId) -> usize {
         let unit = &mut self.units[id.index()];
         let kept = if unit.is_evictable() {
+            let in_slot = unit.is_kept();
             let reserved = unit.demote();
-            let present = self.take_present(id);
+            let present = in_slot.then(|| self.take_present(id)).flatten();
             let present = present.and_then(Arc::into_inner).and_then(UnitMemory::into_host);
             present.or_else(|| reserved.and_then(Slot::into_host))
         } else if unit.compressed {
@@ -63,6 +64,7 @@ impl<D: Device> EngineState<D> {
     pub(super) fn take_back(&mut self, context: &EngineContext<D>) -> bool {
         let took = context.slots.take_back(self.slot_limit.max(self.planned_limit));
         self.resized |= took;
+        self.frontier.retry |= took;
         took
     }
 }

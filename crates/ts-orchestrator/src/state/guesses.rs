@@ -152,7 +152,7 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Puts the reads of a guessed unit before other reads, because the unit is needed now.
-    pub(super) fn promote_guess(&mut self, id: UnitId) {
+    pub(crate) fn promote_guess(&mut self, id: UnitId) {
         if let Some(load) = self.guessed_load(id) {
             self.urgent.extend(self.guesses.take_reads(load));
         }

@@ -26,16 +26,17 @@ impl<D: Device> EngineState<D> {
         if !self.are_all_present(ids) {
             return None;
         }
-        let take = |&id: &UnitId| {
-            let unit = &mut self.units[id.index()];
-            let Presence::Present(memory) = &unit.presence else {
-                unreachable!("all units are present")
-            };
-            unit.users.push(std::thread::current().id());
-            unit.used_since_load = true;
-            Arc::clone(memory)
-        };
-        Some(ids.iter().map(take).collect())
+        ids.iter().map(|&id| self.take_one(id)).collect()
+    }
+
+    /// Returns the memory of a unit if it is present, and marks it as used by this thread.
+    pub(crate) fn take_one(&mut self, id: UnitId) -> Option<Arc<UnitMemory<D>>> {
+        self.restore_evicted(id);
+        let unit = &mut self.units[id.index()];
+        let Presence::Present(memory) = &unit.presence else { return None };
+        unit.users.push(std::thread::current().id());
+        unit.used_since_load = true;
+        Some(Arc::clone(memory))
     }
 
     /// Marks all units as used by this thread, if all are to stay in memory and are there. Returns
@@ -53,7 +54,7 @@ impl<D: Device> EngineState<D> {
         let ids = || (0..self.units.len() as u32).map(UnitId);
         let stays = |id: UnitId| {
             let unit = &self.units[id.index()];
-            unit.resident
+            unit.is_kept()
                 && unit.stats.uses >= MEASURED_USES
                 && matches!(&unit.presence, Presence::Present(memory) if !memory.is_sealed())
         };
@@ -90,7 +91,7 @@ impl<D: Device> EngineState<D> {
             .expect("a lease is released for the thread that acquired it");
         users.swap_remove(at);
         self.update_idle(id);
-        if self.idle.contains(&id) && self.passes.next_use(id) >= self.horizon {
+        if self.idle.contains(id) && self.passes.next_use(id) >= self.horizon() {
             self.evict(id);
         }
     }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use ts_io::{Completion, ReadRequest};
+use ts_io::{Completion, ReadRequest, Source};
 use ts_pool::Buffer;
 use ts_streams::Device;
 
@@ -16,6 +16,7 @@ use crate::event::{
 use crate::gpu_reads::{LONGEST_READ, StoredRead};
 use crate::host_bytes::HostBytes;
 use crate::image::ImageLayout;
+use crate::joint::{self, JOINT_BYTES, JointRead, JointRequest, PartRead};
 use crate::kept_image::KeptImage;
 use crate::layout::{ReadKind, SlotRead};
 use crate::plan::Residency;
@@ -25,14 +26,16 @@ use crate::slot_pool::{LoadBuffers, Slot};
 use crate::stats::add_bytes;
 use crate::trace::{TraceEvent, TraceKind};
 use crate::unit::UnitId;
-use crate::unit_load::{Image, LoadWork, QueuedDecode, UnitLoad, split_token};
+use crate::unit_load::{Image, LoadWork, QueuedDecode, QueuedRead, UnitLoad, split_token};
 use crate::upload::Upload;
-use crate::worker::{Job, Stored};
+use crate::worker::{Job, Stored, UnitCheck};
 
 use super::{EngineState, Estimate, Presence, Target, UnitState};
 
 /// The least copy to a device whose rate says something, in bytes.
 const MEASURED_COPY_BYTES: u64 = 1 << 20;
+/// Reads of neighbours are joined at least up to this length, in bytes.
+const LEAST_JOINT_BYTES: usize = 128 << 10;
 
 impl<D: Device> EngineState<D> {
     /// Starts to load a unit. Returns the work to queue. `guessed` says whether the unit is only
@@ -166,17 +169,37 @@ impl<D: Device> EngineState<D> {
         }
     }
 
+    /// Submits the checks of units to the workers, those of small units together.
+    fn submit_checks(&mut self) {
+        let Some(workers) = self.workers.as_ref().filter(|_| !self.checks.is_empty()) else {
+            return;
+        };
+        let (mut job, mut bytes) = (Vec::new(), 0);
+        for check in self.checks.drain(..) {
+            if bytes + check.slot.len() > JOINT_BYTES && !job.is_empty() {
+                workers.submit_checks(std::mem::take(&mut job));
+                bytes = 0;
+            }
+            bytes += check.slot.len();
+            job.push(check);
+        }
+        workers.submit_checks(job);
+    }
+
     /// Submits queued reads to the backend, and queued decodes to the workers, as many as keep them
     /// busy.
     pub(super) fn submit_reads(&mut self, context: &EngineContext<D>, now_ns: u64) {
         self.submit_decodes(context.verify != Verify::Never);
-        let Some(backend) = &self.backend else { return };
+        self.submit_checks();
+        let nothing = [&self.urgent, &self.queue, &self.guesses.reads].iter().all(|q| q.is_empty());
+        let Some(backend) = self.backend.as_ref().filter(|_| !nothing) else { return };
         // Twice the maximum number of reads in flight, so that the backend has work until this
         // thread is scheduled again.
         let limit = 2 * backend.capabilities().max_in_flight;
         let mut rejected = Vec::new();
         while self.in_flight < limit {
-            let needed = self.urgent.pop_front().or_else(|| self.queue.pop_front());
+            let (urgent, queued) = (self.urgent.pop_front(), &mut self.queue);
+            let (is_urgent, needed) = (urgent.is_some(), urgent.or_else(|| queued.pop_front()));
             let guessed = needed.is_none();
             let next = needed.or_else(|| self.guesses.next_read(self.in_flight));
             let Some(read) = next else { break };
@@ -222,16 +245,24 @@ impl<D: Device> EngineState<D> {
                 let target = Target { buffer, kept, stored: skip..required, kind };
                 self.targets.insert(read.token, target);
                 ReadRequest::new(read.token, source, offset, required, bounce)
-            } else {
+            } else if guessed {
                 ReadRequest::new(read.token, source, read.offset, read.required, read.target)
+            } else {
+                self.joint_request(context, source, read, is_urgent)
             };
             if self.in_flight == 0 {
                 self.busy_since_ns = now_ns;
             }
             self.in_flight += 1;
             if let Some(trace) = &mut self.trace {
-                trace.submitted(request.token, now_ns);
+                match self.joints.get(&request.token) {
+                    Some(joint) => {
+                        joint.parts().1.for_each(|(part, ..)| trace.submitted(part, now_ns));
+                    }
+                    None => trace.submitted(request.token, now_ns),
+                }
             }
+            let Some(backend) = &self.backend else { return };
             if let Err(r) = backend.submit(request) {
                 let ReadRequest { token, buffers, .. } = r.request;
                 rejected.push(Completion { token, buffers, result: Err(r.error) });
@@ -255,6 +286,86 @@ impl<D: Device> EngineState<D> {
         if self.in_flight == 0 {
             self.counters.busy_ns += now_ns.saturating_sub(self.busy_since_ns);
         }
+        match self.joints.remove(&completion.token) {
+            Some(joint) => self.on_joint_read(context, joint, completion, now_ns),
+            None => self.on_read_ended(context, completion, now_ns),
+        }
+    }
+
+    /// Handles the end of a read that was joined with others. If it failed, reads each part alone,
+    /// so that an error is that of the unit that it concerns.
+    fn on_joint_read(
+        &mut self,
+        context: &EngineContext<D>,
+        joint: JointRead,
+        completion: Completion,
+        now_ns: u64,
+    ) {
+        let Completion { buffers, result, .. } = completion;
+        let is_complete = joint.is_complete(&buffers);
+        match result {
+            Ok(transfer) if is_complete => {
+                for PartRead { token, buffer, transfer } in joint.divide(buffers, &transfer) {
+                    let (buffers, result) = (vec![buffer], Ok(transfer));
+                    self.on_read_ended(context, Completion { token, buffers, result }, now_ns);
+                }
+            }
+            Err(ts_io::Error::Cancelled { path, .. }) if is_complete => {
+                for read in joint.rejoin(buffers) {
+                    let error = ts_io::Error::Cancelled { path: path.clone(), offset: read.offset };
+                    let (token, buffers, result) = (read.token, vec![read.target], Err(error));
+                    self.on_read_ended(context, Completion { token, buffers, result }, now_ns);
+                }
+            }
+            Ok(_) | Err(_) if is_complete => {
+                let alone = joint.rejoin(buffers);
+                alone.into_iter().rev().for_each(|read| self.urgent.push_front(read));
+            }
+            result => {
+                let error = result.err();
+                let (file, parts) = joint.parts();
+                let path = context.sources[file.0 as usize].path();
+                for (token, offset, len) in parts.collect::<Vec<_>>() {
+                    let (path, timeout) = (path.into(), context.timeout);
+                    let late = ts_io::Error::TimedOut { path, offset, len, timeout };
+                    let other =
+                        error.clone().filter(|e| !matches!(e, ts_io::Error::TimedOut { .. }));
+                    let (buffers, result) = (Vec::new(), Err(other.unwrap_or(late)));
+                    self.on_read_ended(context, Completion { token, buffers, result }, now_ns);
+                }
+            }
+        }
+    }
+
+    /// Returns the request for a read, joined with those after it in its queue that continue it.
+    fn joint_request(
+        &mut self,
+        context: &EngineContext<D>,
+        source: Arc<Source>,
+        read: QueuedRead,
+        is_urgent: bool,
+    ) -> ReadRequest {
+        let (alignment, joint_bytes) = (context.sizes.alignment, self.joint_bytes());
+        let queue = if is_urgent { &mut self.urgent } else { &mut self.queue };
+        let mut reads = joint::take(read, queue, joint_bytes, alignment);
+        if reads.len() == 1
+            && let Some(read) = reads.pop()
+        {
+            return ReadRequest::new(read.token, source, read.offset, read.required, read.target);
+        }
+        let (joint, request) = JointRead::new(reads, alignment);
+        let JointRequest { token, offset, required, buffers } = request;
+        self.joints.insert(token, joint);
+        ReadRequest { token, source, offset, required, buffers }
+    }
+
+    /// Returns the length of the longest joint read, in bytes. A small ring has several of them.
+    pub(super) fn joint_bytes(&self) -> usize {
+        self.batch_bytes().max(LEAST_JOINT_BYTES)
+    }
+
+    /// Handles the end of a read of one part of a load.
+    fn on_read_ended(&mut self, context: &EngineContext<D>, completion: Completion, now_ns: u64) {
         let Completion { token, mut buffers, result } = completion;
         let buffer = buffers.pop();
         let (load_id, part) = split_token(token);
@@ -404,8 +515,8 @@ impl<D: Device> EngineState<D> {
         let (urgent, verify) = self.urgency(context, id);
         let verify = verify && !checks.is_empty() && !failed && !from_image;
         match (&self.workers, slot) {
-            (Some(workers), Some(slot)) if verify => {
-                workers.submit(Job::Check { load: load_id, slot, checks }, urgent);
+            (Some(_), Some(slot)) if verify => {
+                self.checks.push(UnitCheck { load: load_id, slot, checks, urgent });
             }
             (_, slot) => self.compress_or_finish(context, load_id, slot, now_ns),
         }
@@ -578,10 +689,11 @@ impl<D: Device> EngineState<D> {
         }
         if load.cancelled {
             unit.presence = Presence::Absent;
-            unit.reserved = slot.filter(|_| unit.resident);
+            unit.return_slot(slot);
+            self.reset_frontier();
             return;
         }
-        unit.stats.load_ns += now_ns - load.started_ns;
+        unit.stats.load_ns += now_ns.saturating_sub(load.started_ns);
         unit.stats.loads += 1;
         if let Some(error) = load.error.take() {
             if let (Pages::Taken, Some(sharing)) = (&load.pages, &context.sharing) {
@@ -594,7 +706,8 @@ impl<D: Device> EngineState<D> {
             unit.presence = Presence::Absent;
             // If only a guess failed, the unit is read again when it is needed.
             unit.failure = Some(error).filter(|_| !load.guessed || !unit.waiters.is_empty());
-            unit.reserved = slot.filter(|_| unit.resident);
+            unit.return_slot(slot);
+            self.reset_frontier();
             return;
         }
         unit.unchecked_image = false;
@@ -602,7 +715,7 @@ impl<D: Device> EngineState<D> {
         if let (Slot::Host(buffer), Some(sharing)) = (&mut slot, &context.sharing) {
             unit.stats.shared = sharing.end(sharing.unit(id), load.pages, buffer);
         }
-        let resident = self.plan.residency[id.index()] == Residency::Resident;
+        let resident = self.plan.residency[id.index()] == Residency::Resident && !unit.postponed;
         let memory = context.slots.loaded(slot, resident, context.events.clone());
         unit.presence = Presence::Present(Arc::new(memory));
         (unit.used_since_load, unit.verified) = (false, context.verify != Verify::Never);
@@ -615,6 +728,13 @@ impl<D: Device> EngineState<D> {
 }
 
 impl<D: Device> UnitState<D> {
+    /// Takes back the slot of a load that did not succeed, if it is the reserved one.
+    fn return_slot(&mut self, slot: Option<Slot<D>>) {
+        if !std::mem::take(&mut self.postponed) {
+            self.reserved = slot.filter(|_| self.resident);
+        }
+    }
+
     /// Returns the bytes of a unit that is kept on the host as it is in its slot, or memory for
     /// them. If `on_device`, also returns those of an encoded unit that the device can decode.
     /// Returns `None` if the unit is not kept, or not so.

@@ -5,8 +5,10 @@ use ts_streams::Device;
 
 use crate::config::Prefetch;
 use crate::context::EngineContext;
+use crate::event::Event;
 use crate::host_bytes::HostBytes;
-use crate::slot_pool::{AllocationError, LoadBuffers};
+use crate::joint;
+use crate::slot_pool::{AllocationError, LoadBuffers, Slot};
 use crate::unit::UnitId;
 
 use super::{EngineState, Presence};
@@ -15,35 +17,126 @@ use super::{EngineState, Presence};
 /// prefetching would save nothing, and the next pass could need the routed unit again.
 const ROUTED_DISTANCE: usize = 2;
 
+/// How far ahead the expected units are in memory or being loaded.
+#[derive(Debug, Default)]
+pub(super) struct Frontier {
+    /// [`Passes::place`](crate::pass::Passes::place) when the rest was set.
+    place: (u64, usize),
+    /// The number of expected visits whose units are in memory, are being loaded or have failed.
+    distance: usize,
+    /// The number of visits that prefetching considered.
+    considered: usize,
+    /// Whether prefetching ended because memory was short.
+    is_full: bool,
+    /// Whether to try again although little memory was freed.
+    pub(super) retry: bool,
+}
+
 impl<D: Device> EngineState<D> {
     /// Starts to load the units that are expected next, as far as memory allows.
     pub(crate) fn advance(&mut self, context: &EngineContext<D>, now_ns: u64) {
         if self.backend.is_some() && !self.paused && self.waiting_for_memory.is_empty() {
             self.load_expected(context, now_ns);
-            let ahead: Vec<UnitId> = self.passes.ahead().take(context.prefetch.reach()).collect();
-            self.horizon = ahead.len();
-            for (distance, &id) in ahead.iter().enumerate() {
-                self.restore_evicted(id);
-                let unit = &self.units[id.index()];
-                if !matches!(unit.presence, Presence::Absent) || unit.failure.is_some() {
-                    continue;
-                }
-                let buffers = match self.allocate_ahead(context, id, distance) {
-                    Ok(buffers) => buffers,
-                    Err(AllocationError::SlotsFull) => {
-                        self.horizon = distance;
-                        break;
-                    }
-                    // Loads in flight may free memory when they end.
-                    Err(AllocationError::StagingFull | AllocationError::Device(_)) => break,
-                };
-                let work = self.start_load(context, id, buffers, now_ns, false);
-                self.queue.extend(work.reads);
-                self.decodes.extend(work.decodes);
+            if self.is_advance_due(context) {
+                self.load_ahead(context, now_ns);
             }
             self.load_guessed(context, now_ns);
         }
         self.submit_reads(context, now_ns);
+    }
+
+    /// Returns how much memory has to be freed before it is worth to read more units into it, in
+    /// bytes. Units that are read together need fewer requests, and the engine's lock less often.
+    pub(super) fn batch_bytes(&self) -> usize {
+        joint::batch_bytes(self.plan.ring_bytes)
+    }
+
+    fn is_advance_due(&self, context: &EngineContext<D>) -> bool {
+        let Frontier { place, is_full, retry, .. } = self.frontier;
+        let now = self.passes.place();
+        retry
+            || self.routed.has_units()
+            || now.0 != place.0
+            || if is_full {
+                context.slots.freed().bytes() >= self.batch_bytes()
+            } else {
+                now != place
+            }
+    }
+
+    /// Returns how many expected visits ahead all units are in memory, being loaded or failed.
+    fn frontier(&self) -> usize {
+        let Frontier { place: (known, from), distance, .. } = self.frontier;
+        let (generation, position) = self.passes.place();
+        match position.checked_sub(from) {
+            Some(moved) if generation == known => distance.saturating_sub(moved),
+            _ => 0,
+        }
+    }
+
+    /// Returns how many expected visits ahead prefetching reaches. A released unit that is not
+    /// needed within these visits is evicted.
+    pub(super) fn horizon(&self) -> usize {
+        if self.frontier.is_full { self.frontier() } else { self.frontier.considered }
+    }
+
+    /// Moves the frontier back to the next visit to a unit that is evicted.
+    pub(super) fn retreat_to(&mut self, id: UnitId) {
+        let (frontier, next_use) = (self.frontier(), self.passes.next_use(id));
+        if next_use < frontier {
+            self.frontier.place = self.passes.place();
+            self.frontier.distance = next_use;
+        }
+    }
+
+    /// Makes prefetching go on, although little memory was freed.
+    pub(crate) fn retry_prefetch(&mut self) {
+        self.frontier.retry = true;
+    }
+
+    /// Makes prefetching consider all expected units again, because one of them is absent.
+    pub(super) fn reset_frontier(&mut self) {
+        (self.frontier.distance, self.frontier.retry) = (0, true);
+    }
+
+    /// Starts to load the units that are expected next, from the frontier on.
+    fn load_ahead(&mut self, context: &EngineContext<D>, now_ns: u64) {
+        context.slots.freed().reset();
+        let (place, reach) = (self.passes.place(), context.prefetch.reach());
+        let (mut distance, mut reads) = (self.frontier(), Vec::new());
+        let (mut is_full, mut retry) = (false, false);
+        while distance < reach
+            && let Some(id) = self.passes.ahead_at(distance)
+        {
+            self.restore_evicted(id);
+            let unit = &self.units[id.index()];
+            if matches!(unit.presence, Presence::Absent) && unit.failure.is_none() {
+                let buffers = match self.allocate_ahead(context, id, distance) {
+                    Ok(buffers) => buffers,
+                    Err(AllocationError::SlotsFull) => {
+                        is_full = true;
+                        break;
+                    }
+                    // Loads in flight may free memory when they end.
+                    Err(AllocationError::StagingFull | AllocationError::Device(_)) => {
+                        retry = true;
+                        break;
+                    }
+                };
+                let work = self.start_load(context, id, buffers, now_ns, false);
+                reads.extend(work.reads);
+                self.decodes.extend(work.decodes);
+            }
+            distance += 1;
+        }
+        let considered = if is_full { distance } else { self.passes.ahead_len().min(reach) };
+        self.frontier = Frontier { place, distance, considered, is_full, retry };
+        joint::sort(&mut reads, self.joint_bytes());
+        self.queue.extend(reads);
+        let report_at = if is_full { self.batch_bytes() } else { usize::MAX };
+        if context.slots.freed().report_at(report_at) {
+            let _ = context.events.send(Event::Freed);
+        }
     }
 
     /// Starts to load the routed units that are expected. Evicts only routed units that are not.
@@ -91,13 +184,18 @@ impl<D: Device> EngineState<D> {
         distance: usize,
     ) -> Result<LoadBuffers<D>, AllocationError> {
         loop {
-            match self.allocate(context, id) {
+            let allocated = match self.allocate_postponed(context, id) {
+                Ok(None) => self.allocate(context, id),
+                Ok(Some(buffers)) => Ok(buffers),
+                Err(error) => Err(error),
+            };
+            match allocated {
                 Err(AllocationError::SlotsFull) => {}
                 result => return result,
             }
             let slot_bytes = context.units[id.index()].slot_bytes;
             let routed = || self.routed.victim(slot_bytes).filter(|_| distance < ROUTED_DISTANCE);
-            match self.idle.iter().map(|&unit| (self.passes.next_use(unit), unit)).max() {
+            match self.idle.iter().map(|unit| (self.passes.next_use(unit), unit)).max() {
                 Some((next_use, unit)) if next_use > distance => self.evict(unit),
                 _ => match routed() {
                     Some(unit) => self.evict(unit),
@@ -105,6 +203,30 @@ impl<D: Device> EngineState<D> {
                 },
             }
         }
+    }
+
+    /// Allocates memory among that of streamed units to load a resident unit whose slot has no
+    /// pages yet. The unit is streamed this time, as the system can take longer to allocate pages
+    /// than storage to read them. Returns `None` if the unit is to be loaded into its slot.
+    pub(super) fn allocate_postponed(
+        &mut self,
+        context: &EngineContext<D>,
+        id: UnitId,
+    ) -> Result<Option<LoadBuffers<D>>, AllocationError> {
+        let (unit, slot_bytes) = (&self.units[id.index()], context.units[id.index()].slot_bytes);
+        let has_no_pages = |slot: &Slot<D>| matches!(slot, Slot::Host(own) if !own.is_populated());
+        // A unit that needs most of the ring would stop the prefetching of others.
+        if !self.postpones
+            || !unit.resident
+            || 2 * slot_bytes > self.plan.ring_bytes
+            || !unit.reserved.as_ref().is_some_and(has_no_pages)
+        {
+            return Ok(None);
+        }
+        let len = context.units[id.index()].layout.len;
+        let buffers = context.slots.allocate_for_load(len, &mut None, &mut None)?;
+        self.units[id.index()].postponed = true;
+        Ok(Some(buffers))
     }
 
     /// Allocates memory to load a unit, without evicting another unit.

@@ -36,6 +36,7 @@ const MOST_USES: u32 = 64;
 pub(crate) struct Routed {
     /// `None` for units that are not routed.
     units: Vec<Option<RoutedUnit>>,
+    has_units: bool,
     /// The idle units, by slot size: they are present, not expected, and no thread uses them or
     /// waits for them. The first one of a size is the first to evict.
     idle: BTreeMap<usize, BTreeSet<(Rank, UnitId)>>,
@@ -116,8 +117,10 @@ impl Routed {
                 idle: false,
             })
         };
+        let units: Vec<_> = units.iter().enumerate().map(routed).collect();
         Self {
-            units: units.iter().enumerate().map(routed).collect(),
+            has_units: units.iter().any(Option::is_some),
+            units,
             idle: BTreeMap::new(),
             expected: Vec::new(),
             last_expectation: 0,
@@ -128,6 +131,11 @@ impl Routed {
             visits: 0,
             stats: RoutedStats::default(),
         }
+    }
+
+    /// Returns whether any unit is routed.
+    pub(crate) fn has_units(&self) -> bool {
+        self.has_units
     }
 
     pub(crate) fn contains(&self, id: UnitId) -> bool {
