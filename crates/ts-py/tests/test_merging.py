@@ -219,7 +219,10 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
-        ("LoraConfig", {"target_modules": ["first", "second", "transposed", "head"], "bias": "all"}),
+        (
+            "LoraConfig",
+            {"target_modules": ["first", "second", "transposed", "head"], "bias": "all"},
+        ),
         ("LoraConfig", {"target_modules": ["embedding", "head"], "bias": "lora_only"}),
         ("LoraConfig", {"target_modules": ["head"], "lora_bias": True}),
         ("LoraConfig", {"target_modules": ["first", "second"], "use_dora": True}),
@@ -325,7 +328,9 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     base = ts.from_pretrained(tmp_path / "model", budget=size // 3)
     model = adapted(base, peft.LoraConfig(target_modules=["q_proj"]))
     with torch.no_grad():
-        model.base_model.model.model.layers[2].self_attn.q_proj.lora_B["default"].weight[0] = float("inf")
+        model.base_model.model.model.layers[2].self_attn.q_proj.lora_B["default"].weight[0] = float(
+            "inf"
+        )
     with pytest.raises(ValueError, match="NaNs detected"):
         ts.merge(model, tmp_path / "merged", safe=True)
     assert not (tmp_path / "merged").exists()
@@ -339,7 +344,9 @@ def test_refusals_change_nothing(tmp_path: Path) -> None:
     with pytest.raises(ts.ModelError, match="no adapters that change weights"):
         ts.merge(base, tmp_path / "merged")
     with pytest.raises(ts.ModelError, match="not offloaded"):
-        ts.merge(adapted(nn.Sequential(nn.Linear(4, 4)), peft.LoraConfig(target_modules=["0"])), "x")
+        ts.merge(
+            adapted(nn.Sequential(nn.Linear(4, 4)), peft.LoraConfig(target_modules=["0"])), "x"
+        )
     model = adapted(base, config)
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "notes").write_text("mine")
@@ -352,9 +359,7 @@ def test_refusals_change_nothing(tmp_path: Path) -> None:
     assert files(tmp_path / "merged")
 
 
-def test_only_the_same_merge_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_same_merge_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted merge continues; that of another adapter starts from the beginning."""
     size = saved(tmp_path / "model")
     base = ts.from_pretrained(tmp_path / "model", budget=size // 3)
@@ -385,7 +390,9 @@ def test_only_the_same_merge_is_resumed(
     assert len(merged) == 8
     reference = adapted(hf.LlamaForCausalLM.from_pretrained(tmp_path / "model"), config)
     with torch.no_grad():
-        reference.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.add_(0.5)
+        reference.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.add_(
+            0.5
+        )
     reference.merge_and_unload().save_pretrained(tmp_path / "expected")
     require_equal(files(tmp_path / "merged"), files(tmp_path / "expected"))
     assert not (tmp_path / "merged.partial").exists()
@@ -538,7 +545,9 @@ def test_multihead_attention(tmp_path: Path) -> None:
 def test_a_merge_that_changes_nothing_leaves_the_weights_streamed(tmp_path: Path) -> None:
     size = saved(tmp_path / "model")
     config = peft.LoraConfig(target_modules="all-linear")  # its initial update is zero
-    model: Any = peft.get_peft_model(ts.from_pretrained(tmp_path / "model", budget=size // 3), config)
+    model: Any = peft.get_peft_model(
+        ts.from_pretrained(tmp_path / "model", budget=size // 3), config
+    )
     streamed = [name for name, each in model.named_parameters() if "_ref" in each.__dict__]
     objects = [model.get_parameter(name) for name in streamed]
     model.merge_adapter()

@@ -257,7 +257,7 @@ def _start(
     )
     weights.sources, weights.expert_units = units.sources, units.expert_units()
     weights.smallest, weights.buffer_bytes = units.smallest, units.buffer_bytes
-    weights.directory = config.conversion_directory()
+    weights.config = config
     numbers = {id(parameter): number for number, parameter in enumerate(tree.parameters(model))}
     stored.add(weights, units.sources, {key: numbers[own] for own, key in units.keys.items()})
     return _Engine(units, weights, limits is not None)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _native
 from ..errors import ConfigurationError, ModelError
 from ._builder import Builder
 from ._calls import own_stand_ins, stand_ins_below

@@ -34,15 +34,16 @@ class _Announcer:
         self._streamer = weakref.ref(weights.streamer)
         self._calls = 0
 
-    def _announce(self, units: list[tuple[int, int]], inputs: Any) -> Any:
+    def _announce(self, module: nn.Module, units: list[tuple[int, int]], inputs: Any) -> Any:
         """Announces units, and guesses the next ones. The result ends the announcement.
 
         Args:
+            module: The module that is about to be called.
             units: The numbers of the units, each with the number of its uses.
             inputs: The input of the experts.
         """
         streamer = self._streamer()
-        if streamer is None:
+        if streamer is None or module._forward_pre_hooks:  # hooks can change the inputs
             return None
         expected = streamer.expect(units)
         self._calls += 1
@@ -71,7 +72,7 @@ class Expert(_Announcer):
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = next((leaf for leaf in args if isinstance(leaf, torch.Tensor)), None)
         uses = 1 if tensor is None or tensor.ndim == 0 else max(tensor.shape[:-1].numel(), 1)
-        return self._announce([(unit, uses) for unit in self._units], None)
+        return self._announce(args[0], [(unit, uses) for unit in self._units], None)
 
     def likely(self, _: Any) -> list[int]:
         # A batch of many tokens uses all experts in order. With few tokens, such guesses are mostly
@@ -98,7 +99,7 @@ class Routed(_Announcer):
         assert self._route is not None, "only modules with such an argument are announced"
         inputs = args[1:]  # the first one is the module
         units = self._units(selected(self._route, inputs, kwargs))
-        return self._announce(units, inputs[0] if inputs else None)
+        return self._announce(args[0], units, inputs[0] if inputs else None)
 
     def _units(self, chosen: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns the units of slices in the order of their use, each with its number of uses."""

@@ -12,6 +12,7 @@ import torch
 from .. import _native
 
 if TYPE_CHECKING:
+    from ..config import Config
     from ._passes import Passes
     from ._profile import Profile
     from ._stored_weights import StoredWeights
@@ -126,12 +127,18 @@ class Weights:
         self.number = 0
         #: Whether a trace is being recorded.
         self.is_traced = False
-        #: The directory for files with changed weights.
-        self.directory = Path()
+        #: The settings.
+        self.config: Config | None = None
 
     def mapped(self, stand_in: Any) -> torch.Tensor:
         """Returns the weight of a stand-in as a view of a file. See ``StoredWeights.mapped``."""
         return self.stored.mapped(stand_in)
+
+    @property
+    def directory(self) -> Path:
+        """The directory for files with changed weights."""
+        assert self.config is not None, "`attach` sets the settings"
+        return self.config.conversion_directory()
 
     def divided(self, key: int) -> Divided | None:
         """Returns the description of a weight if it is divided."""
