@@ -47,7 +47,7 @@ def randomised(model: Any) -> Any:
     """Gives the adapters of a model values that change what they adapt."""
     torch.manual_seed(2)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 noise = torch.randn(parameter.shape) * 0.02
                 parameter.copy_(parameter + noise.to(parameter.dtype))
@@ -219,7 +219,10 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
-        ("LoraConfig", {"target_modules": ["first", "second", "transposed", "head"], "bias": "all"}),
+        (
+            "LoraConfig",
+            {"target_modules": ["first", "second", "transposed", "head"], "bias": "all"},
+        ),
         ("LoraConfig", {"target_modules": ["embedding", "head"], "bias": "lora_only"}),
         ("LoraConfig", {"target_modules": ["head"], "lora_bias": True}),
         ("LoraConfig", {"target_modules": ["first", "second"], "use_dora": True}),
@@ -240,7 +243,7 @@ def test_other_modules_merge(
     torch.manual_seed(0)
     source = Mixed()
     path = tmp_path / f"model.{suffix}"
-    ts.save_file(dict(source.named_parameters()), path)
+    ts.save_file({k: v for k, v in source.state_dict().items() if k != "head.weight"}, path)
     config = getattr(peft, kind)
     reference = adapted(copy.deepcopy(source), config(**arguments))
     if "bias" in arguments:  # the biases are trained, so that they stay in memory
@@ -325,7 +328,9 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     base = ts.from_pretrained(tmp_path / "model", budget=size // 3)
     model = adapted(base, peft.LoraConfig(target_modules=["q_proj"]))
     with torch.no_grad():
-        model.base_model.model.model.layers[2].self_attn.q_proj.lora_B["default"].weight[0] = float("inf")
+        model.base_model.model.model.layers[2].self_attn.q_proj.lora_B["default"].weight[0] = float(
+            "inf"
+        )
     with pytest.raises(ValueError, match="NaNs detected"):
         ts.merge(model, tmp_path / "merged", safe=True)
     assert not (tmp_path / "merged").exists()
@@ -339,7 +344,9 @@ def test_refusals_change_nothing(tmp_path: Path) -> None:
     with pytest.raises(ts.ModelError, match="no adapters that change weights"):
         ts.merge(base, tmp_path / "merged")
     with pytest.raises(ts.ModelError, match="not offloaded"):
-        ts.merge(adapted(nn.Sequential(nn.Linear(4, 4)), peft.LoraConfig(target_modules=["0"])), "x")
+        ts.merge(
+            adapted(nn.Sequential(nn.Linear(4, 4)), peft.LoraConfig(target_modules=["0"])), "x"
+        )
     model = adapted(base, config)
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "notes").write_text("mine")
@@ -352,9 +359,7 @@ def test_refusals_change_nothing(tmp_path: Path) -> None:
     assert files(tmp_path / "merged")
 
 
-def test_only_the_same_merge_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_same_merge_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted merge continues; that of another adapter starts from the beginning."""
     size = saved(tmp_path / "model")
     base = ts.from_pretrained(tmp_path / "model", budget=size // 3)
@@ -385,7 +390,9 @@ def test_only_the_same_merge_is_resumed(
     assert len(merged) == 8
     reference = adapted(hf.LlamaForCausalLM.from_pretrained(tmp_path / "model"), config)
     with torch.no_grad():
-        reference.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.add_(0.5)
+        reference.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.add_(
+            0.5
+        )
     reference.merge_and_unload().save_pretrained(tmp_path / "expected")
     require_equal(files(tmp_path / "merged"), files(tmp_path / "expected"))
     assert not (tmp_path / "merged.partial").exists()
@@ -538,7 +545,9 @@ def test_multihead_attention(tmp_path: Path) -> None:
 def test_a_merge_that_changes_nothing_leaves_the_weights_streamed(tmp_path: Path) -> None:
     size = saved(tmp_path / "model")
     config = peft.LoraConfig(target_modules="all-linear")  # its initial update is zero
-    model: Any = peft.get_peft_model(ts.from_pretrained(tmp_path / "model", budget=size // 3), config)
+    model: Any = peft.get_peft_model(
+        ts.from_pretrained(tmp_path / "model", budget=size // 3), config
+    )
     streamed = [name for name, each in model.named_parameters() if "_ref" in each.__dict__]
     objects = [model.get_parameter(name) for name in streamed]
     model.merge_adapter()
@@ -580,30 +589,33 @@ def test_disabled_adapters_unmerge_in_a_forward(tmp_path: Path) -> None:
 
 
 def test_merging_takes_memory_for_one_layer(tmp_path: Path) -> None:
-    """The peak of the process stays below the weights, with a budget of a fourth of them."""
+    """With a budget of an eighth of the weights, the peak stays below three eighths."""
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24}
     size = saved(tmp_path / "model", **shape)
+    saved(tmp_path / "small")
+    assert size > 300 << 20
     program = f"""
-import sys, resource
+import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_merging import peft, torch
 import tensorstream as ts
+
 path = Path({str(tmp_path)!r})
-model = peft.get_peft_model(
-    ts.from_pretrained(path / "model", budget={size // 4}),
-    peft.LoraConfig(r=2, target_modules="all-linear"),
-)
-torch.randn(64, 64) @ torch.randn(64, 64)
+
+def merge(name, budget):
+    base = ts.from_pretrained(path / name, budget=budget)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear"))
+    ts.merge(model, path / f"{{name}}-merged")
+
+merge("small", "1MiB")  # imports what merging needs
 before = int(open("/proc/self/statm").read().split()[1]) * 4096
 open("/proc/self/clear_refs", "w").write("5")
-ts.merge(model, path / "merged")
-peak = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) << 10
-print(peak - before)
+merge("model", {size // 8})
+[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print((int(peak) << 10) - before)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert size > 300 << 20
-    # The engine reserves a fourth, and what else is in memory is one layer and buffers of files.
-    assert int(done.stdout) < size // 2, f"{done.stdout} of {size}"
+    assert int(done.stdout) < size * 3 // 8, f"{done.stdout} of {size}"
