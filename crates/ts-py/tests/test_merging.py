@@ -470,14 +470,16 @@ def test_a_merge_that_is_killed_twenty_times_is_completed(tmp_path: Path) -> Non
     require_equal(files(tmp_path / "merged"), files(tmp_path / "expected"))
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "KaSA"])
 def test_initialisations_that_change_weights(init: str, tmp_path: Path) -> None:
-    """PiSSA and OLoRA subtract from a weight what the adapter adds to it."""
+    """PiSSA and OLoRA subtract from a weight what the adapter adds to it. KaSA truncates it."""
     size = saved(tmp_path / "model")
+    kasa = init == "KaSA"
+    options = {"kasa_config": peft.KasaConfig()} if kasa else {"init_lora_weights": init}
 
     def initialised(base: Any) -> Any:
         torch.manual_seed(3)
-        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=init)
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], **options)
         return peft.get_peft_model(base, config)
 
     reference = initialised(hf.LlamaForCausalLM.from_pretrained(tmp_path / "model"))

@@ -36,9 +36,9 @@ from ._weights import Weights
 
 #: Changed weights of fewer bytes stay in memory.
 _SMALL = 64 << 10
-#: Methods of layers that write to the weights. Those that initialise an adapter from them end in
-#: ``_init``, such as ``pissa_init``.
-_WRITING = ("merge", "unmerge")
+#: Methods of layers that write to the weights, and of variants of layers, whose argument is the
+#: layer. Those that initialise an adapter from weights end in ``_init``, such as ``pissa_init``.
+_WRITING = ("merge", "unmerge", "set_base_weight", "_truncate_base_weight")
 #: The method of a tuner that says which parameters are trained.
 _MARKING = "_mark_only_adapters_as_trainable"
 
@@ -72,6 +72,7 @@ def let_layers_change() -> None:
     layers = sys.modules.get("peft.tuners.tuners_utils")
     if layers is not None:
         _replace_below(layers.BaseTunerLayer, _replace_writing)
+        _replace_below(sys.modules["peft.tuners.lora.layer"].LoraVariant, _replace_writing)
         _replace_below(layers.BaseTuner, _replace_marking)
     elif not _is_waiting:
         _is_waiting = True
@@ -125,11 +126,13 @@ def _replace_below(base: Any, replace: Callable[[Any], None]) -> None:
 
 
 def _replace_writing(kind: Any) -> None:
-    """Replaces the methods of a class of layers that write to weights."""
+    """Replaces the methods of a class that write to weights."""
     for name, method in list(vars(kind).items()):
         writes = name in _WRITING or (name.endswith("_init") and not name.startswith("_"))
         if writes and isinstance(method, FunctionType):
             setattr(kind, name, _changing(method))
+        elif writes and isinstance(method, staticmethod):
+            setattr(kind, name, staticmethod(_changing(method.__func__)))
 
 
 def _replace_marking(kind: Any) -> None:
