@@ -47,7 +47,7 @@ def randomised(model: Any) -> Any:
     """Gives the adapters of a model values that change what they adapt."""
     torch.manual_seed(2)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 noise = torch.randn(parameter.shape) * 0.02
                 parameter.copy_(parameter + noise.to(parameter.dtype))
@@ -243,7 +243,7 @@ def test_other_modules_merge(
     torch.manual_seed(0)
     source = Mixed()
     path = tmp_path / f"model.{suffix}"
-    ts.save_file(dict(source.named_parameters()), path)
+    ts.save_file({k: v for k, v in source.state_dict().items() if k != "head.weight"}, path)
     config = getattr(peft, kind)
     reference = adapted(copy.deepcopy(source), config(**arguments))
     if "bias" in arguments:  # the biases are trained, so that they stay in memory
@@ -470,14 +470,16 @@ def test_a_merge_that_is_killed_twenty_times_is_completed(tmp_path: Path) -> Non
     require_equal(files(tmp_path / "merged"), files(tmp_path / "expected"))
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "KaSA"])
 def test_initialisations_that_change_weights(init: str, tmp_path: Path) -> None:
-    """PiSSA and OLoRA subtract from a weight what the adapter adds to it."""
+    """PiSSA and OLoRA subtract from a weight what the adapter adds to it. KaSA truncates it."""
     size = saved(tmp_path / "model")
+    kasa = init == "KaSA"
+    options = {"kasa_config": peft.KasaConfig()} if kasa else {"init_lora_weights": init}
 
     def initialised(base: Any) -> Any:
         torch.manual_seed(3)
-        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=init)
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], **options)
         return peft.get_peft_model(base, config)
 
     reference = initialised(hf.LlamaForCausalLM.from_pretrained(tmp_path / "model"))
@@ -589,30 +591,33 @@ def test_disabled_adapters_unmerge_in_a_forward(tmp_path: Path) -> None:
 
 
 def test_merging_takes_memory_for_one_layer(tmp_path: Path) -> None:
-    """The peak of the process stays below the weights, with a budget of a fourth of them."""
+    """With a budget of an eighth of the weights, the peak stays below three eighths."""
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24}
     size = saved(tmp_path / "model", **shape)
+    saved(tmp_path / "small")
+    assert size > 300 << 20
     program = f"""
-import sys, resource
+import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_merging import peft, torch
 import tensorstream as ts
+
 path = Path({str(tmp_path)!r})
-model = peft.get_peft_model(
-    ts.from_pretrained(path / "model", budget={size // 4}),
-    peft.LoraConfig(r=2, target_modules="all-linear"),
-)
-torch.randn(64, 64) @ torch.randn(64, 64)
+
+def merge(name, budget):
+    base = ts.from_pretrained(path / name, budget=budget)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules="all-linear"))
+    ts.merge(model, path / f"{{name}}-merged")
+
+merge("small", "1MiB")  # imports what merging needs
 before = int(open("/proc/self/statm").read().split()[1]) * 4096
 open("/proc/self/clear_refs", "w").write("5")
-ts.merge(model, path / "merged")
-peak = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) << 10
-print(peak - before)
+merge("model", {size // 8})
+[peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print((int(peak) << 10) - before)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert size > 300 << 20
-    # The engine reserves a fourth, and what else is in memory is one layer and buffers of files.
-    assert int(done.stdout) < size // 2, f"{done.stdout} of {size}"
+    assert int(done.stdout) < size * 3 // 8, f"{done.stdout} of {size}"

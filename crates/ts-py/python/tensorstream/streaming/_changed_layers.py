@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Lets the layers of PEFT change the streamed weights that they wrap: by merging, for example.
 
-Methods of these layers that write to weights are replaced once for the process. While one runs, the
+Methods of these layers that write to weights are replaced once for the process, and so are those
+that say which parameters are trained. While one runs, the
 weights below the layer are ordinary parameters in memory, so PEFT computes what it computes in
 memory. Afterwards, weights that have not changed stream again. The others get memory that is a
 mapping of an unnamed file, whose pages the system can reclaim. They are no longer part of the
@@ -18,24 +19,28 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import StorageError
-from ._calls import own_stand_ins
+from . import _tree as tree
+from ._calls import own_stand_ins, stand_ins_below
 from ._streamed_tensor import StreamedTensor, in_memory, stand_in, to_memory, to_stand_in
 from ._weights import Weights
 
 #: Changed weights of fewer bytes stay in memory.
 _SMALL = 64 << 10
-#: Methods of layers that write to the weights. Those that initialise an adapter from them end in
-#: ``_init``, such as ``pissa_init``.
-_WRITING = ("merge", "unmerge")
+#: Methods of layers that write to the weights, and of variants of layers, whose argument is the
+#: layer. Those that initialise an adapter from weights end in ``_init``, such as ``pissa_init``.
+_WRITING = ("merge", "unmerge", "set_base_weight", "_truncate_base_weight")
+#: The method of a tuner that says which parameters are trained.
+_MARKING = "_mark_only_adapters_as_trainable"
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ def let_layers_change() -> None:
     global _is_waiting  # noqa: PLW0603
     layers = sys.modules.get("peft.tuners.tuners_utils")
     if layers is not None:
-        _replace_below(layers.BaseTunerLayer)
+        _replace_below(layers.BaseTunerLayer, _replace_writing)
+        _replace_below(sys.modules["peft.tuners.lora.layer"].LoraVariant, _replace_writing)
+        _replace_below(layers.BaseTuner, _replace_marking)
     elif not _is_waiting:
         _is_waiting = True
         sys.meta_path.insert(0, _WhenImported())
@@ -99,31 +106,52 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 _replaced: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def _replace_below(base: Any) -> None:
+def _replace_below(base: Any, replace: Callable[[Any], None]) -> None:
     """Replaces methods of a class, of those derived from it, and of those that will be."""
     if base not in _replaced:
         before = base.__init_subclass__
 
-        def __init_subclass__(cls: Any, **kwargs: Any) -> None:
+        def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
             before(**kwargs)
-            _replace_methods(cls)
+            replace(cls)
 
         base.__init_subclass__ = classmethod(__init_subclass__)
     waiting = [base]
     while waiting:
         kind = waiting.pop()
-        _replace_methods(kind)
+        if kind not in _replaced:
+            _replaced.add(kind)
+            replace(kind)
         waiting += kind.__subclasses__()
 
 
-def _replace_methods(kind: Any) -> None:
-    if kind in _replaced:
-        return
-    _replaced.add(kind)
+def _replace_writing(kind: Any) -> None:
+    """Replaces the methods of a class that write to weights."""
     for name, method in list(vars(kind).items()):
         writes = name in _WRITING or (name.endswith("_init") and not name.startswith("_"))
-        if writes and callable(method) and not isinstance(method, type):
+        if writes and isinstance(method, FunctionType):
             setattr(kind, name, _changing(method))
+        elif writes and isinstance(method, staticmethod):
+            setattr(kind, name, staticmethod(_changing(method.__func__)))
+
+
+def _replace_marking(kind: Any) -> None:
+    """Replaces the method of a class that says which parameters are trained.
+
+    With ``bias="all"``, for example, biases of the model are. They get memory of their own.
+    """
+    method = vars(kind).get(_MARKING)
+    if isinstance(method, FunctionType):
+
+        @functools.wraps(method)
+        def mark(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = method(self, model, *args, **kwargs)
+            trained = {id(each): each for _, each in stand_ins_below(model) if each.requires_grad}
+            for each in trained.values():
+                to_memory(each, in_memory(each))
+            return result
+
+        setattr(kind, _MARKING, mark)
 
 
 def _changing(method: Any) -> Any:
@@ -131,8 +159,6 @@ def _changing(method: Any) -> Any:
 
     @functools.wraps(method)
     def change(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self, nn.Module):
-            return method(self, *args, **kwargs)
         places = list(_places(self))
         if not places:
             return method(self, *args, **kwargs)
@@ -156,14 +182,7 @@ def _places(layer: nn.Module) -> Iterator[tuple[nn.Module, str, Any, _Origin]]:
 
     Each has its module, its name, the parameter, and the streamed weight.
     """
-    # `nn.Module.modules` calls `named_modules`, which layers of PEFT override.
-    waiting, seen = [layer], set()
-    while waiting:
-        module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        waiting += [each for each in module._modules.values() if each is not None]
+    for module in tree.modules(layer):
         changed = _changed.get(module, {})
         for name, each in list(own_stand_ins(module)):
             yield module, name, each, _Origin(each._ref.weights, each._ref.key)

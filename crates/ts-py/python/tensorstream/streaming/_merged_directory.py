@@ -74,8 +74,8 @@ class MergedDirectory:
                     raise BlockingIOError
             except (BlockingIOError, FileNotFoundError):
                 raise StorageError(
-                    f"cannot merge into {self._out}: another process is writing it; wait for it, or "
-                    "choose another directory"
+                    f"cannot merge into {self._out}: another process is writing it; wait for it, "
+                    "or choose another directory"
                 ) from None
             if os.pread(self._lock, 64, 0) != self._origin.encode():
                 self._start()

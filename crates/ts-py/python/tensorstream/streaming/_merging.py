@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigurationError, ModelError
+from . import _tree as tree
 from ._builder import Builder
 from ._calls import own_stand_ins, stand_ins_below
 from ._merged_directory import MergedDirectory, digest
@@ -41,12 +42,12 @@ def merge(
     """Merges adapters of PEFT into the weights, and writes the merged model to a directory. Blocks.
 
     The weights are those of ``model.merge_and_unload()`` in memory, bit for bit, for every adapter
-    that PEFT can merge, or those with ``safe_merge=True``. They are computed for one layer at a time, which needs memory for the
+    that PEFT can merge. They are computed for one layer at a time, which needs memory for the
     weights of this layer beside the budget. The model itself does not change.
 
     A model of transformers or diffusers is written by its ``save_pretrained``. Other small files of
-    the checkpoint, such as those of a tokenizer, are copied. Of other models, the directory contains
-    the state dict, in files that are named like those of the checkpoint. Load the result with
+    the checkpoint, such as those of a tokenizer, are copied. Of other models, the directory has the
+    state dict, in files that are named like those of the checkpoint. Load the result with
     ``from_pretrained(out)`` or ``offload(base, checkpoint=out)``.
 
     The directory appears when it is complete. Until then, ``OUT.partial`` contains what is. An
@@ -57,7 +58,8 @@ def merge(
         model: A ``PeftModel`` whose base is streamed, or a model that contains one.
         out: The directory. It must not exist, or be empty.
         adapters: The names of the adapters to merge, in this order. The default is the active ones.
-        safe: Whether to refuse merged weights that are not finite.
+        safe: Whether to refuse merged weights that are not finite, as ``safe_merge`` of PEFT does.
+            For some dtypes, PEFT then rounds differently.
 
     Raises:
         ConfigurationError: PEFT is not installed.
@@ -78,7 +80,7 @@ def merge(
     tuner = _tuner(model)
     merged = _Merged(tuner, streaming, adapters, safe)
     with MergedDirectory(Path(out), merged.origin()) as directory:
-        twin = merged.model()
+        twin: Any = merged.model()
         with saved_in_pieces(twin, directory.write):
             if hasattr(twin, "save_pretrained"):
                 twin.save_pretrained(directory.path)
@@ -100,9 +102,9 @@ def _tuner(model: nn.Module) -> Any:
         from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
     except ImportError as error:
         raise ConfigurationError("merge needs PEFT: pip install peft") from error
-    modules = list(nn.Module.modules(model))
+    modules = list(tree.modules(model))
     tuners = [each for each in modules if isinstance(each, BaseTuner)]
-    inner = {id(each) for tuner in tuners for each in nn.Module.modules(tuner.model)}
+    inner = {id(each) for tuner in tuners for each in tree.modules(tuner.model)}
     tuners = [each for each in tuners if id(each) not in inner]
     if len(tuners) > 1:
         raise ModelError(
@@ -169,7 +171,7 @@ class _Merged:
             [(os.fspath(path), self._checkpoint.version(index))
              for index, (path, _, _) in enumerate(self._checkpoint.files())],
         ]  # fmt: skip
-        for name, module in nn.Module.named_modules(self._tuner.model):
+        for name, module in tree.named_modules(self._tuner.model):
             plain = {k: v for k, v in vars(module).items() if not k.startswith("_")}
             described.append((name, type(module).__qualname__, _plain(plain)))
             described.append(_plain(vars(module).get("_active_adapter")))
@@ -188,9 +190,9 @@ class _Merged:
                         streamed[id(parameter)] = SymbolicTensor(
                             parameter.shape, parameter.dtype, source, self._provider
                         )
-        for module in nn.Module.modules(twin):
-            for own, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in streamed:
+        for module in tree.modules(twin):
+            for own, parameter in module._parameters.items():  # type: ignore[assignment]
+                if id(parameter) in streamed:
                     module._parameters[own] = streamed[id(parameter)]  # type: ignore[assignment]
         return twin
 
@@ -209,9 +211,9 @@ class _Merged:
         twin.__dict__.pop("hf_device_map", None)
         if "_hf_peft_config_loaded" in twin.__dict__:
             twin._hf_peft_config_loaded = False
-        for module in nn.Module.modules(twin):
+        for module in tree.modules(twin):
             if isinstance(module, BaseTunerLayer):
-                module.merge = _merge_nothing
+                module.merge = _merge_nothing  # type: ignore[method-assign]
         return self._unload(twin)
 
     def _unload(self, model: nn.Module) -> nn.Module:
@@ -248,7 +250,7 @@ class _Merged:
         for name in self._layers:  # in the order in which PEFT visits them
             if name in names:
                 layer = copy.deepcopy(self._layers[name], memo)
-                for module in nn.Module.modules(layer):
+                for module in tree.modules(layer):
                     for _, each in own_stand_ins(module):
                         to_memory(each, in_memory(each))
                 _put(part, name, layer)
@@ -293,7 +295,7 @@ def _groups(layers: dict[str, nn.Module]) -> list[frozenset[str]]:
     groups: dict[str, set[str]] = {}
     owners: dict[int, str] = {}
     for name, layer in layers.items():
-        if not any(isinstance(each, BaseTunerLayer) for each in nn.Module.modules(layer)):
+        if not any(isinstance(each, BaseTunerLayer) for each in tree.modules(layer)):
             continue
         groups[name] = {name}
         for parameter in _base_parameters(layer):
@@ -306,7 +308,7 @@ def _groups(layers: dict[str, nn.Module]) -> list[frozenset[str]]:
 
 def _base_parameters(layer: nn.Module) -> Iterator[nn.Parameter]:
     """Yields the parameters of a layer of PEFT that are not those of an adapter."""
-    for name, module in nn.Module.named_modules(layer):
+    for name, module in tree.named_modules(layer):
         is_base = any(part in _BASES for part in name.split("."))
         for each in module._parameters.values():
             if each is not None and (is_base or isinstance(each, StreamedTensor)):
@@ -325,7 +327,7 @@ def _put(root: nn.Module, name: str, module: nn.Module) -> None:
 
 def _all_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yields the parameters and buffers of a model that are in memory."""
-    for module in nn.Module.modules(model):
+    for module in tree.modules(model):
         for each in (*module._parameters.values(), *module._buffers.values()):
             if each is not None and not isinstance(each, StreamedTensor):
                 yield each

@@ -113,8 +113,8 @@ def saved_in_pieces(module: nn.Module, write: WriteFile | None = None) -> Iterat
         for owner_name, name in _WRITERS:
             if hasattr(owner := sys.modules.get(owner_name), name):
                 stack.enter_context(replaced(owner, name, _writer))
-        for variable, value in ((_saved, module), (_write_file, write)):
-            stack.callback(variable.reset, variable.set(value))
+        stack.callback(_saved.reset, _saved.set(module))
+        stack.callback(_write_file.reset, _write_file.set(write))
         yield
 
 
