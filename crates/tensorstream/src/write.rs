@@ -11,10 +11,10 @@ use std::path::Path;
 
 use ts_format::{ContainerWriter, Error as FormatError, SafetensorsLayout};
 
+use self::journal::Record;
 #[cfg(feature = "cli")]
 pub(crate) use self::journal::unfinished;
 pub use self::options::{Format, NewTensor, WriteOptions};
-use self::journal::Record;
 use self::sink::Sink;
 use self::tensors::{FileSpec, TensorWriter};
 use crate::atomic::Claim;
