@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use ts_format::Digest;
-use ts_io::fault::{Attempt, Fault, Faults, FaultyProvider};
 use ts_io::Registry;
+use ts_io::fault::{Attempt, Fault, Faults, FaultyProvider};
 use ts_orchestrator::{EngineConfig, Error, RangeDigest, UnitId, Verify};
 
 use testing::{KIB, Model, acquire_tensor, buffered, config, patience, with_backend};
