@@ -40,6 +40,11 @@ def llama_3b() -> Path:
     return _llama("llama-2.6b", 56)
 
 
+def llama(layers: int) -> Path:
+    """Returns the directory of one with this many layers of 88 MB. Creates it in memory."""
+    return _llama(f"llama-{layers}-layers", layers)
+
+
 def _llama(name: str, layers: int) -> Path:
     path = SCRATCH / name
     if not (path / "model.safetensors.index.json").exists():

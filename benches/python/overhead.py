@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Measures the cost of streaming when all weights are resident, and the cost of tracing.
+"""Measures the cost of streaming when all weights are resident, of small units, and of tracing.
 
 `cargo xtask bench overhead`. Compares forward passes of small models, offloaded and in memory, in
 interleaved rounds. Then decodes tokens with a 1.1B Llama, every second one with `ts.trace`. Prints
-medians and minima.
+medians and minima. small_units.py measures many small layers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import small_units
 import tensorstream as ts
 import torch
 from models import MIB, llama_1b
@@ -162,6 +163,7 @@ def main() -> None:
     with torch.no_grad():
         show_tracing("4GiB", 3 * ROUNDS)
         show_tracing("800MiB", ROUNDS)
+    small_units.main()
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
-             wire-peers, serve, broadcast, caps, codecs, exact, file-cache, hops, io, links, \
-             llama, load, lora, moe, neighbours, offload, openai, overhead, peak, pressure, \
+             wire-peers, serve, broadcast, caps, codecs, exact, file-cache, first-pass, hops, io, \
+             links, llama, load, lora, moe, neighbours, offload, openai, overhead, peak, pressure, \
              remote, sessions, split, storage, throughput or weights"
         )),
     }

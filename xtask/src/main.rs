@@ -40,7 +40,10 @@ cargo xtask bench moe                a mixture of experts against accelerate
 cargo xtask bench openai             eight clients of `tensorstream serve-openai` for a minute
 cargo xtask bench pressure           how fast memory is given back when another process needs it
                                      (needs root)
-cargo xtask bench overhead           the cost of streaming when everything is resident
+cargo xtask bench overhead           the cost of streaming when everything is resident, and of many
+                                     small layers beside accelerate
+cargo xtask bench first-pass [LAYERS|DIRECTORY [BUDGET ...]]
+                                     the first pass of a model beside later ones
 cargo xtask bench peak               peak memory, streamed and in memory
 cargo xtask bench io                 each I/O backend, compared with fio, memcpy and curl
 cargo xtask bench storage            streamed bandwidth, compared with fio in alternating runs
@@ -91,6 +94,9 @@ fn main() -> ExitCode {
         ["test", tier] => test(tier),
         ["bench", "offload", ref arguments @ ..] => {
             python::optimized().and_then(|venv| bench::run_script(&venv, "offload", arguments))
+        }
+        ["bench", "first-pass", ref arguments @ ..] => {
+            python::prepared().and_then(|venv| bench::run_script(&venv, "first_pass", arguments))
         }
         ["bench", what] => bench::run(what),
         ["big-endian"] => big_endian::test(),

@@ -107,9 +107,9 @@ pub struct EngineConfig {
     /// The number of threads that pre-fault the host memory for units from the first pass on, while
     /// storage is read; 0 for none. A unit that is to stay in memory whose pages are not there yet
     /// when it is read is streamed in that pass. So the first pass does not wait for the system,
-    /// which can take longer than the storage, and later ones take up the rest. The threads end when
-    /// all memory has pages, or when the limit falls. The default is 2. Memory of less than 8 MiB
-    /// for each thread is not pre-faulted.
+    /// which can take longer than the storage, and later ones take up the rest. The threads end
+    /// when all memory has pages, or when the limit falls. The default is 2. Memory of less than
+    /// 8 MiB for each thread is not pre-faulted.
     pub populate_in_passes: usize,
     /// Whether [`Engine::modified_units`](crate::Engine::modified_units) reports writes to resident
     /// units. This works only if the system supports it and units live in host memory.

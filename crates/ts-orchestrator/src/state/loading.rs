@@ -35,7 +35,7 @@ use super::{EngineState, Estimate, Presence, Target, UnitState};
 /// The least copy to a device whose rate says something, in bytes.
 const MEASURED_COPY_BYTES: u64 = 1 << 20;
 /// Reads of neighbours are joined at least up to this length, in bytes.
-const LEAST_JOINT_BYTES: usize = 128 << 10;
+const LEAST_JOINT_BYTES: usize = 256 << 10;
 
 impl<D: Device> EngineState<D> {
     /// Starts to load a unit. Returns the work to queue. `guessed` says whether the unit is only
