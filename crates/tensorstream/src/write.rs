@@ -16,7 +16,7 @@ pub(crate) use self::journal::unfinished;
 pub use self::options::{Format, NewTensor, WriteOptions};
 use self::sink::Sink;
 use self::tensors::{FileSpec, TensorWriter};
-use crate::atomic::Claim;
+use crate::atomic::{Claim, replaced};
 use crate::verify::verify;
 use crate::{Checkpoint, Error};
 
@@ -208,8 +208,10 @@ impl FileWriter {
         let mut superblock = [0; SUPERBLOCK_LEN];
         let superblock_offset = catalog.files()[0].superblock_offset().unwrap_or(0);
         source.read_at(superblock_offset, &mut superblock)?;
-        // Checks that the path still refers to the file that was read.
         source.verify(0)?;
+        if !source.is_at_path() {
+            return Err(Error::open(path, replaced()));
+        }
         let file = claim.append(
             target,
             used_len,
