@@ -6,10 +6,10 @@ mod options;
 mod sink;
 mod tensors;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::path::Path;
 
-use ts_format::{ContainerWriter, Error as FormatError, SafetensorsLayout};
+use ts_format::{ContainerWriter, Error as FormatError, Metadata, SafetensorsLayout};
 
 #[cfg(feature = "cli")]
 pub(crate) use self::journal::unfinished;
@@ -74,7 +74,7 @@ impl FileWriter {
     pub fn create(
         path: &Path,
         tensors: Vec<NewTensor>,
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         options: WriteOptions,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Self, Error> {
@@ -91,18 +91,14 @@ impl FileWriter {
     pub fn in_memory(
         name: &str,
         tensors: Vec<NewTensor>,
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         options: WriteOptions,
     ) -> Result<Self, Error> {
         Self::begin(None, FileSpec::new(name.as_ref(), tensors, options)?, metadata)
     }
 
     /// Starts a file on disk if there is a `claim` on its path, otherwise in memory.
-    fn begin(
-        claim: Option<Claim>,
-        spec: FileSpec,
-        metadata: BTreeMap<String, String>,
-    ) -> Result<Self, Error> {
+    fn begin(claim: Option<Claim>, spec: FileSpec, metadata: Metadata) -> Result<Self, Error> {
         let layout = match Format::from_path(&spec.path)? {
             Format::Container => None,
             Format::Safetensors => {
@@ -141,7 +137,7 @@ impl FileWriter {
     pub fn unless_written(
         path: &Path,
         tensors: Vec<NewTensor>,
-        metadata: &BTreeMap<String, String>,
+        metadata: &Metadata,
         options: WriteOptions,
         fingerprint: Option<u128>,
         interrupt: &mut dyn FnMut() -> bool,
@@ -188,7 +184,7 @@ impl FileWriter {
         path: &Path,
         tensors: Vec<NewTensor>,
         remove: &[String],
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         options: WriteOptions,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Self, Error> {
@@ -230,7 +226,7 @@ impl FileWriter {
     pub(crate) fn resume(
         path: &Path,
         tensors: Vec<NewTensor>,
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         origin: &str,
         options: WriteOptions,
         interrupt: &mut dyn FnMut() -> bool,
@@ -375,7 +371,7 @@ impl FileWriter {
 fn has_content(
     file: &Checkpoint,
     tensors: &[NewTensor],
-    metadata: &BTreeMap<String, String>,
+    metadata: &Metadata,
     fingerprint: Option<u128>,
 ) -> bool {
     let catalog = file.catalog();

@@ -85,7 +85,7 @@ fn content(seed: u8) -> Vec<u8> {
 }
 
 fn create(path: &Path, seed: u8, faults: &WriteFaults) -> Result<(), Error> {
-    let metadata = BTreeMap::from([("seed".into(), seed.to_string())]);
+    let metadata = Metadata::from([("seed".into(), seed.to_string())]);
     let mut writer =
         FileWriter::create(path, tensors(["a", "b"]), metadata, options(faults), &mut never)?;
     writer.write(&content(seed))?;
@@ -94,7 +94,7 @@ fn create(path: &Path, seed: u8, faults: &WriteFaults) -> Result<(), Error> {
 
 /// Replaces a tensor, adds one and removes one.
 fn append(path: &Path, faults: &WriteFaults) -> Result<(), Error> {
-    let (metadata, gone) = (BTreeMap::from([("seed".into(), "2".into())]), ["b".to_string()]);
+    let (metadata, gone) = (Metadata::from([("seed".into(), "2".into())]), ["b".to_string()]);
     let mut writer = FileWriter::append(
         path,
         tensors(["a", "c"]),
@@ -136,7 +136,7 @@ fn jobs() -> [Job; 5] {
 }
 
 /// Verifies a file, and returns its fingerprint and metadata, or `None` if it does not exist.
-fn read(path: &Path) -> Option<(u128, BTreeMap<String, String>)> {
+fn read(path: &Path) -> Option<(u128, Metadata)> {
     if !path.exists() {
         return None;
     }

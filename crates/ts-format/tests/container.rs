@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Round trips of `.ts` files, and detection of damage.
 
-use std::collections::BTreeMap;
-
 use proptest::prelude::*;
 use ts_format::{
     ByteRange, CHUNK_LEN, Catalog, Codec, ContainerWriter, Digest, Dtype, Encoder, ErrorKind,
-    Scratch, TensorMeta, decode_chunk, fingerprint, tensor_fingerprint,
+    Metadata, Scratch, TensorMeta, decode_chunk, fingerprint, tensor_fingerprint,
 };
 
 /// A tensor to write: name, type, phase, bytes and codec.
@@ -169,7 +167,7 @@ fn every_flipped_bit_is_detected_except_in_padding() {
 #[test]
 fn a_tensor_takes_less_than_200_bytes_plus_its_name() {
     let meta = || TensorMeta { dtype: Dtype::F32, shape: vec![16, 2, 2] };
-    let mut writer = ContainerWriter::new(BTreeMap::new());
+    let mut writer = ContainerWriter::new(Metadata::default());
     let count = 100_000;
     for i in 0..count {
         writer.begin(&format!("model.layers.{i}.self_attn.q_proj.weight"), meta(), None).unwrap();
@@ -203,7 +201,7 @@ fn a_later_major_version_is_refused() {
 #[test]
 fn invalid_writes_are_errors_with_a_reason() {
     let meta = || TensorMeta { dtype: Dtype::U8, shape: vec![2] };
-    let mut writer = ContainerWriter::new(BTreeMap::new());
+    let mut writer = ContainerWriter::new(Metadata::default());
     for name in ["", "a\0b"] {
         assert!(
             writer
@@ -223,7 +221,7 @@ fn invalid_writes_are_errors_with_a_reason() {
     writer.begin("a", meta(), None).unwrap();
     assert!(writer.feed(b"xyz").unwrap_err().to_string().contains("more than its 2 bytes"));
     assert!(writer.begin("b", meta(), None).unwrap_err().to_string().contains("got 0"));
-    let mut writer = ContainerWriter::new(BTreeMap::new());
+    let mut writer = ContainerWriter::new(Metadata::default());
     writer.begin("a", meta(), None).unwrap();
     writer.feed(b"xy").unwrap();
     assert!(

@@ -83,9 +83,7 @@ impl DirectFile {
         let (_, now) =
             sys::state_of(&file).map_err(|e| format!("cannot read its metadata: {e}"))?;
         match opened.difference(&now) {
-            Some(Difference::Content(what)) => {
-                Err(format!("changed since it was opened: {what}"))
-            }
+            Some(Difference::Content(what)) => Err(format!("changed since it was opened: {what}")),
             // Reads check the ctime.
             _ => Ok(Self {
                 #[cfg(target_os = "linux")]
@@ -104,8 +102,9 @@ impl FileOrigin {
     pub(crate) fn open(path: &Path) -> Result<Self, Error> {
         // An absolute path names the same file even after the working directory changes.
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
-        let failed = |source: std::io::Error| {
-            Error::Open { path: path.clone(), source: explained(source).into() }
+        let failed = |source: std::io::Error| Error::Open {
+            path: path.clone(),
+            source: explained(source).into(),
         };
         // The type is checked before the file is opened, because opening a named pipe waits for a
         // writer.
@@ -164,8 +163,7 @@ impl FileOrigin {
     /// Returns the handle for direct I/O, or the reason why it cannot be opened.
     pub(crate) fn direct(&self) -> Result<&DirectFile, &str> {
         let opened = self.direct.get_or_init(|| {
-            let descriptor =
-                Descriptor::optional().ok_or("the process has too many open files")?;
+            let descriptor = Descriptor::optional().ok_or("the process has too many open files")?;
             let opened = sys::open_direct(&self.file, &self.path).map_err(|e| e.to_string())?;
             DirectFile::new(opened.0, opened.1, &self.fingerprint, descriptor)
         });

@@ -47,12 +47,12 @@ fn a_file_that_lost_its_name_streams_on_with_every_backend() {
         fs::write(&other, vec![0; model.content.len()]).unwrap();
         fs::rename(&other, &model.path).unwrap();
     };
-    let rename =
-        |model: &Model| fs::rename(&model.path, model.path.with_extension("old")).unwrap();
+    let rename = |model: &Model| fs::rename(&model.path, model.path.with_extension("old")).unwrap();
     let remove = |model: &Model| fs::remove_file(&model.path).unwrap();
     let changes: [&dyn Fn(&Model); 3] = [&replace, &rename, &remove];
     for provider in Registry::builtin().providers() {
-        for (change, is_early) in changes.iter().flat_map(|change| [(change, true), (change, false)])
+        for (change, is_early) in
+            changes.iter().flat_map(|change| [(change, true), (change, false)])
         {
             let model = Model::new(&[200 * KIB; 6]);
             let source = Source::open(&model.path).unwrap();

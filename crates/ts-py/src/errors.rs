@@ -8,8 +8,16 @@ use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
 /// Converts an error of the crate `tensorstream` to a Python exception.
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
-    exception(py, class_name(error), &error.to_string())
+    let (name, message) = (class_name(error), error.to_string());
+    match name {
+        "CheckpointChangedError" => exception(py, name, &format!("{message}; {AFTER_A_CHANGE}")),
+        _ => exception(py, name, &message),
+    }
 }
+
+/// What to do about a CheckpointChangedError.
+const AFTER_A_CHANGE: &str =
+    "open it again, or call tensorstream.reload(model) for a model that streams it";
 
 /// Creates the exception for an operator that failed on a remote machine.
 pub(crate) fn operator_error(py: Python<'_>, kind: OpFailureKind, message: &str) -> PyErr {
@@ -75,6 +83,16 @@ pub(crate) fn timeout_error(py: Python<'_>, message: &str) -> PyErr {
 /// Creates a ConfigurationError: an argument or a call is invalid.
 pub(crate) fn configuration_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "ConfigurationError", message)
+}
+
+/// Creates an ArgumentTypeError: an argument has the wrong type.
+pub(crate) fn argument_type_error(py: Python<'_>, message: &str) -> PyErr {
+    exception(py, "ArgumentTypeError", message)
+}
+
+/// Creates a ModelError: PyTorch or the model does not support something.
+pub(crate) fn model_error(py: Python<'_>, message: &str) -> PyErr {
+    exception(py, "ModelError", message)
 }
 
 /// Creates a ModelError: the program wrote to the streamed weights `names`.

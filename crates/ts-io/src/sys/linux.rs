@@ -150,9 +150,7 @@ impl AsRawFd for Gate {
 ///
 /// Without /proc, opens `path`, which may lead to another file by now.
 pub(crate) fn open_direct(file: &File, path: &Path) -> io::Result<(File, usize)> {
-    let open = |path: &Path| {
-        OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)
-    };
+    let open = |path: &Path| OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path);
     let opened = match open(&by_descriptor(file)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => open(path),
         opened => opened,

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .streaming._generate import generate_many
     from .streaming._metrics import metrics
     from .streaming._offload import offload, restore, stats
+    from .streaming._reload import reload
     from .streaming._plan import Plan, plan
     from .streaming._stats import (
         ExpertsStats,
@@ -139,6 +140,7 @@ __all__ = [
     "offload",
     "plan",
     "register_accelerator",
+    "reload",
     "restore",
     "safe_open",
     "save",
@@ -168,6 +170,7 @@ _HOMES = {
     "streaming._generate": ("generate_many",),
     "streaming._metrics": ("metrics",),
     "streaming._offload": ("offload", "restore", "stats"),
+    "streaming._reload": ("reload",),
     "streaming._plan": ("Plan", "plan"),
     "streaming._stats": (
         "ExpertsStats",

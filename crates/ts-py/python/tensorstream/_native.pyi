@@ -197,7 +197,11 @@ class Checkpoint:
         self, verify: bool, budget: int, take: Callable[[str, str, list[int], object], None]
     ) -> None: ...
     def version(self, file: int) -> str | None: ...
-    def files(self) -> list[tuple[str, int, dict[str, str]]]: ...
+    def files(self) -> list[tuple[str, int, dict[str, str] | None]]: ...
+    def descriptor(self, file: int) -> int: ...
+    def reopened(self) -> Checkpoint: ...
+    def is_overlaid(self) -> _bool: ...
+    def translated(self, parts: list[_Part], newer: Checkpoint) -> list[_Part]: ...
 
 @final
 class PassedSource:
@@ -271,6 +275,7 @@ class Streamer:
     def try_begin_pass(self) -> Pass | None: ...
     def forget_casts(self) -> None: ...
     def replan(self) -> bool: ...
+    def reload(self, newer: Checkpoint) -> None: ...
     def enter(self, unit: int, lend: _bool, recurrent: Recurrent | None = None) -> Use: ...
     def enter_if_present(self, unit: int) -> Use | None: ...
     def expect(self, units: list[tuple[int, int]]) -> Expected: ...
@@ -336,7 +341,7 @@ class FileWriter:
         cls,
         path: _Path,
         tensors: list[_NewTensorSpec],
-        metadata: dict[str, str],
+        metadata: dict[str, str] | None,
         codec: str = "raw",
         level: int | None = None,
         jobs: int = 0,
@@ -345,7 +350,7 @@ class FileWriter:
     def in_memory(
         name: str,
         tensors: list[_NewTensorSpec],
-        metadata: dict[str, str],
+        metadata: dict[str, str] | None,
         codec: str = "raw",
         level: int | None = None,
     ) -> FileWriter: ...
@@ -354,7 +359,7 @@ class FileWriter:
         path: _Path,
         tensors: list[_NewTensorSpec],
         remove: list[str],
-        metadata: dict[str, str],
+        metadata: dict[str, str] | None,
         codec: str = "raw",
         level: int | None = None,
     ) -> FileWriter: ...
@@ -362,7 +367,7 @@ class FileWriter:
     def unless_written(
         path: _Path,
         tensors: list[_NewTensorSpec],
-        metadata: dict[str, str],
+        metadata: dict[str, str] | None,
         fingerprint: str | None,
         codec: str = "raw",
         level: int | None = None,

@@ -3,8 +3,8 @@
 
 The functions have the signatures, the rules and the kinds of errors of safetensors. In particular,
 tensors that share memory, sparse tensors and tensors that are not contiguous are not saved, unlike
-with ``tensorstream.save_file``. Files have the same bytes, except that empty metadata is left out
-and that metadata has a fixed order. What can be read also includes ``.ts`` files, shard indexes,
+with ``tensorstream.save_file``. Files have the same bytes, except that metadata keeps its order,
+whereas safetensors writes it in any order. What can be read also includes ``.ts`` files, shard indexes,
 directories and URLs.
 """
 
@@ -22,8 +22,8 @@ import torch
 
 from . import _native
 from ._dtypes import SAFETENSORS_DTYPES
-from ._safetensors_errors import ArgumentTypeError, raises_theirs
-from .errors import CheckpointError, ConfigurationError, StorageError, TensorStreamError
+from ._safetensors_errors import raises_theirs
+from .errors import ArgumentTypeError, CheckpointError, ConfigurationError, StorageError, TensorStreamError
 from .files import _safe_open, _state_dict
 from .streaming._streamed_tensor import StreamedTensor
 
@@ -76,7 +76,7 @@ class safe_open(_safe_open.safe_open):
     Args:
         filename: The path or URL.
         framework: ``"pt"`` for torch tensors, ``"np"`` for NumPy arrays.
-        device: The device of torch tensors.
+        device: The device of torch tensors; ``None`` is the CPU.
         backend: ``"mmap"`` returns views of local files, and ``"pread"`` reads.
 
     Raises:
@@ -98,7 +98,7 @@ class safe_open(_safe_open.safe_open):
         self,
         filename: Path,
         framework: str = "pt",
-        device: str | int | torch.device = "cpu",
+        device: str | int | torch.device | None = "cpu",
         *,
         backend: str = "mmap",
     ) -> None:
@@ -127,7 +127,7 @@ class safe_open(_safe_open.safe_open):
     @raises_theirs
     def get_slice(self, name: str) -> _safe_open.TensorSlice:
         self._require_open()
-        return super().get_slice(name)
+        return TensorSlice(self._checkpoint, self._files, name, self._device)
 
     @raises_theirs
     def get_tensor(self, name: str) -> Any:
@@ -139,15 +139,23 @@ class safe_open(_safe_open.safe_open):
             raise CheckpointError(f"{self!r} is closed: read from it inside of its `with` block")
 
 
+class TensorSlice(_safe_open.TensorSlice):
+    """A tensor in a file. See ``tensorstream.TensorSlice``."""
+
+    @raises_theirs
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)
+
+
 @raises_theirs
 def load_file(
-    filename: Path, device: str | int | torch.device = "cpu", *, backend: str = "mmap"
+    filename: Path, device: str | int | torch.device | None = "cpu", *, backend: str = "mmap"
 ) -> dict[str, torch.Tensor]:
     """Reads all tensors of a file. Blocks.
 
     Args:
         filename: The path or URL.
-        device: The device of the tensors.
+        device: The device of the tensors; ``None`` is the CPU.
         backend: ``"mmap"`` maps local files and reads them with several threads, so that tensors
             are views of the page cache; ``"pread"`` reads into new memory. A mapped file must not
             be truncated while tensors exist, as with safetensors.
@@ -250,7 +258,7 @@ def load_model(
     model: torch.nn.Module,
     filename: Path,
     strict: bool = True,
-    device: str | int | torch.device = "cpu",
+    device: str | int | torch.device | None = "cpu",
     *,
     backend: str = "mmap",
 ) -> tuple[list[str] | set[str], list[str]]:
@@ -260,7 +268,8 @@ def load_model(
         model: The model. Its tensors are changed in place.
         filename: A file that ``save_model`` wrote.
         strict: Whether missing and unexpected tensors are errors.
-        device: The device to which the tensors are read before they are copied.
+        device: The device to which the tensors are read before they are copied; ``None`` is the
+            CPU.
         backend: See ``load_file``.
 
     Returns:
@@ -425,8 +434,15 @@ def _write(
 
 
 def _tensors(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    if not isinstance(tensor_dict, Mapping):
+        raise ArgumentTypeError(f"expected a dict of TensorSpec, got {type(tensor_dict).__name__}")
     tensors = {}
     for name, spec in tensor_dict.items():
+        if not isinstance(name, str) or not isinstance(spec, TensorSpec):
+            raise ArgumentTypeError(
+                f"expected names of tensors and TensorSpec, got {name!r} and "
+                f"{type(spec).__name__}"
+            )
         try:
             tensors[name] = spec.tensor()
         except (RuntimeError, ValueError) as error:

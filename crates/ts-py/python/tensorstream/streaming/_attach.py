@@ -105,7 +105,7 @@ def attach(
         guard(model)
         placement.move_inputs()
         save_in_pieces(model, stored)
-        replace_copying(model, stored, _attach_copy(placement.config, checkpoint))
+        replace_copying(model, stored, _attach_copy(placement.config, stored))
         model.__dict__["_tensorstream"] = streaming
         _place(model, placement, buffers, moved)
         if with_device_map or torch.accelerator.is_available():
@@ -214,18 +214,18 @@ def _start(
     )
     if isinstance(config.budget, Budget):
         config.budget.add(streamer, max(extremes[1], budget))
-    weights = Weights(streamer, units.weights, units.divided, budget, stored.mapped, device)
+    weights = Weights(streamer, units.weights, units.divided, budget, stored, device)
     numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     stored.add(weights, units.sources, {key: numbers[own] for own, key in units.keys.items()})
     share = Share(weights, units.sources, profile, units.expert_units())
     return _Engine(units, share, limits is not None)
 
 
-def _attach_copy(config: Config, checkpoint: _native.Checkpoint) -> Attach:
+def _attach_copy(config: Config, stored: StoredWeights) -> Attach:
     """Returns a function that offloads a copy of a model. It does not refer to the model."""
 
     def attach_copy(twin: nn.Module, orders: DimensionOrders, kept: frozenset[int]) -> None:
-        attach(twin, Placement(twin, config), checkpoint, orders, kept=kept)
+        attach(twin, Placement(twin, config), stored.checkpoint, orders, kept=kept)
 
     return attach_copy
 

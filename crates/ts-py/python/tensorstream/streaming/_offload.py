@@ -24,6 +24,7 @@ from ._division import Rows
 from ._forward import Parameters, own_stand_ins, recurrent
 from ._interrupts import deferred
 from ._placement import Placement
+from ._refusals import refuse_unsupported
 from ._replaced_method import restore_methods
 from ._state import Share, is_offloaded, offloaded_in, streaming_of
 from ._stats import Stats, merged
@@ -93,6 +94,7 @@ def offload(
         >>> model = ts.restore(model)
     """
     config = with_shorthands(checked(config), budget, device, host_budget)
+    refuse_unsupported(model)
     path = checkpoint if checkpoint is not None else config.storage_path
     if path is None:
         raise ConfigurationError(

@@ -56,6 +56,21 @@ class StoredWeights:
         own = {key: (source, parameters[key]) for key, source in sources.items()}
         self._weights[weights] = own
 
+    @property
+    def checkpoint(self) -> _native.Checkpoint:
+        """The checkpoint."""
+        return self._checkpoint
+
+    def reload(
+        self, checkpoint: _native.Checkpoint, sources: Mapping[Weights, dict[int, TensorSpec]]
+    ) -> None:
+        """Replaces the checkpoint, and the stored tensors of the weights on each device."""
+        self._checkpoint = self._builder.checkpoint = checkpoint
+        for weights, own in sources.items():
+            before = self._weights[weights]
+            self._weights[weights] = {key: (own[key], before[key][1]) for key in before}
+        self._mapped.clear()
+
     def parameter(self, stand_in: StreamedTensor) -> int:
         """Returns the original parameter of a weight, as a number."""
         return self._weights[stand_in.weights][stand_in.key][1]
@@ -124,14 +139,16 @@ class StoredWeights:
         try:
             if len(parts) == 1 and self._is_plain(parts[0]):
                 file, offset, _ = parts[0]
-                path, _, _ = self._checkpoint.files()[file]
-                with open(path, "rb") as opened:
+                begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+                # The path may lead to another file by now.
+                descriptor = self._checkpoint.descriptor(file)
+                try:
                     self._checkpoint.require_unchanged(file)
-                    begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
                     mapping = mmap.mmap(
-                        opened.fileno(), offset - begin + length, access=mmap.ACCESS_COPY,
-                        offset=begin,
-                    )  # fmt: skip
+                        descriptor, offset - begin + length, access=mmap.ACCESS_COPY, offset=begin
+                    )
+                finally:
+                    os.close(descriptor)
                 return torch.frombuffer(
                     mapping, dtype=torch.uint8, count=length, offset=offset - begin
                 )

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _native
+
+if TYPE_CHECKING:
+    from ._stored_weights import StoredWeights
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Weights:
         specs: list[Weight],
         divided: list[Divided],
         budget_bytes: int,
-        mapped: Callable[[Any], torch.Tensor],
+        stored: StoredWeights,
         device: torch.device,
     ) -> None:
         self.streamer = streamer
@@ -101,8 +103,10 @@ class Weights:
         self._native_count = len(specs)
         self.budget_bytes = budget_bytes
         self._frozen: set[int] = set()
+        #: The stored tensors of the parameters.
+        self.stored = stored
         #: Returns the weight of a stand-in as a view of a file. See ``StoredWeights.mapped``.
-        self.mapped = mapped
+        self.mapped = stored.mapped
 
     def requires_grad(self, key: int) -> bool:
         """Returns whether the original parameter requires gradients and was not frozen since."""
