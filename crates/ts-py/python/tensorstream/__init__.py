@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .config import BackendType, Config, MemoryMode, MemoryPressureMode, PrefetchStrategy
     from .devices import register_accelerator
     from .errors import (
+        ArgumentTypeError,
         BudgetError,
         BudgetWarning,
         CheckpointChangedError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         OutOfMemoryError,
         ProtocolError,
         StorageError,
+        TensorIndexError,
         TensorStreamError,
         UnitReferencedError,
     )
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ArgumentTypeError",
     "BackendType",
     "BlockPoolStats",
     "Budget",
@@ -120,6 +123,7 @@ __all__ = [
     "TensorBuffer",
     "TensorMeta",
     "TensorSlice",
+    "TensorIndexError",
     "TensorStreamError",
     "UnitReferencedError",
     "UnitStats",

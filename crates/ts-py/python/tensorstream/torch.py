@@ -23,7 +23,14 @@ import torch
 from . import _native
 from ._dtypes import SAFETENSORS_DTYPES
 from ._safetensors_errors import raises_theirs
-from .errors import ArgumentTypeError, CheckpointError, ConfigurationError, StorageError, TensorStreamError
+from .errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    StorageError,
+    TensorIndexError,
+    TensorStreamError,
+)
 from .files import _safe_open, _state_dict
 from .streaming._streamed_tensor import StreamedTensor
 
@@ -144,7 +151,12 @@ class TensorSlice(_safe_open.TensorSlice):
 
     @raises_theirs
     def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(index)
+        try:
+            return super().__getitem__(index)
+        except TensorIndexError as error:
+            # In the words of safetensors, which programs compare.
+            text = str(error)
+            raise TensorIndexError(text[:1].upper() + text[1:]) from error
 
 
 @raises_theirs
@@ -310,12 +322,14 @@ class TensorSpec:
         data_len: Their size in bytes.
     """
 
+    @raises_theirs
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype) or found not in SAFETENSORS_DTYPES:
             raise ConfigurationError(f"unknown dtype {dtype!r}: expected one such as 'float32'")
-        self._dtype = found
-        self.shape = list(shape)
+        self._dtype, self._torch_shape = found, list(shape)
+        #: The size of each dimension, in values as in the file.
+        self.shape = _stored_shape(self.dtype, shape)
         self.data_ptr = data_ptr
         self.data_len = data_len
 
@@ -327,11 +341,11 @@ class TensorSpec:
     def tensor(self) -> torch.Tensor:
         """Returns the tensor, which shares the memory."""
         if self.data_len == 0 and 0 in self.shape:
-            return torch.empty(self.shape, dtype=self._dtype)
+            return torch.empty(self._torch_shape, dtype=self._dtype)
         if self.data_len == 0:
             raise ValueError("the shape has elements")
         memory = (ctypes.c_char * self.data_len).from_address(self.data_ptr)
-        return torch.frombuffer(memory, dtype=self._dtype).view(self.shape)
+        return torch.frombuffer(memory, dtype=self._dtype).view(self._torch_shape)
 
 
 @raises_theirs
@@ -367,7 +381,7 @@ def deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:
         (
             name,
             {
-                "shape": list(tensor.shape),
+                "shape": _stored_shape(SAFETENSORS_DTYPES[tensor.dtype], tensor.shape),
                 "dtype": SAFETENSORS_DTYPES[tensor.dtype],
                 "data": bytearray(tensor.view(-1).view(torch.uint8).numpy().tobytes()),
             },
@@ -384,6 +398,11 @@ def storage_ptr(tensor: torch.Tensor) -> int:
 def storage_size(tensor: torch.Tensor) -> int:
     """Returns the size in bytes of the memory that the tensor is a part of."""
     return tensor.untyped_storage().nbytes()
+
+
+def _stored_shape(dtype: str, shape: Sequence[int]) -> list[int]:
+    """Returns the shape in the file, where two values of 4 bits are not one element as in torch."""
+    return [*shape[:-1], 2 * shape[-1]] if dtype == "F4" and shape else list(shape)
 
 
 def _in_order(
@@ -463,7 +482,7 @@ def _check(tensors: Any, *, strided: bool = True) -> None:
             raise ArgumentTypeError(f"expected names of tensors, got {name!r}")
         if not isinstance(tensor, torch.Tensor):
             raise ConfigurationError(
-                f"tensor `{name}`: expected a torch.Tensor, got {type(tensor).__name__}"
+                f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}"
             )
         if tensor.layout != torch.strided:
             raise ConfigurationError(
@@ -472,7 +491,7 @@ def _check(tensors: Any, *, strided: bool = True) -> None:
         if strided and not tensor.is_contiguous():
             raise ConfigurationError(
                 f"cannot save `{name}`, which is not contiguous: call `.contiguous()` first, or "
-                "use save_model with force_contiguous=True"
+                "use save_model(..., force_contiguous=True)"
             )
     shared = [sorted(names) for names in _shared(tensors) if len(names) > 1]
     if shared:

@@ -260,6 +260,6 @@ def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any
     first, last = int(wanted.min()), int(wanted.max())
     if first < 0 or last >= size:
         raise TensorIndexError(
-            f"index {index} is out of bounds for dimension {dimension} with size {size}"
+            f"invalid index {index} for dimension {dimension} of size {size}"
         )
     return (first, last + 1), 0 if single else wanted - first
