@@ -5,7 +5,6 @@
 
 mod common;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use common::{content, files, metadata, never, plain, quiet, u8s, with_compression, write};

@@ -39,7 +39,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 def reads_of(path: Path, out: Path) -> dict[str, Callable[[], Any]]:
     """Returns every function that reads a file."""
-    config = ts.Config(budget="1MiB")
+    config = ts.Config(budget="4MiB")
     return {
         "load_file": lambda: ts.load_file(path),
         "load_file mapped": lambda: ts.load_file(path, mapped=True),
@@ -49,7 +49,7 @@ def reads_of(path: Path, out: Path) -> dict[str, Callable[[], Any]]:
         "torch": lambda: st.load_file(path),
         "torch safe_open": lambda: st.safe_open(path),
         "torch load_model": lambda: st.load_model(nn.Linear(64, 64), path),
-        "plan": lambda: ts.plan(path, budget="1MiB"),
+        "plan": lambda: ts.plan(path, budget="4MiB"),
         "convert": lambda: ts.convert(path, out / "converted.ts"),
         "offload": lambda: ts.offload(nn.Linear(64, 64), config, checkpoint=path),
         "as text": lambda: ts.load_file(os.fspath(path)),
@@ -121,7 +121,7 @@ def test_every_function_reads_paths_that_are_not_utf8(latin: Path) -> None:
         for call in reads_of(path, latin).values():
             call()
         assert torch.equal(ts.load_file(path)["bias"], weights()["bias"])
-        model = ts.offload(nn.Linear(64, 64), checkpoint=path, budget="1MiB")
+        model = ts.offload(nn.Linear(64, 64), checkpoint=path, budget="4MiB")
         with torch.no_grad():
             assert torch.equal(model(torch.zeros(64)), weights()["bias"])
         ts.restore(ts.reload(model))
