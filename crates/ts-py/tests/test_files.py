@@ -258,7 +258,7 @@ def test_failed_saves_and_conversions_raise_typed_errors(tmp_path: Path) -> None
          ts.ConfigurationError, "files do not support torch.qint8"),
         (lambda: ts.load_file(3), ts.ArgumentTypeError, "got int"),  # type: ignore[arg-type]
         (lambda: ts.save_file({}, None), TypeError, "got NoneType"),  # type: ignore[arg-type]
-        (lambda: ts.convert(tmp_path, 3.5), TypeError, "got float"),  # type: ignore[arg-type]
+        (lambda: ts.compact(3.5), TypeError, "got float"),  # type: ignore[arg-type]
         (lambda: ts.plan(7), TypeError, "got int"),  # type: ignore[arg-type]
         (lambda: ts.save_file({"w": torch.zeros([1] * 64).unsqueeze(0)}, tmp_path / "a.ts"),
          ts.ConfigurationError, "rank 65"),

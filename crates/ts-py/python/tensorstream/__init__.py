@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from .streaming._generate import generate_many
     from .streaming._metrics import metrics
     from .streaming._offload import offload, restore, stats
-    from .streaming._reload import reload
     from .streaming._plan import Plan, plan
+    from .streaming._reload import reload
     from .streaming._stats import (
         ExpertsStats,
         PassStats,
@@ -121,9 +121,9 @@ __all__ = [
     "TableStats",
     "Tensor",
     "TensorBuffer",
+    "TensorIndexError",
     "TensorMeta",
     "TensorSlice",
-    "TensorIndexError",
     "TensorStreamError",
     "UnitReferencedError",
     "UnitStats",

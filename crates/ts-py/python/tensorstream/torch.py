@@ -4,8 +4,8 @@
 The functions have the signatures, the rules and the kinds of errors of safetensors. In particular,
 tensors that share memory, sparse tensors and tensors that are not contiguous are not saved, unlike
 with ``tensorstream.save_file``. Files have the same bytes, except that metadata keeps its order,
-whereas safetensors writes it in any order. What can be read also includes ``.ts`` files, shard indexes,
-directories and URLs.
+whereas safetensors writes it in any order. What can be read also includes ``.ts`` files, shard
+indexes, directories and URLs.
 """
 
 from __future__ import annotations
@@ -459,8 +459,7 @@ def _tensors(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
     for name, spec in tensor_dict.items():
         if not isinstance(name, str) or not isinstance(spec, TensorSpec):
             raise ArgumentTypeError(
-                f"expected names of tensors and TensorSpec, got {name!r} and "
-                f"{type(spec).__name__}"
+                f"expected names of tensors and TensorSpec, got {name!r} and {type(spec).__name__}"
             )
         try:
             tensors[name] = spec.tensor()
@@ -472,10 +471,10 @@ def _tensors(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
 
 
 def _check(tensors: Any, *, strided: bool = True) -> None:
-    """Refuses what safetensors refuses to save."""
+    """Refuses what safetensors refuses to save, in its words where programs compare them."""
     if not isinstance(tensors, dict):
         raise ConfigurationError(
-            f"expected a dict of str and torch.Tensor, got {type(tensors).__name__}"
+            f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}"
         )
     for name, tensor in tensors.items():
         if not isinstance(name, str):
@@ -484,10 +483,14 @@ def _check(tensors: Any, *, strided: bool = True) -> None:
             raise ConfigurationError(
                 f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}"
             )
-        if tensor.layout != torch.strided:
-            raise ConfigurationError(
-                f"cannot save the sparse tensor `{name}`: make it dense with `.to_dense()` first"
-            )
+    odd = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
+    if odd:
+        raise ConfigurationError(
+            f"You are trying to save a sparse tensors: `{odd}` which this library does not "
+            "support. You can make it a dense tensor before saving with `.to_dense()` but be aware "
+            "this might make a much larger file than needed."
+        )
+    for name, tensor in tensors.items():
         if strided and not tensor.is_contiguous():
             raise ConfigurationError(
                 f"cannot save `{name}`, which is not contiguous: call `.contiguous()` first, or "

@@ -30,7 +30,7 @@ class safe_open:
         filename: The path or URL.
         framework: ``"pt"`` (or ``"torch"``) for torch tensors, ``"np"`` (or ``"numpy"``) for NumPy
             arrays.
-        device: The device of torch tensors; ``None`` is the CPU. NumPy arrays are always on the CPU.
+        device: The device of torch tensors; ``None`` is the CPU, where NumPy arrays always are.
         mapped: Whether to return views of the file. See ``load_file``.
         lenient: Whether to accept files that only the safetensors library accepts. See
             ``load_file``.
@@ -259,7 +259,5 @@ def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any
     wanted = torch.where(wanted < 0, wanted + size, wanted)
     first, last = int(wanted.min()), int(wanted.max())
     if first < 0 or last >= size:
-        raise TensorIndexError(
-            f"invalid index {index} for dimension {dimension} of size {size}"
-        )
+        raise TensorIndexError(f"invalid index {index} for dimension {dimension} of size {size}")
     return (first, last + 1), 0 if single else wanted - first

@@ -42,10 +42,10 @@ def load_file(
     Args:
         path: A ``.safetensors`` or ``.ts`` file, a shard index, a directory with one of them, or a
             URL.
-        device: The device of the tensors; ``None`` is the CPU. For a device other than the CPU, tensors are copied to it
-            while the next ones are read. This uses 256 MiB of host memory, or more if the largest
-            tensors need it. For a remote device ("ts"), the machine reads the files, which are its
-            own: see ``tensorstream.remote.load_state_dict``.
+        device: The device of the tensors; ``None`` is the CPU. For a device other than the CPU,
+            tensors are copied to it while the next ones are read. This uses 256 MiB of host memory,
+            or more if the largest tensors need it. For a remote device ("ts"), the machine reads
+            the files, which are its own: see ``tensorstream.remote.load_state_dict``.
         verify: Whether to verify checksums, if the file has any.
         mapped: With ``True`` or ``"auto"``, tensors are views of the file where that is possible.
             ``"auto"`` reads and verifies the data before it returns, which is the fastest way to
