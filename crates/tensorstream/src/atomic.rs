@@ -301,7 +301,7 @@ impl Drop for AtomicFile {
     }
 }
 
-fn replaced() -> std::io::Error {
+pub(crate) fn replaced() -> std::io::Error {
     std::io::Error::other("the file was replaced or removed after it was opened")
 }
 

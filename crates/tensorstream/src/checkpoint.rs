@@ -43,6 +43,17 @@ const CONTAINER: &str = "model.ts";
 pub struct Checkpoint {
     catalog: Catalog,
     sources: Vec<Arc<Source>>,
+    /// How the checkpoint was opened, and those that were merged into it.
+    origins: Vec<Origin>,
+}
+
+/// How a checkpoint was opened.
+#[derive(Debug, Clone)]
+enum Origin {
+    /// At an absolute path or a URL.
+    Path { path: PathBuf, lenient: bool },
+    /// From memory or by a function, with this name.
+    Other(String),
 }
 
 impl Checkpoint {
@@ -74,7 +85,7 @@ impl Checkpoint {
     /// - [`Error::ForeignFormat`] if a file is a GGUF file or a pickle.
     /// - [`Error::Format`] if a file is malformed or truncated.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
-        Self::open_with(path.as_ref(), |reader| reader)
+        Self::open_with(path.as_ref(), false)
     }
 
     /// Opens a checkpoint like [`open`](Self::open), but accepts every safetensors file that the
@@ -83,7 +94,7 @@ impl Checkpoint {
     /// # Errors
     /// Returns the errors of [`open`](Self::open).
     pub fn open_lenient(path: impl AsRef<Path>) -> Result<Self, Error> {
-        Self::open_with(path.as_ref(), CatalogReader::lenient)
+        Self::open_with(path.as_ref(), true)
     }
 
     /// Opens the checkpoint in the file `name`, which is a `.safetensors` or `.ts` file, or a shard
@@ -97,7 +108,8 @@ impl Checkpoint {
         name: &str,
         open: &mut dyn FnMut(&str) -> Result<Arc<Source>, Error>,
     ) -> Result<Self, Error> {
-        read_catalog(reader_of(name.to_string()), OpenSources::new(), open)
+        let origin = Origin::Other(name.to_string());
+        read_catalog(reader_of(name.to_string()), OpenSources::new(), open, origin)
     }
 
     /// Opens a checkpoint like [`open_through`](Self::open_through), but accepts every safetensors
@@ -109,7 +121,8 @@ impl Checkpoint {
         name: &str,
         open: &mut dyn FnMut(&str) -> Result<Arc<Source>, Error>,
     ) -> Result<Self, Error> {
-        read_catalog(reader_of(name.to_string()).lenient(), OpenSources::new(), open)
+        let origin = Origin::Other(name.to_string());
+        read_catalog(reader_of(name.to_string()).lenient(), OpenSources::new(), open, origin)
     }
 
     /// Reads a safetensors or `.ts` file from memory. `name` identifies it in errors. An
@@ -143,21 +156,66 @@ impl Checkpoint {
         configure: impl Fn(CatalogReader) -> CatalogReader,
     ) -> Result<Self, Error> {
         let opened = BTreeMap::from([(name.to_string(), Source::in_memory(name, bytes))]);
-        read_catalog(configure(CatalogReader::single(name)), opened, &mut open_source)
+        let origin = Origin::Other(name.to_string());
+        read_catalog(configure(CatalogReader::single(name)), opened, &mut open_source, origin)
     }
 
-    fn open_with(
-        path: &Path,
-        configure: impl Fn(CatalogReader) -> CatalogReader,
-    ) -> Result<Self, Error> {
+    fn open_with(path: &Path, lenient: bool) -> Result<Self, Error> {
         let mut opened = BTreeMap::new();
-        let file = match path.to_str().filter(|text| Source::is_url(text)) {
+        let url = path.to_str().filter(|text| Source::is_url(text));
+        let file = match url {
             Some(url) => find_at_url(url, &mut opened)?,
             None if path.is_dir() => checkpoint_file(path)?,
             None => path.to_path_buf(),
         };
-        let reader = configure(reader_of(file.to_string_lossy().into_owned()));
-        read_catalog(reader, opened, &mut open_source)
+        let path = match url {
+            Some(_) => path.to_path_buf(),
+            None => std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf()),
+        };
+        let origin = Origin::Path { path, lenient };
+        let name = file.to_string_lossy().into_owned();
+        let reader = reader_of(name.clone());
+        let reader = if lenient { reader.lenient() } else { reader };
+        let mut beside = |wanted: &str| open_beside(&file, &name, wanted);
+        match file.to_str() {
+            Some(_) => read_catalog(reader, opened, &mut open_source, origin),
+            None => read_catalog(reader, opened, &mut beside, origin),
+        }
+    }
+
+    /// Opens the checkpoint again, as [`open`](Self::open) did: finds what is at its path now. Reads
+    /// only headers.
+    ///
+    /// # Errors
+    /// Returns the errors of [`open`](Self::open), and [`Error::Io`] if the checkpoint was not opened
+    /// at a path.
+    pub fn reopen(&self) -> Result<Self, Error> {
+        let reopen = |origin: &Origin| match origin {
+            Origin::Path { path, lenient } => Self::open_with(path, *lenient),
+            Origin::Other(name) => {
+                let reason = "it was not opened at a path, so it cannot be opened again";
+                Err(Error::open(Path::new(name), std::io::Error::other(reason)))
+            }
+        };
+        let mut opened = self.origins.iter().map(reopen);
+        let first = opened.next().expect("a checkpoint has an origin")?;
+        opened.try_fold(first, |merged, other| merged.merge(other?))
+    }
+
+    /// Returns whether another checkpoint was [merged](Self::merge) into this one.
+    pub fn is_merged(&self) -> bool {
+        self.origins.len() > 1
+    }
+
+    /// Returns a tensor of a unit with the bytes of `newer`, a later state of this checkpoint: see
+    /// [`Catalog::translate`].
+    ///
+    /// # Errors
+    /// Returns [`Error::Format`] if `newer` has other tensors.
+    pub fn translate(&self, tensor: &UnitTensor, newer: &Self) -> Result<UnitTensor, Error> {
+        let parts = self.catalog.translate(&tensor.entry.parts, &newer.catalog)?;
+        let entry = newer.catalog.assemble(&tensor.name, tensor.entry.meta.clone(), parts)?;
+        Ok(UnitTensor::new(&newer.catalog, tensor.name.as_str(), entry, tensor.phase))
     }
 
     /// Returns the catalog, which lists the tensors and their locations.
@@ -190,7 +248,9 @@ impl Checkpoint {
     /// Returns [`Error::Format`] if the result would exceed the limits of a catalog.
     pub fn merge(mut self, other: Checkpoint) -> Result<Checkpoint, Error> {
         self.sources.extend(other.sources);
-        Ok(Self { catalog: self.catalog.merge(other.catalog)?, sources: self.sources })
+        self.origins.extend(other.origins);
+        let Self { catalog, sources, origins } = self;
+        Ok(Self { catalog: catalog.merge(other.catalog)?, sources, origins })
     }
 
     /// Groups the tensors into units by their names: tensors whose names differ only in the last
@@ -328,6 +388,16 @@ fn open_source(name: &str) -> Result<Arc<Source>, Error> {
     Ok(Source::open(name)?)
 }
 
+/// Opens a file of a checkpoint whose path is not UTF-8. `name` is what the catalog has instead of
+/// the path of `file`. `wanted` is `name`, or the name of a shard in the same directory.
+fn open_beside(file: &Path, name: &str, wanted: &str) -> Result<Arc<Source>, Error> {
+    let path = match wanted.rsplit('/').next() {
+        Some(shard) if wanted != name => file.with_file_name(shard),
+        _ => file.to_path_buf(),
+    };
+    Ok(Source::open(path)?)
+}
+
 /// Sources that are already open, by name.
 type OpenSources = BTreeMap<String, Arc<Source>>;
 
@@ -368,6 +438,7 @@ fn read_catalog(
     mut reader: CatalogReader,
     mut opened: OpenSources,
     open: &mut dyn FnMut(&str) -> Result<Arc<Source>, Error>,
+    origin: Origin,
 ) -> Result<Checkpoint, Error> {
     while let Some(ReadRequest { file, offset, len }) = reader.need() {
         let source = match opened.get(&file) {
@@ -387,5 +458,5 @@ fn read_catalog(
     }
     let catalog = reader.finish()?;
     let sources = catalog.files().iter().map(|file| Arc::clone(&opened[&file.name])).collect();
-    Ok(Checkpoint { catalog, sources })
+    Ok(Checkpoint { catalog, sources, origins: vec![origin] })
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use ts_format::{CHUNK_LEN, Tensor, shard_index};
+use ts_format::{CHUNK_LEN, Metadata, Tensor, shard_index};
 use ts_io::Source;
 
 use crate::atomic::{Claim, partial_path};
@@ -98,7 +98,7 @@ impl Copier<'_, '_> {
         &mut self,
         tensors: &[Tensor<'_>],
         to: &Path,
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         options: WriteOptions,
     ) -> Result<u64, Error> {
         partial_path(to).map_or(Ok(()), |partial| self.check_not_source(&partial))?;
@@ -138,7 +138,7 @@ impl Copier<'_, '_> {
         tensors: &[Tensor<'_>],
         index: &Path,
         stem: &str,
-        metadata: &BTreeMap<String, String>,
+        metadata: &Metadata,
         options: &WriteOptions,
     ) -> Result<u64, Error> {
         let claim = Claim::new(index, &options.faults, &mut || (self.watch)(self.progress))?;

@@ -9,7 +9,7 @@ use ts_io::Source;
 use crate::Error;
 
 /// Number of bytes that identify a format.
-const MAGIC_LEN: usize = 8;
+const MAGIC_LEN: usize = 512;
 /// Usual suffixes of files in unsupported formats.
 const SUFFIXES: [&str; 5] = ["gguf", "bin", "pt", "pth", "ckpt"];
 
@@ -25,6 +25,22 @@ const PICKLE: ForeignFormat = (
     "a pickle (as torch.save writes it), which can run code when it is read",
     "convert it to safetensors: \
      safetensors.torch.save_file(torch.load(NAME, weights_only=True), \"model.safetensors\")",
+);
+
+const LFS_POINTER: ForeignFormat = (
+    "a Git LFS pointer, which stands for the file in a repository",
+    "download the file: run `git lfs install` and `git lfs pull` in the repository, or \
+     `hf download NAME`",
+);
+const HTML: ForeignFormat = (
+    "an HTML page, such as an error or a login page that was saved instead of the file",
+    "download the file again; on the Hugging Face Hub, use the link with /resolve/ instead of \
+     /blob/, and a token if the model requires one",
+);
+const XML: ForeignFormat = (
+    "an XML document, such as the error message of an object store that was saved instead of the \
+     file",
+    "look into the document for the reason, and download the file again",
 );
 
 /// Returns an error if the first bytes of a file identify an unsupported format.
@@ -56,7 +72,26 @@ fn identify(magic: &[u8]) -> Option<ForeignFormat> {
         [b'P', b'K', 3, 4, ..] => Some(PICKLE),
         // Before PyTorch 1.6, torch.save wrote a pickle without an archive. In a safetensors file,
         // these bytes would be a header length of 2^48 bytes or more.
-        [0x80, 2..=5, _, _, _, _, high @ ..] if high != [0, 0] => Some(PICKLE),
-        _ => None,
+        [0x80, 2..=5, _, _, _, _, a, b, ..] if [*a, *b] != [0, 0] => Some(PICKLE),
+        _ => identify_text(magic),
+    }
+}
+
+/// Identifies text that takes the place of a file that was not downloaded. In a safetensors file,
+/// the text would be a header length of 2^56 bytes or more.
+fn identify_text(start: &[u8]) -> Option<ForeignFormat> {
+    let text = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start).trim_ascii_start();
+    let begins_with = |prefix: &[u8]| {
+        text.get(..prefix.len()).is_some_and(|begin| begin.eq_ignore_ascii_case(prefix))
+    };
+    let has = |tag: &[u8]| text.windows(tag.len()).any(|part| part.eq_ignore_ascii_case(tag));
+    if begins_with(b"version https://git-lfs.github.com/spec/") {
+        Some(LFS_POINTER)
+    } else if begins_with(b"<!doctype html") || begins_with(b"<html") {
+        Some(HTML)
+    } else if begins_with(b"<?xml") || begins_with(b"<!--") || begins_with(b"<head") {
+        Some(if has(b"<html") || has(b"<head") { HTML } else { XML })
+    } else {
+        None
     }
 }

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The metadata of a checkpoint that consists of several files.
 
-use std::collections::BTreeMap;
 use std::path::Path;
+
+use ts_format::Metadata;
 
 use crate::Checkpoint;
 
 /// Merges the metadata of all files. If files disagree on a key, each value is kept as `key@file`.
-pub(crate) fn merged_metadata(checkpoint: &Checkpoint) -> BTreeMap<String, String> {
+pub(crate) fn merged_metadata(checkpoint: &Checkpoint) -> Metadata {
     let files = checkpoint.catalog().files();
-    let mut merged = BTreeMap::new();
+    let is_stated = files.iter().any(|file| file.metadata.is_stated());
+    let mut merged = if is_stated { Metadata::stated() } else { Metadata::default() };
     for file in files {
         for (key, value) in &file.metadata {
             let agreed = files.iter().all(|f| f.metadata.get(key).is_none_or(|v| v == value));

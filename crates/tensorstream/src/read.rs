@@ -46,8 +46,8 @@ impl Checkpoint {
     ///
     /// # Errors
     /// - [`Error::Format`] if the tensor does not exist or the block is not within its shape.
-    /// - [`Error::Format`] if the block is only a part of a tensor whose elements are smaller than
-    ///   a byte.
+    /// - [`Error::Format`] if elements are smaller than a byte, and the block does not consist of
+    ///   whole bytes.
     /// - [`Error::Io`] if a read fails, or the file has changed since it was opened.
     /// - [`Error::Corrupt`] if bytes are damaged.
     ///
@@ -65,12 +65,13 @@ impl Checkpoint {
             dimension.start <= dimension.end && dimension.end <= n
         };
         let whole = block.iter().zip(shape).all(|(dimension, &n)| *dimension == (0..n));
+        let in_bytes = if whole { None } else { whole_bytes(shape, block, bits) };
         if block.len() != shape.len()
             || !block.iter().zip(shape).all(within)
-            || (bits < 8 && !whole)
+            || (!whole && in_bytes.is_none())
         {
             let expected = match bits {
-                0..8 => "the whole tensor, because its elements are smaller than a byte",
+                0..8 => "whole bytes, because its elements are smaller than a byte",
                 _ => "a range within each dimension",
             };
             let dtype = tensor.dtype();
@@ -86,13 +87,36 @@ impl Checkpoint {
         }
         let range = tensor.range();
         let mut rest = buffer;
-        for (begin, len) in block_runs(shape, block, bits / 8) {
+        let (shape, block, element) = in_bytes.expect("a block that is not whole has whole bytes");
+        for (begin, len) in block_runs(&shape, &block, element) {
             let (now, later) = rest.split_at_mut(len as usize);
             reader.read(self, ByteRange { offset: range.offset + begin, len, ..range }, now)?;
             rest = later;
         }
         Ok(())
     }
+}
+
+/// Returns a shape, a block of it and the size of its elements in bytes, for a block of elements of
+/// `bits` bits. Several elements that share a byte become one. Returns `None` if the block has a
+/// part of a byte.
+fn whole_bytes(
+    shape: &[u64],
+    block: &[Range<u64>],
+    bits: u64,
+) -> Option<(Vec<u64>, Vec<Range<u64>>, u64)> {
+    let (mut shape, mut block) = (shape.to_vec(), block.to_vec());
+    if bits >= 8 {
+        return Some((shape, block, bits / 8));
+    }
+    let (size, last) = (shape.last_mut()?, block.last_mut()?);
+    let count = 8 / bits;
+    let fits = |n: u64| n.is_multiple_of(count);
+    if !8u64.is_multiple_of(bits) || !fits(*size) || !fits(last.start) || !fits(last.end) {
+        return None;
+    }
+    (*size, *last) = (*size / count, last.start / count..last.end / count);
+    Some((shape, block, 1))
 }
 
 /// Returns the contiguous runs of bytes in a block of a tensor, in order. A run is an offset in the

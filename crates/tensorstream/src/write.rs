@@ -6,10 +6,10 @@ mod options;
 mod sink;
 mod tensors;
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 use std::path::Path;
 
-use ts_format::{ContainerWriter, Error as FormatError, SafetensorsLayout};
+use ts_format::{ContainerWriter, Error as FormatError, Metadata, SafetensorsLayout};
 
 use self::journal::Record;
 #[cfg(feature = "cli")]
@@ -17,7 +17,7 @@ pub(crate) use self::journal::unfinished;
 pub use self::options::{Format, NewTensor, WriteOptions};
 use self::sink::Sink;
 use self::tensors::{FileSpec, TensorWriter};
-use crate::atomic::Claim;
+use crate::atomic::{Claim, replaced};
 use crate::verify::verify;
 use crate::{Checkpoint, Error};
 
@@ -75,7 +75,7 @@ impl FileWriter {
     pub fn create(
         path: &Path,
         tensors: Vec<NewTensor>,
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         options: WriteOptions,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Self, Error> {
@@ -92,18 +92,14 @@ impl FileWriter {
     pub fn in_memory(
         name: &str,
         tensors: Vec<NewTensor>,
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         options: WriteOptions,
     ) -> Result<Self, Error> {
         Self::begin(None, FileSpec::new(name.as_ref(), tensors, options)?, metadata)
     }
 
     /// Starts a file on disk if there is a `claim` on its path, otherwise in memory.
-    fn begin(
-        claim: Option<Claim>,
-        spec: FileSpec,
-        metadata: BTreeMap<String, String>,
-    ) -> Result<Self, Error> {
+    fn begin(claim: Option<Claim>, spec: FileSpec, metadata: Metadata) -> Result<Self, Error> {
         let layout = match Format::from_path(&spec.path)? {
             Format::Container => None,
             Format::Safetensors => {
@@ -143,7 +139,7 @@ impl FileWriter {
     pub fn unless_written(
         path: &Path,
         tensors: Vec<NewTensor>,
-        metadata: &BTreeMap<String, String>,
+        metadata: &Metadata,
         options: WriteOptions,
         fingerprint: Option<u128>,
         interrupt: &mut dyn FnMut() -> bool,
@@ -190,7 +186,7 @@ impl FileWriter {
         path: &Path,
         tensors: Vec<NewTensor>,
         remove: &[String],
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         options: WriteOptions,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Self, Error> {
@@ -210,8 +206,10 @@ impl FileWriter {
         let mut superblock = [0; SUPERBLOCK_LEN];
         let superblock_offset = catalog.files()[0].superblock_offset().unwrap_or(0);
         source.read_at(superblock_offset, &mut superblock)?;
-        // Checks that the path still refers to the file that was read.
         source.verify(0)?;
+        if !source.is_at_path() {
+            return Err(Error::open(path, replaced()));
+        }
         let file = claim.append(
             target,
             used_len,
@@ -233,7 +231,7 @@ impl FileWriter {
     pub fn resume(
         path: &Path,
         tensors: Vec<NewTensor>,
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         origin: &str,
         options: WriteOptions,
         interrupt: &mut dyn FnMut() -> bool,
@@ -421,7 +419,7 @@ impl FileWriter {
 fn has_content(
     file: &Checkpoint,
     tensors: &[NewTensor],
-    metadata: &BTreeMap<String, String>,
+    metadata: &Metadata,
     fingerprint: Option<u128>,
 ) -> bool {
     let catalog = file.catalog();

@@ -5,11 +5,10 @@
 
 mod common;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use common::{content, files, metadata, never, plain, quiet, u8s, with_compression, write};
-use tensorstream::format::{Codec, Compression, Dtype, TensorMeta};
+use tensorstream::format::{Codec, Compression, Dtype, Metadata, TensorMeta};
 use tensorstream::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions, compact, diff, verify};
 
 fn bytes_of(path: &Path, name: &str) -> (Vec<u64>, Vec<u8>) {
@@ -28,7 +27,7 @@ fn appended_files_are_readable_and_compact_reclaims_space() {
     let before = std::fs::metadata(&path).unwrap().len();
     let append = |tensors: Vec<NewTensor>, bytes: &[u8], remove: &[&str], options: WriteOptions| {
         let remove: Vec<String> = remove.iter().map(|name| (*name).to_string()).collect();
-        let note = BTreeMap::from([("note".to_string(), "later".to_string())]);
+        let note = Metadata::from([("note".to_string(), "later".to_string())]);
         let mut writer = FileWriter::append(&path, tensors, &remove, note, options, &mut never)?;
         writer.write(bytes)?;
         writer.commit()
@@ -194,7 +193,7 @@ fn only_one_writer_at_a_time_appends_to_a_file_with_several_names() {
             &at(name),
             vec![u8s("x", &[3])],
             &[],
-            BTreeMap::new(),
+            Metadata::default(),
             plain(),
             interrupt,
         )

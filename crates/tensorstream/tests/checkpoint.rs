@@ -65,3 +65,63 @@ fn missing_and_malformed_files_are_named() {
         Err(Error::Format(format::Error::Truncated { .. }))
     ));
 }
+
+/// The tensors of a unit that spans neighbouring tensors, in a later file with another order.
+#[test]
+fn a_reopened_checkpoint_has_the_same_tensors_in_other_places() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.safetensors");
+    write(&path, &[("a", 1, 100), ("b", 2, 50), ("c", 3, 10)]);
+    let old = Checkpoint::open(&path).unwrap();
+    let range =
+        |checkpoint: &Checkpoint, name: &str| checkpoint.catalog().require(name).unwrap().range();
+    let begin = range(&old, "a").offset;
+    let parts = [
+        format::ByteRange { offset: begin + 90, len: 30, ..range(&old, "a") },
+        format::ByteRange { offset: begin, len: 0, ..range(&old, "a") },
+    ];
+    fs::remove_file(&path).unwrap();
+    assert!(matches!(old.reopen(), Err(Error::Io(io::Error::Open { .. }))));
+    write(&path, &[("new", 9, 7), ("b", 4, 50), ("a", 5, 100), ("c", 6, 10)]);
+    let newer = old.reopen().unwrap();
+    let found = old.catalog().translate(&parts, newer.catalog()).unwrap();
+    let expected = [
+        format::ByteRange { offset: range(&newer, "a").offset + 90, len: 10, ..found[0] },
+        format::ByteRange { len: 20, ..range(&newer, "b") },
+        format::ByteRange { len: 0, ..found[2] },
+    ];
+    assert_eq!(found, expected);
+    // Tensors that are missing, or have another type, are errors that name them.
+    for (other, what) in [(&[("a", 1, 100)][..], "`b`"), (&[("a", 1, 99)], "[99]")] {
+        write(&path, other);
+        let newer = old.reopen().unwrap();
+        let error = old.catalog().translate(&parts, newer.catalog()).unwrap_err().to_string();
+        assert!(error.contains(what), "{error}");
+    }
+    // The old file is still the file.
+    let mut bytes = [0; 50];
+    old.read_block("b", &[0..50], &mut bytes).unwrap();
+    assert_eq!(bytes, [2; 50]);
+    let in_memory = Checkpoint::from_bytes("m", fs::read(&path).unwrap()).unwrap();
+    assert!(in_memory.reopen().unwrap_err().to_string().contains("cannot be opened again"));
+}
+
+#[test]
+#[cfg(target_os = "linux")] // other systems refuse such names
+fn paths_that_are_not_utf8_are_opened() {
+    use std::os::unix::ffi::OsStrExt;
+
+    let dir = tempfile::tempdir().unwrap();
+    let own = dir.path().join(std::ffi::OsStr::from_bytes(b"caf\xe9"));
+    fs::create_dir(&own).unwrap();
+    write(&own.join("one"), &[("a.weight", 1, 9000), ("a.bias", 2, 10)]);
+    let index = r#"{"weight_map":{"a.weight":"one"}}"#;
+    fs::write(own.join("model.safetensors.index.json"), index).unwrap();
+    for path in [own.clone(), own.join("one"), own.join("model.safetensors.index.json")] {
+        let checkpoint = Checkpoint::open(path).unwrap().reopen().unwrap();
+        let mut bytes = [0; 10];
+        checkpoint.read_block("a.bias", &[0..10], &mut bytes).unwrap();
+        assert_eq!(bytes, [2; 10]);
+        assert_eq!(checkpoint.sources()[0].path(), own.join("one"));
+    }
+}

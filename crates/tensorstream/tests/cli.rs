@@ -194,6 +194,29 @@ fn a_signal_shuts_down_a_weight_server() {
 }
 
 #[test]
+fn text_instead_of_a_checkpoint_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let texts = [
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS pointer"),
+        ("<!doctype HTML><title>404</title>", "HTML page"),
+        ("\n\t<html lang=en>", "HTML page"),
+        ("<?xml version='1.0'?><Error/>", "XML document"),
+    ];
+    for (content, found) in texts {
+        for name in ["m.safetensors", "m.ts", "m.safetensors.index.json"] {
+            let path = directory.path().join(name);
+            std::fs::write(&path, content).unwrap();
+            for command in ["info", "verify", "plan"] {
+                let refused = run(&[command, path.to_str().unwrap()]);
+                let printed = text(&refused.stderr);
+                assert_eq!(refused.status.code(), Some(1), "{command}: {printed}");
+                assert!(printed.contains(found) && printed.contains(name), "{command}: {printed}");
+            }
+        }
+    }
+}
+
+#[test]
 fn foreign_formats_are_detected_and_never_unpickled() {
     let directory = tempfile::tempdir().unwrap();
     let files: [(&str, &[u8], &str); 4] = [

@@ -7,11 +7,10 @@
 
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use tensorstream::format::{Codec, Compression, Dtype, TensorMeta};
+use tensorstream::format::{Codec, Compression, Dtype, Metadata, TensorMeta};
 use tensorstream::io::fault::{WriteCall, WriteFaults};
 use tensorstream::{
     Checkpoint, Error, FileWriter, NewTensor, WriteOptions, compact, convert, verify,
@@ -85,7 +84,7 @@ fn content(seed: u8) -> Vec<u8> {
 }
 
 fn create(path: &Path, seed: u8, faults: &WriteFaults) -> Result<(), Error> {
-    let metadata = BTreeMap::from([("seed".into(), seed.to_string())]);
+    let metadata = Metadata::from([("seed".into(), seed.to_string())]);
     let mut writer =
         FileWriter::create(path, tensors(["a", "b"]), metadata, options(faults), &mut never)?;
     writer.write(&content(seed))?;
@@ -94,7 +93,7 @@ fn create(path: &Path, seed: u8, faults: &WriteFaults) -> Result<(), Error> {
 
 /// Replaces a tensor, adds one and removes one.
 fn append(path: &Path, faults: &WriteFaults) -> Result<(), Error> {
-    let (metadata, gone) = (BTreeMap::from([("seed".into(), "2".into())]), ["b".to_string()]);
+    let (metadata, gone) = (Metadata::from([("seed".into(), "2".into())]), ["b".to_string()]);
     let mut writer = FileWriter::append(
         path,
         tensors(["a", "c"]),
@@ -111,7 +110,7 @@ fn append(path: &Path, faults: &WriteFaults) -> Result<(), Error> {
 fn append_over(path: &Path, name: &str, faults: &WriteFaults) -> Result<(), Error> {
     let tensors = tensors([name, "d"])[1..].to_vec();
     let mut writer =
-        FileWriter::append(path, tensors, &[], BTreeMap::new(), options(faults), &mut never)?;
+        FileWriter::append(path, tensors, &[], Metadata::default(), options(faults), &mut never)?;
     writer.write(&content(3)[4_500_000..])?;
     writer.commit()
 }
@@ -136,7 +135,7 @@ fn jobs() -> [Job; 5] {
 }
 
 /// Verifies a file, and returns its fingerprint and metadata, or `None` if it does not exist.
-fn read(path: &Path) -> Option<(u128, BTreeMap<String, String>)> {
+fn read(path: &Path) -> Option<(u128, Metadata)> {
     if !path.exists() {
         return None;
     }
@@ -319,7 +318,7 @@ fn source(directory: &Path) -> PathBuf {
     let total: u64 = tensors.iter().map(|t| t.meta.byte_len().unwrap()).sum();
     let plain = WriteOptions::default();
     let mut writer =
-        FileWriter::create(&path, tensors, BTreeMap::new(), plain, &mut never).unwrap();
+        FileWriter::create(&path, tensors, Metadata::default(), plain, &mut never).unwrap();
     writer.write(&content(3)[..total as usize]).unwrap();
     writer.commit().unwrap();
     path
@@ -506,9 +505,14 @@ fn an_interrupt_during_compression_keeps_earlier_tensors() {
         phase: None,
     };
     let tensors = vec![new("a", 3 << 20), new("b", 20 << 20)];
-    let mut writer =
-        FileWriter::create(&from, tensors, BTreeMap::new(), WriteOptions::default(), &mut never)
-            .unwrap();
+    let mut writer = FileWriter::create(
+        &from,
+        tensors,
+        Metadata::default(),
+        WriteOptions::default(),
+        &mut never,
+    )
+    .unwrap();
     writer.write(&vec![1; 23 << 20]).unwrap();
     writer.commit().unwrap();
     let compression = Compression::Codec(Codec::Zstd, Some(1));

@@ -5,11 +5,10 @@
 
 mod common;
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use common::{content, files, metadata, never, plain, quiet, u8s, with_compression, write};
-use tensorstream::format::{ByteRange, Codec, Compression, Dtype, TensorMeta};
+use tensorstream::format::{ByteRange, Codec, Compression, Dtype, Metadata, TensorMeta};
 use tensorstream::orchestrator::{
     self as ts_orchestrator, EngineConfig, Phase, Unit, UnitId, UnitTensor,
 };
@@ -157,7 +156,7 @@ fn conflicting_metadata_of_shards_is_kept() {
     for (shard, who) in [("s1.safetensors", "one"), ("s2.safetensors", "two")] {
         let meta = TensorMeta { dtype: Dtype::U8, shape: vec![1] };
         let tensors = vec![NewTensor { name: shard.into(), meta, phase: None }];
-        let metadata = BTreeMap::from([("by".into(), who.into()), ("format".into(), "pt".into())]);
+        let metadata = Metadata::from([("by".into(), who.into()), ("format".into(), "pt".into())]);
         let mut writer = FileWriter::create(
             &directory.path().join(shard),
             tensors,
@@ -629,7 +628,7 @@ fn diff_reports_names_and_counts() {
             u8s(["x", "y"][usize::from(change)], &[0]),
             u8s("s", &[u64::from(change), 0]),
         ];
-        let note = BTreeMap::from([("note".to_string(), change.to_string())]);
+        let note = Metadata::from([("note".to_string(), change.to_string())]);
         let mut writer =
             FileWriter::append(&path, tensors, &[], note, plain(), &mut never).unwrap();
         writer.write(&bytes).unwrap();

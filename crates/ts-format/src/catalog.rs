@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
 use crate::digest::CHUNK_LEN;
@@ -7,7 +6,7 @@ use crate::error::describe;
 use crate::range::{ByteRange, FileId};
 use crate::superblock::Superblock;
 use crate::table::{Layout, Row, Table};
-use crate::{Chunk, Digest, Dtype, Error, TensorMeta};
+use crate::{Chunk, Digest, Dtype, Error, Metadata, TensorMeta};
 
 /// A file of a [`Catalog`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,7 +16,7 @@ pub struct FileEntry {
     /// Length in bytes at the time when its header was read.
     pub len: u64,
     /// Metadata of the file as a whole (`__metadata__` in safetensors).
-    pub metadata: BTreeMap<String, String>,
+    pub metadata: Metadata,
     /// The active superblock, for `.ts` files.
     pub(crate) superblock: Option<Superblock>,
 }
@@ -327,6 +326,49 @@ impl Catalog {
             table.rows.extend(if order.is_lt() { own.next() } else { added.next() });
         }
         Ok(Self::new(files, table))
+    }
+
+    /// Returns the ranges of `newer` with the bytes that `parts` have in this catalog: the same parts
+    /// of the tensors with the same names.
+    ///
+    /// # Errors
+    /// - [`Error::NoSuchTensor`] if `newer` lacks a tensor.
+    /// - [`Error::BadTensor`] if a tensor has another dtype or shape there.
+    /// - [`Error::BadAssembly`] if a part has bytes that belong to no tensor.
+    pub fn translate(&self, parts: &[ByteRange], newer: &Catalog) -> Result<Vec<ByteRange>, Error> {
+        let mut translated = Vec::with_capacity(parts.len());
+        for part in parts {
+            let (mut at, end) = (part.offset, part.offset.saturating_add(part.len));
+            if part.len == 0 {
+                translated.push(ByteRange { file: FileId(0), offset: 0, len: 0 });
+            }
+            while at < end {
+                let first = ByteRange { file: part.file, offset: at, len: 1 };
+                let tensor = self.tensor_containing(first).ok_or_else(|| Error::BadAssembly {
+                    tensor: String::new(),
+                    reason: format!("byte {at} of file {} belongs to no tensor", part.file.0),
+                })?;
+                let (old, new) = (tensor.range(), newer.require(tensor.name())?);
+                let (found, wanted) = (new.meta(), tensor.meta());
+                if found != wanted {
+                    return Err(Error::BadTensor {
+                        file: newer.files[new.range().file.0 as usize].name.clone(),
+                        tensor: tensor.name().into(),
+                        offset: new.stored_offset(),
+                        reason: format!(
+                            "it has another type than before (expected {}, got {})",
+                            describe(wanted.dtype, &wanted.shape),
+                            describe(found.dtype, &found.shape)
+                        ),
+                    });
+                }
+                let len = end.min(old.offset + old.len) - at;
+                let offset = new.range().offset + (at - old.offset);
+                translated.push(ByteRange { file: new.range().file, offset, len });
+                at += len;
+            }
+        }
+        Ok(translated)
     }
 
     /// Describes a tensor that is the concatenation of ranges of this catalog's files. `name` is

@@ -92,9 +92,9 @@ impl fmt::Display for Codec {
 pub(crate) fn float_width(dtype: Dtype) -> Option<u8> {
     match dtype {
         Dtype::F8_E5M2 | Dtype::F8_E4M3 | Dtype::F8_E4M3Fnuz | Dtype::F8_E5M2Fnuz => Some(1),
-        Dtype::F16 | Dtype::BF16 => Some(2),
+        Dtype::F16 | Dtype::BF16 | Dtype::C32 => Some(2),
         Dtype::F32 | Dtype::C64 => Some(4),
-        Dtype::F64 => Some(8),
+        Dtype::F64 | Dtype::C128 => Some(8),
         _ => None,
     }
 }

@@ -5,8 +5,8 @@ macro_rules! dtypes {
     ($($(#[$doc:meta])* $variant:ident = $name:literal, $bits:literal;)*) => {
         /// The element type of a tensor.
         ///
-        /// The dtypes are those of safetensors. Their order is that of the safetensors library,
-        /// which stores the tensors of a file sorted by descending dtype.
+        /// The dtypes are those of safetensors, and then those that it lacks. The order is that of
+        /// the safetensors library, which stores the tensors of a file sorted by descending dtype.
         ///
         /// ```
         /// use ts_format::Dtype;
@@ -25,7 +25,7 @@ macro_rules! dtypes {
             /// All dtypes, in the order of the enum.
             pub const ALL: &'static [Dtype] = &[$(Dtype::$variant,)*];
 
-            /// Returns the name in safetensors headers, such as `BF16`.
+            /// Returns the name, such as `BF16`. For dtypes of safetensors it is that of headers.
             pub const fn name(self) -> &'static str {
                 match self { $(Dtype::$variant => $name,)* }
             }
@@ -45,7 +45,7 @@ macro_rules! dtypes {
                 Self::ALL.get(usize::from(code)).copied()
             }
 
-            /// Returns the dtype with this safetensors name, or `None` if the name is unknown.
+            /// Returns the dtype with this name, or `None` if the name is unknown.
             pub fn from_name(name: &str) -> Option<Dtype> {
                 match name { $($name => Some(Dtype::$variant),)* _ => None }
             }
@@ -98,9 +98,18 @@ dtypes! {
     I64 = "I64", 64;
     /// Unsigned 64-bit integer.
     U64 = "U64", 64;
+    /// Complex number of two f16, real part first. Only in `.ts` files.
+    C32 = "C32", 32;
+    /// Complex number of two f64, real part first. Only in `.ts` files.
+    C128 = "C128", 128;
 }
 
 impl Dtype {
+    /// Returns whether safetensors files can contain this dtype.
+    pub fn is_in_safetensors(self) -> bool {
+        !matches!(self, Dtype::C32 | Dtype::C128)
+    }
+
     /// Returns the length in bytes of a tensor of this shape. Returns `None` if the length is not a
     /// whole number of bytes, or if its number of bits does not fit in 64 bits (2^61 bytes or
     /// more).

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The index of a `.ts` file. It lists the tensors and their locations. FORMAT.md is normative.
 
-use std::collections::BTreeMap;
-
+use indexmap::IndexMap;
 use twox_hash::XxHash3_64;
 
 use crate::digest::CHUNK_LEN;
@@ -11,7 +10,7 @@ use crate::range::ByteRange;
 use crate::split::WIDTHS;
 use crate::superblock::{DATA_START, Superblock};
 use crate::table::{Chunk, Layout, NewRow, Table, next_virtual_offset};
-use crate::{Codec, Dtype, Error, TensorMeta};
+use crate::{Codec, Dtype, Error, Metadata, TensorMeta};
 
 /// Maximum rank of a tensor, as in PyTorch.
 pub const MAX_RANK: usize = 64;
@@ -80,12 +79,13 @@ impl IndexWriter {
         self.count += 1;
     }
 
-    pub(crate) fn finish(&self, metadata: &BTreeMap<String, String>) -> Vec<u8> {
+    pub(crate) fn finish(&self, metadata: &Metadata) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.records.len() + 1024);
         out.extend(self.count.to_le_bytes());
-        out.extend((metadata.len() as u32).to_le_bytes());
+        let entries = metadata.stored();
+        out.extend((entries.len() as u32).to_le_bytes());
         out.extend(CHUNK_LEN.to_le_bytes());
-        for (key, value) in metadata {
+        for (key, value) in entries {
             put_str(&mut out, key);
             put_str(&mut out, value);
         }
@@ -99,7 +99,7 @@ pub(crate) fn parse(
     file: &str,
     bytes: &[u8],
     block: &Superblock,
-) -> Result<(BTreeMap<String, String>, Table), Error> {
+) -> Result<(Metadata, Table), Error> {
     if XxHash3_64::oneshot(bytes) != block.index_hash {
         return Err(Error::header(file, block.index_offset, "index checksum mismatch"));
     }
@@ -111,7 +111,7 @@ pub(crate) fn parse(
             cursor.error(format!("unsupported chunk length {chunk_len} (expected {CHUNK_LEN})"))
         );
     }
-    let mut metadata = BTreeMap::new();
+    let mut metadata = IndexMap::new();
     for _ in 0..metadata_count {
         let (key, value) = (cursor.text()?, cursor.text()?);
         if metadata.insert(key.to_owned(), value.to_owned()).is_some() {
@@ -140,7 +140,7 @@ pub(crate) fn parse(
         return Err(cursor.error(format!("{count} trailing bytes after the last record")));
     }
     check_no_overlap(file, &records.table)?;
-    Ok((metadata, records.table))
+    Ok((Metadata::from_stored(metadata), records.table))
 }
 
 fn check_no_overlap(file: &str, table: &Table) -> Result<(), Error> {

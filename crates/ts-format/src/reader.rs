@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use crate::catalog::{Catalog, FileEntry};
 use crate::safetensors::{self, PREFIX_LEN};
 use crate::sharded::{self, MAX_INDEX_LEN};
 use crate::superblock::{self, DATA_START, MAGIC, Superblock};
 use crate::table::Table;
-use crate::{Error, index};
+use crate::{Error, Metadata, index};
 
 /// The byte range that a [`CatalogReader`] needs next.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,6 +42,8 @@ pub struct CatalogReader {
     /// The shard of each tensor, or `None` if no shard index was read.
     weight_map: Option<BTreeMap<String, String>>,
     pending_shards: VecDeque<String>,
+    /// The names of tensors that are in a shard, but not in the shard index.
+    unlisted: HashSet<String>,
     files: Vec<FileEntry>,
     table: Table,
 }
@@ -79,7 +81,8 @@ impl CatalogReader {
     fn new(root: String, state: ReaderState) -> Self {
         let (lenient, weight_map, pending_shards) = (false, None, VecDeque::new());
         let (files, table) = (Vec::new(), Table::default());
-        Self { root, state, lenient, weight_map, pending_shards, files, table }
+        let unlisted = HashSet::new();
+        Self { root, state, lenient, weight_map, pending_shards, unlisted, files, table }
     }
 
     /// Accepts the safetensors files that the safetensors library accepts, up to rank 255.
@@ -196,13 +199,13 @@ impl CatalogReader {
         self.state = self.pending_shards.pop_front().map_or(ReaderState::Done, ReaderState::Prefix);
     }
 
-    /// Adds the tensors of a file. With a shard index, adds exactly the tensors that the index
-    /// assigns to this shard.
+    /// Adds the tensors of a file. With a shard index, leaves out the tensors that the index assigns
+    /// to another shard. Those that it does not mention are added.
     fn add_file(
         &mut self,
         file: String,
         mut table: Table,
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         file_len: u64,
         superblock: Option<Superblock>,
     ) -> Result<(), Error> {
@@ -211,13 +214,24 @@ impl CatalogReader {
         }
         if let Some(map) = &self.weight_map {
             let mut rows = std::mem::take(&mut table.rows);
-            rows.retain(|row| map.get(table.name(row)).is_some_and(|shard| *shard == file));
-            // `rows` and `wanted` are sorted by name, so the first difference is a missing tensor.
-            let mut wanted =
-                map.iter().filter(|(_, shard)| **shard == file).map(|(tensor, _)| tensor);
-            let missing =
-                rows.iter().map(|row| table.name(row)).zip(&mut wanted).find(|(a, b)| a != b);
-            if let Some(tensor) = missing.map(|(_, tensor)| tensor).or_else(|| wanted.next()) {
+            rows.retain(|row| map.get(table.name(row)).is_none_or(|shard| *shard == file));
+            for row in rows.iter().filter(|row| !map.contains_key(table.name(row))) {
+                let name = table.name(row);
+                if !self.unlisted.insert(name.to_string()) {
+                    let reason = format!(
+                        "tensor `{name}` is also in another shard, and the index {} does not \
+                         say which one to use",
+                        self.root
+                    );
+                    return Err(Error::header(&file, 0, reason));
+                }
+            }
+            // Both are sorted by name.
+            let listed = rows.iter().map(|row| table.name(row));
+            let mut listed = listed.filter(|name| map.contains_key(*name));
+            let mut wanted = map.iter().filter(|(_, shard)| **shard == file);
+            let missing = wanted.find(|(tensor, _)| listed.next() != Some(tensor));
+            if let Some((tensor, _)) = missing {
                 let (tensor, index) = (tensor.clone(), self.root.clone());
                 return Err(Error::MissingFromShard { file, tensor, index });
             }

@@ -2,10 +2,11 @@
 //! The safetensors header: an 8-byte length field, then JSON. The data of all tensors follows
 //! without gaps.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::marker::PhantomData;
 
+use indexmap::IndexMap;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, MapAccess, Visitor};
 
@@ -13,7 +14,7 @@ use crate::error::{check_name, describe};
 use crate::index::MAX_RANK;
 use crate::json::{offset_of, unique_strings};
 use crate::table::{Layout, NewRow, Table};
-use crate::{Dtype, Error, TensorMeta};
+use crate::{Dtype, Error, Metadata, TensorMeta};
 
 /// Maximum length of the JSON header in bytes, as in the safetensors library.
 pub const MAX_HEADER_LEN: u64 = 100_000_000;
@@ -24,7 +25,7 @@ pub(crate) const PREFIX_LEN: u64 = 8;
 #[derive(Debug)]
 pub(crate) struct Header {
     pub(crate) table: Table,
-    pub(crate) metadata: BTreeMap<String, String>,
+    pub(crate) metadata: Metadata,
 }
 
 /// Validates the length field of `file` and returns the length of the JSON in bytes.
@@ -120,20 +121,18 @@ impl SafetensorsLayout {
     /// # Errors
     /// Returns [`Error::Unwritable`] if:
     /// - a name is empty, contains NUL, is `__metadata__`, or is used twice;
+    /// - safetensors lacks the dtype;
     /// - a rank exceeds 64;
     /// - a size is not a whole number of bytes below 2^61;
     /// - the data would have 2^64 bytes or more;
     /// - the header exceeds [`MAX_HEADER_LEN`].
-    pub fn new(
-        tensors: &[(&str, &TensorMeta)],
-        metadata: &BTreeMap<String, String>,
-    ) -> Result<Self, Error> {
+    pub fn new(tensors: &[(&str, &TensorMeta)], metadata: &Metadata) -> Result<Self, Error> {
         let mut order: Vec<usize> = (0..tensors.len()).collect();
         order.sort_by_key(|&i| (std::cmp::Reverse(tensors[i].1.dtype), tensors[i].0));
         let (mut json, mut seen, mut at) = (String::from("{"), HashSet::new(), 0u64);
         let text =
             |text: &str| serde_json::to_string(text).expect("any string can be written as JSON");
-        if !metadata.is_empty() {
+        if metadata.is_stated() {
             let map =
                 serde_json::to_string(metadata).expect("any map of strings can be written as JSON");
             json.push_str(&format!("\"__metadata__\":{map},"));
@@ -148,6 +147,12 @@ impl SafetensorsLayout {
                     _ => "duplicate tensor name",
                 };
                 return Err(bad(reason.into()));
+            }
+            if !meta.dtype.is_in_safetensors() {
+                return Err(bad(format!(
+                    "safetensors files cannot contain dtype {}; write a .ts file",
+                    meta.dtype
+                )));
             }
             if meta.shape.len() > MAX_RANK {
                 return Err(bad(format!(
@@ -208,7 +213,7 @@ fn check_tensor<'a>(
         offset,
         reason,
     };
-    let Some(dtype) = Dtype::from_name(&info.dtype) else {
+    let Some(dtype) = dtype_of(&info.dtype) else {
         return Err(bad(format!("unknown dtype `{}`", info.dtype)));
     };
     if begin > end {
@@ -238,6 +243,11 @@ fn check_tensor<'a>(
             file_len,
         }),
     }
+}
+
+/// Returns the dtype with this name if safetensors has it.
+fn dtype_of(name: &str) -> Option<Dtype> {
+    Dtype::from_name(name).filter(|dtype| dtype.is_in_safetensors())
 }
 
 /// Checks that each byte from `data_start` to the end of the file belongs to exactly one tensor.
@@ -298,13 +308,13 @@ impl From<StrictTensor> for RawTensor {
 
 /// The type of the header entries, which decides how strictly a header is read.
 trait HeaderEntry: DeserializeOwned + Into<RawTensor> {
-    type Metadata: DeserializeOwned + Into<Option<BTreeMap<String, String>>>;
+    type Metadata: DeserializeOwned + Into<Option<IndexMap<String, String>>>;
     /// Whether names may be empty, contain NUL, or be used twice (the last entry wins).
     const LENIENT_NAMES: bool;
 }
 
 impl HeaderEntry for RawTensor {
-    type Metadata = Option<BTreeMap<String, String>>;
+    type Metadata = Option<IndexMap<String, String>>;
     const LENIENT_NAMES: bool = true;
 }
 
@@ -314,9 +324,9 @@ impl HeaderEntry for StrictTensor {
 }
 
 #[derive(Deserialize)]
-struct UniqueKeys(#[serde(deserialize_with = "unique_strings")] BTreeMap<String, String>);
+struct UniqueKeys(#[serde(deserialize_with = "unique_strings")] IndexMap<String, String>);
 
-impl From<UniqueKeys> for Option<BTreeMap<String, String>> {
+impl From<UniqueKeys> for Option<IndexMap<String, String>> {
     fn from(UniqueKeys(map): UniqueKeys) -> Self {
         Some(map)
     }
@@ -324,7 +334,7 @@ impl From<UniqueKeys> for Option<BTreeMap<String, String>> {
 
 struct RawHeader<E> {
     tensors: Vec<(String, RawTensor)>,
-    metadata: BTreeMap<String, String>,
+    metadata: Metadata,
     entry: PhantomData<E>,
 }
 
@@ -347,7 +357,7 @@ impl<'de, E: HeaderEntry> Visitor<'de> for HeaderVisitor<E> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader<E>, A::Error> {
         let mut header =
-            RawHeader { tensors: Vec::new(), metadata: BTreeMap::new(), entry: PhantomData };
+            RawHeader { tensors: Vec::new(), metadata: Metadata::default(), entry: PhantomData };
         let mut seen = HashMap::new();
         while let Some(name) = map.next_key::<String>()? {
             let before = seen.insert(name.clone(), header.tensors.len());
@@ -355,7 +365,10 @@ impl<'de, E: HeaderEntry> Visitor<'de> for HeaderVisitor<E> {
                 return Err(serde::de::Error::custom(format!("duplicate key `{name}`")));
             }
             if name == "__metadata__" {
-                header.metadata = map.next_value::<E::Metadata>()?.into().unwrap_or_default();
+                if let Some(entries) = map.next_value::<E::Metadata>()?.into() {
+                    header.metadata = Metadata::stated();
+                    header.metadata.extend(entries);
+                }
                 continue;
             }
             if !E::LENIENT_NAMES {
@@ -364,7 +377,7 @@ impl<'de, E: HeaderEntry> Visitor<'de> for HeaderVisitor<E> {
             let tensor: RawTensor = map.next_value::<E>()?.into();
             // The safetensors library also checks the dtype of an entry that a later duplicate
             // replaces.
-            if E::LENIENT_NAMES && Dtype::from_name(&tensor.dtype).is_none() {
+            if E::LENIENT_NAMES && dtype_of(&tensor.dtype).is_none() {
                 return Err(serde::de::Error::custom(format!("unknown dtype `{}`", tensor.dtype)));
             }
             match before {

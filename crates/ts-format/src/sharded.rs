@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 
+use indexmap::IndexMap;
 use serde::Deserialize;
 
 use crate::{Error, json};
@@ -47,7 +48,7 @@ pub fn shard_index(total_size: u64, shards: &BTreeMap<String, String>) -> Result
 #[derive(Deserialize)]
 struct RawIndex {
     #[serde(deserialize_with = "json::unique_strings")]
-    weight_map: BTreeMap<String, String>,
+    weight_map: IndexMap<String, String>,
 }
 
 /// Parses an index into a map from tensor name to shard name. Each shard must be a plain file name,
@@ -68,5 +69,5 @@ pub(crate) fn parse_index(file: &str, text: &[u8]) -> Result<BTreeMap<String, St
             return Err(Error::header(file, 0, reason));
         }
     }
-    Ok(index.weight_map)
+    Ok(index.weight_map.into_iter().collect())
 }

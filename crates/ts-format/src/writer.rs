@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Layout of new and appended `.ts` files. The caller does the I/O.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::HashSet;
 
 use twox_hash::{XxHash3_64, XxHash3_128};
 
@@ -12,7 +12,7 @@ use crate::index::{IndexWriter, MAX_RANK, Placement, max_record_len, put_str};
 use crate::sharded::MAX_INDEX_LEN;
 use crate::superblock::{DATA_START, MINOR, Superblock};
 use crate::table::Chunk;
-use crate::{Catalog, Error, FileEntry, Tensor, TensorMeta};
+use crate::{Catalog, Error, FileEntry, Metadata, Tensor, TensorMeta};
 
 /// A tensor begins at a multiple of this many bytes, plus its phase.
 const ALIGNMENT: u64 = 64;
@@ -78,7 +78,7 @@ pub fn fingerprint<'a>(tensors: impl IntoIterator<Item = (&'a str, u128)>) -> u1
 /// ```
 #[derive(Debug)]
 pub struct ContainerWriter {
-    metadata: BTreeMap<String, String>,
+    metadata: Metadata,
     index: IndexWriter,
     names: HashSet<String>,
     pending: Option<PendingTensor>,
@@ -149,7 +149,7 @@ pub struct CopyRange {
 
 impl ContainerWriter {
     /// Starts a new file with this metadata.
-    pub fn new(metadata: BTreeMap<String, String>) -> Self {
+    pub fn new(metadata: Metadata) -> Self {
         let (index, names) = (IndexWriter::default(), HashSet::new());
         Self {
             metadata,
@@ -195,11 +195,7 @@ impl ContainerWriter {
     /// Returns [`Error::NotAppendable`] if `catalog` does not consist of a single `.ts` file, or
     /// the file has a later minor version. Returns [`Error::NoSuchTensor`] if `order` has a name
     /// that `catalog` does not contain.
-    pub fn resume(
-        catalog: &Catalog,
-        order: &[&str],
-        metadata: BTreeMap<String, String>,
-    ) -> Result<Self, Error> {
+    pub fn resume(catalog: &Catalog, order: &[&str], metadata: Metadata) -> Result<Self, Error> {
         let kept: Result<Vec<_>, _> = order.iter().map(|name| catalog.require(name)).collect();
         let (mut this, block) = Self::with_records(catalog, kept?)?;
         let end = |tensor: Tensor<'_>| match tensor.chunks() {
@@ -271,7 +267,7 @@ impl ContainerWriter {
     }
 
     /// Returns the metadata of the file. Callers may change it until [`finish`](Self::finish).
-    pub fn metadata_mut(&mut self) -> &mut BTreeMap<String, String> {
+    pub fn metadata_mut(&mut self) -> &mut Metadata {
         &mut self.metadata
     }
 
@@ -532,7 +528,7 @@ impl ContainerWriter {
     pub fn checkpoint(
         &mut self,
         space: CheckpointSpace,
-        metadata: &BTreeMap<String, String>,
+        metadata: &Metadata,
     ) -> Result<ContainerTail, Error> {
         self.end_tensor()?;
         // The superblocks alternate, beginning with superblock A.
@@ -549,7 +545,7 @@ impl ContainerWriter {
     fn tail(
         &self,
         index_offset: u64,
-        metadata: &BTreeMap<String, String>,
+        metadata: &Metadata,
         active: Option<(u64, bool)>,
     ) -> Result<ContainerTail, Error> {
         let index = self.index.finish(metadata);
@@ -655,7 +651,7 @@ fn row_len(meta: &TensorMeta) -> Option<u64> {
 
 /// Returns the superblock and metadata of the only file of `catalog`, which must be a `.ts` file of
 /// a version that this writer supports.
-fn single_container(catalog: &Catalog) -> Result<(Superblock, &BTreeMap<String, String>), Error> {
+fn single_container(catalog: &Catalog) -> Result<(Superblock, &Metadata), Error> {
     let [FileEntry { superblock: Some(block), metadata, .. }] = catalog.files() else {
         return Err(not_appendable(catalog, "it is not a single .ts file".into()));
     };

@@ -81,6 +81,7 @@ pub fn check(provider: &dyn BackendProvider, fixture: &dyn Fixture) {
     fills_up_to_the_end_of_the_file(provider, fixture);
     reports_a_file_that_ends_early(provider, fixture);
     reports_a_file_that_changed(provider, fixture);
+    reads_a_file_without_a_name(provider, fixture);
     returns_every_buffer(provider, fixture);
 }
 
@@ -304,16 +305,40 @@ fn reports_a_file_that_changed(provider: &dyn BackendProvider, fixture: &dyn Fix
         ("removed", |fixture| fixture.remove("removed")),
     ];
     for (name, change) in changes {
-        let (_, source) = source(fixture, name, 16_384);
+        let (content, source) = source(fixture, name, 16_384);
         assert!(
             harness.read(&source, 0, 8192, 8192).result.is_ok(),
             "{name}: the read before the change must succeed"
         );
         change(fixture);
-        let error = harness.read(&source, 0, 8192, 8192).result.expect_err(name);
+        let done = harness.read(&source, 0, 8192, 8192);
+        if source.is_file() && matches!(name, "replaced" | "removed") {
+            done.result.unwrap_or_else(|error| panic!("an open file can be {name}: {error}"));
+            assert!(done.buffers[0][..8192] == content[..8192], "{name}: the file that is open");
+            continue;
+        }
+        let error = done.result.expect_err(name);
         assert_eq!(error.kind(), ErrorKind::Changed, "{name}: {error}");
         assert!(error.to_string().contains(name), "the error must name the file: {error}");
     }
+}
+
+/// A file that loses its name before the first read is opened with all its handles.
+fn reads_a_file_without_a_name(provider: &dyn BackendProvider, fixture: &dyn Fixture) {
+    let harness = Harness::new(provider);
+    let (content, source) = source(fixture, "nameless", 2 << 20);
+    if !source.is_file() {
+        return;
+    }
+    fixture.replace("nameless", &vec![1; 2 << 20]);
+    fixture.remove("nameless");
+    for (offset, len) in [(0, 1 << 20), (1 << 20, 4096), (8192, 65_536)] {
+        let done = harness.read(&source, offset, len, len);
+        done.result.unwrap_or_else(|error| panic!("the file is open: {error}"));
+        assert!(done.buffers[0][..len] == content[offset as usize..][..len]);
+    }
+    fixture.write("nameless", &[2; 4096]);
+    assert!(harness.read(&source, 0, 4096, 4096).result.is_ok(), "another file has its name");
 }
 
 fn returns_every_buffer(provider: &dyn BackendProvider, fixture: &dyn Fixture) {

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Local files: this module opens them, detects changes, and performs blocking reads.
+//!
+//! The open file is the source, and its path is only a name: what happens to the path after opening
+//! changes nothing. So all handles are opened through the first one.
 
-use std::fs::{File, Metadata};
+use std::fs::File;
 use std::io::IoSliceMut;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use crate::descriptors::Descriptor;
 use crate::hook::ReadHook;
 use crate::progress::{Progress, Step};
 use crate::scatter::{Block, Target};
@@ -32,14 +36,16 @@ pub(crate) enum Access {
 #[derive(Debug)]
 pub(crate) struct FileOrigin {
     path: PathBuf,
-    /// Whether `path` is the file's path, rather than a name for error messages.
-    is_at_path: bool,
+    /// Whether the file was opened at `path`, rather than by another process.
+    has_path: bool,
     fingerprint: Fingerprint,
     file: File,
+    _descriptor: Descriptor,
     /// The handle for direct I/O, opened on first use, or the reason why it cannot be opened.
     direct: OnceLock<Result<DirectFile, String>>,
-    /// A handle without readahead, opened on first use. `None` if the system does not support it.
-    no_readahead: OnceLock<Option<File>>,
+    /// A handle without readahead, opened on first use. `None` if the system does not support it,
+    /// or the process has too many open files.
+    no_readahead: OnceLock<Option<(File, Descriptor)>>,
 }
 
 /// The open handles of a regular file, which can be passed to another process.
@@ -60,6 +66,7 @@ pub(crate) struct DirectFile {
     /// Whether a read can be submitted to io_uring without waiting for the device.
     #[cfg(target_os = "linux")]
     pub(crate) suits_rings: bool,
+    _descriptor: Descriptor,
     /// The file's handle in cuFile, registered on first use, or the reason why that failed.
     #[cfg(target_os = "linux")]
     cufile: OnceLock<Result<sys::CuFileHandle, String>>,
@@ -67,17 +74,24 @@ pub(crate) struct DirectFile {
 
 impl DirectFile {
     /// Returns the handle, or a reason if it is not one of the file with this fingerprint.
-    fn new(file: File, alignment: usize, opened: &Fingerprint) -> Result<Self, String> {
+    fn new(
+        file: File,
+        alignment: usize,
+        opened: &Fingerprint,
+        descriptor: Descriptor,
+    ) -> Result<Self, String> {
         let (_, now) =
             sys::state_of(&file).map_err(|e| format!("cannot read its metadata: {e}"))?;
         match opened.difference(&now) {
-            Some(what) => Err(format!("changed since it was opened: {what}")),
-            None => Ok(Self {
+            Some(Difference::Content(what)) => Err(format!("changed since it was opened: {what}")),
+            // Reads check the ctime.
+            _ => Ok(Self {
                 #[cfg(target_os = "linux")]
                 suits_rings: sys::suits_rings(&file),
                 #[cfg(target_os = "linux")]
                 cufile: OnceLock::new(),
                 file: Arc::new(file),
+                _descriptor: descriptor,
                 alignment,
             }),
         }
@@ -88,8 +102,10 @@ impl FileOrigin {
     pub(crate) fn open(path: &Path) -> Result<Self, Error> {
         // An absolute path names the same file even after the working directory changes.
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
-        let failed =
-            |source: std::io::Error| Error::Open { path: path.clone(), source: source.into() };
+        let failed = |source: std::io::Error| Error::Open {
+            path: path.clone(),
+            source: explained(source).into(),
+        };
         // The type is checked before the file is opened, because opening a named pipe waits for a
         // writer.
         let kind = std::fs::metadata(&path).map_err(failed)?;
@@ -99,10 +115,11 @@ impl FileOrigin {
         if !kind.is_file() {
             return Err(failed(std::io::Error::other("not a regular file")));
         }
+        let _descriptor = Descriptor::required();
         let file = File::open(&path).map_err(failed)?;
         let (_, fingerprint) = sys::state_of(&file).map_err(failed)?;
         let (direct, no_readahead) = (OnceLock::new(), OnceLock::new());
-        Ok(Self { path, is_at_path: true, fingerprint, file, direct, no_readahead })
+        Ok(Self { path, has_path: true, fingerprint, file, _descriptor, direct, no_readahead })
     }
 
     pub(crate) fn from_handles(name: PathBuf, handles: FileHandles) -> Result<Self, Error> {
@@ -114,11 +131,15 @@ impl FileOrigin {
             return Err(failed(std::io::Error::other("not a regular file")));
         }
         let direct = match direct {
-            Some((direct, alignment)) => DirectFile::new(direct, alignment, &fingerprint),
+            Some((direct, alignment)) => {
+                DirectFile::new(direct, alignment, &fingerprint, Descriptor::required())
+            }
             None => Err("another process has opened it without O_DIRECT".into()),
         };
         let (direct, no_readahead) = (OnceLock::from(direct), OnceLock::new());
-        Ok(Self { path: name, is_at_path: false, fingerprint, file, direct, no_readahead })
+        let _descriptor = Descriptor::required();
+        let (path, has_path) = (name, false);
+        Ok(Self { path, has_path, fingerprint, file, _descriptor, direct, no_readahead })
     }
 
     pub(crate) fn handles(&self) -> std::io::Result<FileHandles> {
@@ -142,8 +163,9 @@ impl FileOrigin {
     /// Returns the handle for direct I/O, or the reason why it cannot be opened.
     pub(crate) fn direct(&self) -> Result<&DirectFile, &str> {
         let opened = self.direct.get_or_init(|| {
-            let (file, alignment) = sys::open_direct(&self.path).map_err(|e| e.to_string())?;
-            DirectFile::new(file, alignment, &self.fingerprint)
+            let descriptor = Descriptor::optional().ok_or("the process has too many open files")?;
+            let opened = sys::open_direct(&self.file, &self.path).map_err(|e| e.to_string())?;
+            DirectFile::new(opened.0, opened.1, &self.fingerprint, descriptor)
         });
         opened.as_ref().map_err(String::as_str)
     }
@@ -157,8 +179,11 @@ impl FileOrigin {
     }
 
     fn no_readahead(&self) -> &File {
-        let file = self.no_readahead.get_or_init(|| sys::reopen_without_readahead(&self.file).ok());
-        file.as_ref().unwrap_or(&self.file)
+        let opened = self.no_readahead.get_or_init(|| {
+            let descriptor = Descriptor::optional()?;
+            Some((sys::reopen_without_readahead(&self.file).ok()?, descriptor))
+        });
+        opened.as_ref().map_or(&self.file, |(file, _)| file)
     }
 
     /// Fills `target` with the bytes from `offset` on, up to the end of the file. Returns the
@@ -241,18 +266,24 @@ impl Origin for FileOrigin {
 
     fn verify(&self, offset: u64) -> Result<(), Error> {
         let changed = |what| Error::Changed { path: self.path.clone(), offset, what };
-        let (_, by_handle) = sys::state_of(&self.file)
+        let (_, now) = sys::state_of(&self.file)
             .map_err(|e| changed(format!("its metadata can no longer be read: {e}")))?;
-        let by_path = self.is_at_path.then(|| std::fs::metadata(&self.path)).transpose();
-        let by_path = by_path
-            .map_err(|e| changed(format!("its path can no longer be accessed: {e}")))?
-            .map(|metadata| Fingerprint::of(&metadata));
-        for now in by_path.into_iter().chain([by_handle]) {
-            if let Some(what) = self.fingerprint.difference(&now) {
-                return Err(changed(what));
-            }
+        match self.fingerprint.difference(&now) {
+            Some(Difference::Content(what)) => Err(changed(what)),
+            // Renaming a file changes its ctime, too.
+            Some(Difference::Ctime) if self.is_at_path() => Err(changed(
+                "its ctime changed although its modification time did not, so it may have been \
+                 written to"
+                    .into(),
+            )),
+            _ => Ok(()),
         }
-        Ok(())
+    }
+
+    fn is_at_path(&self) -> bool {
+        !self.has_path
+            || std::fs::metadata(&self.path)
+                .is_ok_and(|metadata| sys::identity(&metadata) == self.fingerprint.identity)
     }
 
     fn direct_alignment(&self) -> Result<usize, &str> {
@@ -273,7 +304,9 @@ impl Origin for FileOrigin {
 }
 
 impl Fingerprint {
-    pub(crate) fn of(metadata: &Metadata) -> Self {
+    /// Returns the state of a file where `sys::state_of` does not ask the kernel itself.
+    #[cfg(not(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))))]
+    pub(crate) fn of(metadata: &std::fs::Metadata) -> Self {
         Self {
             identity: sys::identity(metadata),
             len: metadata.len(),
@@ -283,21 +316,18 @@ impl Fingerprint {
         }
     }
 
-    /// Describes how the state `now` differs from the earlier state `self`. Returns `None` if
-    /// nothing in them shows a change of the content.
-    fn difference(&self, now: &Self) -> Option<String> {
+    /// Returns how the state `now` of the same file differs from the earlier state `self`, or `None`
+    /// if nothing in them shows a change of the content.
+    fn difference(&self, now: &Self) -> Option<Difference> {
+        let content = |what: String| Some(Difference::Content(what));
         if self.identity != now.identity {
-            Some("another file has taken its place".into())
+            content("another file has taken its place".into())
         } else if self.len != now.len {
-            Some(format!("it had {} bytes and now has {}", self.len, now.len))
+            content(format!("it had {} bytes and now has {}", self.len, now.len))
         } else if self.modified != now.modified {
-            Some("it was written to".into())
-        } else if self.is_changed(now) {
-            let what = "its ctime changed although its modification time did not, so it may have \
-                        been written to";
-            Some(what.into())
+            content("it was written to".into())
         } else {
-            None
+            self.is_changed(now).then_some(Difference::Ctime)
         }
     }
 
@@ -311,4 +341,24 @@ impl Fingerprint {
             _ => false,
         }
     }
+}
+
+/// Adds to an error what to do if the process has too many open files.
+fn explained(error: std::io::Error) -> std::io::Error {
+    match sys::too_many_files(&error) {
+        true => std::io::Error::other(format!(
+            "{error}: each file of a checkpoint needs a descriptor while it is used; raise the \
+             limit, for example with `ulimit -n`"
+        )),
+        false => error,
+    }
+}
+
+/// A difference between two states of a file.
+#[derive(Debug)]
+enum Difference {
+    /// The content changed, or it is another file. With a description.
+    Content(String),
+    /// Only the ctime changed.
+    Ctime,
 }

@@ -39,7 +39,7 @@ impl FileMapping {
     /// that fails.
     ///
     /// # Errors
-    /// - [`Error::Changed`] if the file is no longer the one that was opened.
+    /// - [`Error::Changed`] if the file has changed since it was opened.
     /// - [`Error::Read`] if the source is not a file, or the system cannot map it.
     pub unsafe fn new(source: &Arc<Source>) -> Result<Self, Error> {
         let len = usize::try_from(source.len()).unwrap_or(usize::MAX);
@@ -88,10 +88,10 @@ impl FileMapping {
         Ok(())
     }
 
-    /// Checks that the file is still the one that was opened.
+    /// Checks that the file has not changed since it was opened.
     ///
     /// # Errors
-    /// Returns [`Error::Changed`] if the file has changed or was replaced.
+    /// Returns [`Error::Changed`] if the file has changed.
     pub fn verify(&self) -> Result<(), Error> {
         self.source.verify(0)
     }

@@ -92,7 +92,7 @@ impl GpuRead {
     /// # Errors
     /// - [`Error::Read`]: the library or the file system failed.
     /// - [`Error::ShortRead`]: the file has ended before.
-    /// - [`Error::Changed`]: the file was written to or replaced after it was opened.
+    /// - [`Error::Changed`]: the file was written to after it was opened.
     pub fn end(self) -> Result<(), Error> {
         #[cfg(target_os = "linux")]
         let actual = self.read.end();

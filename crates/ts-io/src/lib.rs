@@ -73,6 +73,7 @@
 mod adaptive;
 mod backend;
 pub mod conformance;
+mod descriptors;
 mod direct;
 mod error;
 pub mod fault;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The constructors of [`Source`], one for each kind of source.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -57,6 +58,19 @@ impl Source {
             source: source.into(),
         };
         FileOrigin::of(self).map(FileOrigin::handles).transpose().map_err(failed)
+    }
+
+    /// Returns a duplicate of the handle of a local file, which is the file that was opened, whatever
+    /// its path leads to now. Returns `None` for other sources.
+    ///
+    /// # Errors
+    /// Returns [`Error::Open`] if the process has too many open files.
+    pub fn try_clone_file(&self) -> Result<Option<File>, Error> {
+        let failed = |source: std::io::Error| Error::Open {
+            path: self.path().into(),
+            source: source.into(),
+        };
+        FileOrigin::of(self).map(|origin| origin.file().try_clone()).transpose().map_err(failed)
     }
 
     /// Creates a source from bytes in memory. `name` identifies the source in error messages.

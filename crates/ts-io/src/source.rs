@@ -93,6 +93,11 @@ pub(crate) trait Origin: Any + fmt::Debug + Send + Sync {
         Ok(())
     }
 
+    /// Returns whether a file is the one that its path leads to now.
+    fn is_at_path(&self) -> bool {
+        true
+    }
+
     /// Returns the alignment of direct I/O in bytes, or the reason why it is not supported.
     fn direct_alignment(&self) -> Result<usize, &str> {
         Err(NOT_A_FILE)
@@ -209,14 +214,22 @@ impl Source {
         self.origin.read_at(offset, buffer, timeout)
     }
 
-    /// Checks that a file is still the one that was opened, through its handle and through its
-    /// path. Does nothing for other sources; reads over the network check this themselves. `offset`
-    /// appears only in the error.
+    /// Checks that the content of a file has not changed since it was opened. Does nothing for other
+    /// sources; reads over the network check this themselves. `offset` appears only in the error.
+    ///
+    /// A file that was renamed, replaced or removed has not changed: it exists while it is open. See
+    /// [`is_at_path`](Self::is_at_path).
     ///
     /// # Errors
     /// Returns [`Error::Changed`], with a description of the difference, if the file has changed.
     pub fn verify(&self, offset: u64) -> Result<(), Error> {
         self.origin.verify(offset)
+    }
+
+    /// Returns whether a file is the one that its path leads to now. For sources that are not files,
+    /// and for files that another process has opened, returns `true`.
+    pub fn is_at_path(&self) -> bool {
+        self.origin.is_at_path()
     }
 
     /// Returns the error of a read that failed with `error`.

@@ -63,11 +63,11 @@ impl MappedView {
         Ok(this)
     }
 
-    /// Checks that the file is still the one that was opened. Useful after a view has been used for
-    /// a long time.
+    /// Checks that the file has not changed since it was opened. Useful after a view has been used
+    /// for a long time.
     ///
     /// # Errors
-    /// Returns [`Error::Changed`] if the file has changed or was replaced.
+    /// Returns [`Error::Changed`] if the file has changed.
     pub fn verify(&self) -> Result<(), Error> {
         self.source.verify(self.offset)
     }

@@ -80,8 +80,8 @@ impl Pieces {
             end = end.max(place.offset + place.len);
             let dtype = tensor.entry.meta.dtype;
             // A coder has too little memory for the planes of wider floats.
-            let encodes =
-                Compression::Auto.codec(dtype) == Some(Codec::Split) && dtype != Dtype::F64;
+            let encodes = Compression::Auto.codec(dtype) == Some(Codec::Split)
+                && !matches!(dtype, Dtype::F64 | Dtype::C128);
             let dtype = (encodes && begin == place.offset).then_some(dtype);
             let (file, file_offset) =
                 tensor.entry.parts.first().map_or((FileId(0), 0), |part| (part.file, part.offset));

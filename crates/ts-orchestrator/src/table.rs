@@ -59,7 +59,8 @@ impl Table {
         &self.tensor.entry.meta
     }
 
-    pub(crate) fn tensor(&self) -> &UnitTensor {
+    /// Returns the whole tensor.
+    pub fn tensor(&self) -> &UnitTensor {
         &self.tensor
     }
 

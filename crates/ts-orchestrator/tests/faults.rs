@@ -15,7 +15,7 @@ use ts_format::Digest;
 use ts_io::fault::{Fault, Faults, FaultyProvider};
 use ts_io::{
     Availability, Backend, BackendOptions, BackendProvider, Capabilities, Completion,
-    CompletionSink, ReadRequest, Rejected, Source,
+    CompletionSink, ReadRequest, Registry, Rejected, Source,
 };
 use ts_orchestrator::{Engine, Error, ErrorKind, Prefetch, RangeDigest, UnitId, Verify};
 
@@ -41,20 +41,53 @@ fn a_truncated_file_is_an_error_that_names_the_tensor() {
 }
 
 #[test]
-fn a_replaced_file_is_an_error() {
+fn a_file_that_lost_its_name_streams_on_with_every_backend() {
+    let replace = |model: &Model| {
+        let other = model.path.with_extension("new");
+        fs::write(&other, vec![0; model.content.len()]).unwrap();
+        fs::rename(&other, &model.path).unwrap();
+    };
+    let rename = |model: &Model| fs::rename(&model.path, model.path.with_extension("old")).unwrap();
+    let remove = |model: &Model| fs::remove_file(&model.path).unwrap();
+    let changes: [&dyn Fn(&Model); 3] = [&replace, &rename, &remove];
+    for provider in Registry::builtin().providers() {
+        for (change, is_early) in
+            changes.iter().flat_map(|change| [(change, true), (change, false)])
+        {
+            let model = Model::new(&[200 * KIB; 6]);
+            let source = Source::open(&model.path).unwrap();
+            if provider.probe(std::slice::from_ref(&source)) != Availability::Available {
+                continue;
+            }
+            // Before any read, or after a pass.
+            let backend = Some(provider.name().to_string());
+            let engine = model.engine(config(450 * KIB).with_backend(backend)).unwrap();
+            let passes = if is_early { 0 } else { 1 };
+            (0..passes).for_each(|_| drop(model.pass(&engine, &[0, 1, 2, 3, 4, 5])));
+            change(&model);
+            (0..3).for_each(|_| drop(model.pass(&engine, &[0, 1, 2, 3, 4, 5])));
+            assert!(engine.stats().units.iter().any(|unit| !unit.resident));
+        }
+    }
+}
+
+#[test]
+fn a_renamed_file_that_is_written_to_is_an_error() {
     let model = Model::new(&[200 * KIB; 6]);
     let engine = model.engine(config(450 * KIB)).unwrap();
     model.pass(&engine, &[0, 1, 2, 3, 4, 5]);
-    let other = model.path.with_extension("new");
-    fs::write(&other, vec![0; model.content.len()]).unwrap();
-    fs::rename(&other, &model.path).unwrap();
+    let renamed = model.path.with_extension("old");
+    fs::rename(&model.path, &renamed).unwrap();
+    model.pass(&engine, &[0, 1, 2, 3, 4, 5]);
+    std::thread::sleep(Duration::from_millis(20));
+    let file = fs::OpenOptions::new().write(true).open(&renamed).unwrap();
+    std::io::Write::write_all(&mut &file, &vec![0; model.content.len()]).unwrap();
     let streamed = engine.stats().units.iter().position(|u| !u.resident).unwrap();
-    // Units may have been read ahead before the change, but a streamed unit is read again.
     let error = (0..6)
         .chain([streamed])
         .find_map(|unit| acquire_tensor(&engine, unit as u32).err())
         .expect("the change is detected");
-    assert!(error.to_string().contains("another file has taken its place"), "{error}");
+    assert!(error.to_string().contains("it was written to"), "{error}");
 }
 
 #[test]

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The command line interface, which the script `tensorstream` of the Python package calls.
 
+use std::ffi::OsString;
+
 use pyo3::prelude::*;
 
 /// Runs a command, and returns its exit status. Blocks.
@@ -10,7 +12,7 @@ use pyo3::prelude::*;
 #[pyfunction]
 pub(crate) fn main(
     py: Python<'_>,
-    arguments: Vec<String>,
+    arguments: Vec<OsString>,
     serve_device: Py<PyAny>,
 ) -> PyResult<u8> {
     let (mut signal, mut failure) = (None, None);

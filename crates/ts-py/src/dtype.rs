@@ -23,7 +23,7 @@ pub(crate) struct Row {
     pub(crate) format: Option<Dtype>,
     /// PyTorch's number (`c10::ScalarType`), also used in requests to remote machines.
     pub(crate) scalar_type: u8,
-    /// The size of an element, in bytes.
+    /// The size of an element in PyTorch, in bytes.
     pub(crate) bytes: u64,
     /// DLPack's type code. Codes from 7 on exist in versioned structures only.
     pub(crate) dlpack: u8,
@@ -39,10 +39,10 @@ const fn row(
     Row { name, format, scalar_type, bytes, dlpack }
 }
 
-/// The dtypes of PyTorch whose elements have whole bytes. The table lacks quantized dtypes, packed
-/// dtypes such as `float4_e2m1fn_x2`, and dtypes without operators, such as `bits8`.
+/// The dtypes of PyTorch. The table lacks quantized dtypes, and dtypes without operators, such as
+/// `bits8`.
 #[rustfmt::skip]
-pub(crate) const TABLE: [Row; 21] = [
+pub(crate) const TABLE: [Row; 22] = [
     row("uint8", Some(Dtype::U8), 0, 1, UINT),
     row("int8", Some(Dtype::I8), 1, 1, INT),
     row("int16", Some(Dtype::I16), 2, 2, INT),
@@ -51,9 +51,9 @@ pub(crate) const TABLE: [Row; 21] = [
     row("float16", Some(Dtype::F16), 5, 2, FLOAT),
     row("float32", Some(Dtype::F32), 6, 4, FLOAT),
     row("float64", Some(Dtype::F64), 7, 8, FLOAT),
-    row("complex32", None, 8, 4, COMPLEX),
+    row("complex32", Some(Dtype::C32), 8, 4, COMPLEX),
     row("complex64", Some(Dtype::C64), 9, 8, COMPLEX),
-    row("complex128", None, 10, 16, COMPLEX),
+    row("complex128", Some(Dtype::C128), 10, 16, COMPLEX),
     row("bool", Some(Dtype::Bool), 11, 1, BOOL),
     row("bfloat16", Some(Dtype::BF16), 15, 2, BFLOAT),
     row("float8_e5m2", Some(Dtype::F8_E5M2), 23, 1, 12),
@@ -64,16 +64,40 @@ pub(crate) const TABLE: [Row; 21] = [
     row("uint32", Some(Dtype::U32), 28, 4, UINT),
     row("uint64", Some(Dtype::U64), 29, 8, UINT),
     row("float8_e8m0fnu", Some(Dtype::F8_E8M0), 44, 1, 14),
+    row("float4_e2m1fn_x2", Some(Dtype::F4), 45, 1, 17),
 ];
 
 impl Row {
-    /// Returns DLPack's type code, and the size of an element in bits.
-    pub(crate) fn dlpack_type(&self) -> (u8, u8) {
-        (self.dlpack, (self.bytes * 8) as u8)
+    /// Returns DLPack's type code, the size of a value in bits, and the number of values in an
+    /// element of PyTorch.
+    pub(crate) fn dlpack_type(&self) -> (u8, u8, u16) {
+        match self.format {
+            Some(Dtype::F4) => (self.dlpack, 4, 2),
+            _ => (self.dlpack, (self.bytes * 8) as u8, 1),
+        }
     }
 }
 
-/// Returns the row of a dtype of checkpoints. `None` if its elements are smaller than a byte.
+/// Returns the shape in PyTorch of a tensor with this shape in files: there, two values of 4 bits
+/// are one element. Returns `None` if PyTorch cannot have the shape.
+pub(crate) fn torch_shape(dtype: Dtype, shape: &[u64]) -> Option<Vec<u64>> {
+    let mut shape = shape.to_vec();
+    if dtype == Dtype::F4 {
+        let last = shape.last_mut().filter(|last| last.is_multiple_of(2))?;
+        *last /= 2;
+    }
+    Some(shape)
+}
+
+/// Returns the shape in files of a tensor with this shape in PyTorch.
+pub(crate) fn stored_shape(dtype: Dtype, mut shape: Vec<u64>) -> Vec<u64> {
+    if let (Dtype::F4, Some(last)) = (dtype, shape.last_mut()) {
+        *last = last.saturating_mul(2);
+    }
+    shape
+}
+
+/// Returns the row of a dtype of checkpoints. `None` if PyTorch has no such dtype.
 pub(crate) fn row_of(dtype: Dtype) -> Option<&'static Row> {
     TABLE.iter().find(|row| row.format == Some(dtype))
 }
@@ -85,7 +109,7 @@ pub(crate) fn rows() -> Vec<(&'static str, Option<&'static str>, u8, u64)> {
     TABLE.iter().map(row).collect()
 }
 
-/// Returns the metadata of a tensor with this shape and the dtype of this safetensors name.
+/// Returns the metadata of a tensor with this shape in PyTorch, and the dtype of this name in files.
 ///
 /// # Errors
 /// ValueError if the name is unknown.
@@ -96,7 +120,7 @@ pub(crate) fn tensor_meta(dtype: &str, shape: Vec<u64>) -> PyResult<TensorMeta> 
             "unknown dtype {dtype:?}: expected a safetensors name such as \"F32\""
         ))
     })?;
-    Ok(TensorMeta { dtype, shape })
+    Ok(TensorMeta { dtype, shape: stored_shape(dtype, shape) })
 }
 
 /// Returns the name of the dtype with this number, or None if the table lacks it.
@@ -230,10 +254,12 @@ macro_rules! dtypes {
                 Self::extract(value).map(Self)
             }
 
-            /// The name in PyTorch, such as "float32". The safetensors name if PyTorch has none.
+            /// The name in PyTorch, such as "float32". The safetensors name if PyTorch has none, and
+            /// for values smaller than a byte, of which an element of PyTorch has several.
             #[getter]
             pub(crate) fn name(&self) -> &'static str {
-                row_of(self.0).map_or(self.0.name(), |row| row.name)
+                let row = row_of(self.0).filter(|_| self.0.bits() >= 8);
+                row.map_or(self.0.name(), |row| row.name)
             }
 
             /// The size of an element in bytes, or 0 if an element is smaller than a byte.
@@ -264,6 +290,7 @@ dtypes! {
     float32 "float32" = F32,
     float64 "float64" = F64,
     complex64 "complex64" = C64,
+    complex128 "complex128" = C128,
     float8_e4m3fn "float8_e4m3fn" = F8_E4M3,
     float8_e5m2 "float8_e5m2" = F8_E5M2,
 }

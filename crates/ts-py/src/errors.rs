@@ -8,7 +8,11 @@ use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
 /// Converts an error of the crate `tensorstream` to a Python exception.
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
-    let exception = exception(py, class_name(error), &error.to_string());
+    let (name, mut message) = (class_name(error), error.to_string());
+    if name == "CheckpointChangedError" {
+        message = format!("{message}; {AFTER_A_CHANGE}");
+    }
+    let exception = exception(py, name, &message);
     if let Error::Engine(orchestrator::Error::NeverFits(refusal)) = error {
         let smallest = refusal.smallest_budget_bytes;
         if let Err(error) = exception.value(py).setattr("smallest", smallest) {
@@ -17,6 +21,10 @@ pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     }
     exception
 }
+
+/// What to do about a CheckpointChangedError.
+const AFTER_A_CHANGE: &str =
+    "open it again, or call tensorstream.reload(model) for a model that streams it";
 
 /// Creates the exception for an operator that failed on a remote machine.
 pub(crate) fn operator_error(py: Python<'_>, kind: OpFailureKind, message: &str) -> PyErr {
@@ -82,6 +90,16 @@ pub(crate) fn timeout_error(py: Python<'_>, message: &str) -> PyErr {
 /// Creates a ConfigurationError: an argument or a call is invalid.
 pub(crate) fn configuration_error(py: Python<'_>, message: &str) -> PyErr {
     exception(py, "ConfigurationError", message)
+}
+
+/// Creates an ArgumentTypeError: an argument has the wrong type.
+pub(crate) fn argument_type_error(py: Python<'_>, message: &str) -> PyErr {
+    exception(py, "ArgumentTypeError", message)
+}
+
+/// Creates a ModelError: PyTorch or the model does not support something.
+pub(crate) fn model_error(py: Python<'_>, message: &str) -> PyErr {
+    exception(py, "ModelError", message)
 }
 
 /// Creates a ModelError: the program wrote to the streamed weights `names`.

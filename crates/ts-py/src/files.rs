@@ -5,7 +5,9 @@ pub(crate) mod checkpoint;
 mod conversion;
 mod convert;
 mod fingerprint;
+mod metadata;
 mod passing;
+mod path;
 mod progress;
 mod writer;
 

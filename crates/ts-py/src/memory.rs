@@ -473,6 +473,7 @@ pub(crate) fn format_of(dtype: Dtype) -> Option<&'static CStr> {
         Dtype::F32 => c"f",
         Dtype::F64 => c"d",
         Dtype::C64 => c"Zf",
+        Dtype::C128 => c"Zd",
         _ => return None,
     })
 }

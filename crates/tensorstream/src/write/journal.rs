@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-use ts_format::Digest;
+use ts_format::{Digest, Metadata};
 
 use super::options::{NewTensor, WriteOptions};
 use crate::Checkpoint;
@@ -21,15 +21,11 @@ const KEY: &str = "tensorstream.unfinished";
 
 /// Returns the metadata of an unfinished file: a digest of the tensors, the compression and
 /// `origin`, which identifies the source of the bytes.
-pub(super) fn metadata(
-    tensors: &[NewTensor],
-    origin: &str,
-    options: &WriteOptions,
-) -> BTreeMap<String, String> {
+pub(super) fn metadata(tensors: &[NewTensor], origin: &str, options: &WriteOptions) -> Metadata {
     let described = format!("{:?} {origin} {tensors:?}", options.compression);
     let digest = Digest::of(described.as_bytes());
     let hex = digest.chunks().iter().map(|checksum| format!("{checksum:016x}")).collect();
-    BTreeMap::from([(KEY.into(), hex)])
+    Metadata::from([(KEY.into(), hex)])
 }
 
 /// Returns how many of `tensors` an unfinished file contains, or `None` if it is not an unfinished

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Helpers that write files.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use tensorstream::format::{Compression, Dtype, TensorMeta};
+use tensorstream::format::{Compression, Dtype, Metadata, TensorMeta};
 use tensorstream::{FileWriter, NewTensor, Progress, WriteOptions};
 
 pub(crate) fn plain() -> WriteOptions {
@@ -23,8 +22,8 @@ pub(crate) fn quiet(_: Progress) -> bool {
     false
 }
 
-pub(crate) fn metadata() -> BTreeMap<String, String> {
-    BTreeMap::from([("format".into(), "pt".into()), ("note".into(), "a\"b\nc".into())])
+pub(crate) fn metadata() -> Metadata {
+    Metadata::from([("format".into(), "pt".into()), ("note".into(), "a\"b\nc".into())])
 }
 
 /// Returns the bytes of tensor `i`. Every fourth tensor is empty. The other lengths are not

@@ -5,7 +5,7 @@ use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use crate::Fingerprint;
@@ -21,6 +21,7 @@ pub(crate) fn identity(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 pub(crate) fn changed(metadata: &Metadata) -> Option<(i128, [u64; 4])> {
     let at = i128::from(metadata.ctime()) * 1_000_000_000 + i128::from(metadata.ctime_nsec());
     Some((
@@ -144,28 +145,63 @@ impl AsRawFd for Gate {
     }
 }
 
-/// Opens `path` for reading with O_DIRECT. Returns the file and the required alignment in bytes.
-pub(crate) fn open_direct(path: &Path) -> io::Result<(File, usize)> {
-    let opened = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path);
+/// Opens the same file again for reading with O_DIRECT. Returns the new handle and the required
+/// alignment in bytes.
+///
+/// Without /proc, opens `path`, which may lead to another file by now.
+pub(crate) fn open_direct(file: &File, path: &Path) -> io::Result<(File, usize)> {
+    let open = |path: &Path| OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path);
+    let opened = match open(&by_descriptor(file)) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => open(path),
+        opened => opened,
+    };
     let file = opened
         .map_err(|e| io::Error::new(e.kind(), format!("cannot open it with O_DIRECT: {e}")))?;
     let alignment = direct_alignment(&file)?;
     Ok((file, alignment))
 }
 
+/// Returns a path that leads to an open file, even if no directory contains it any more.
+fn by_descriptor(file: &File) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
+}
+
+/// Returns whether an error says that the process has no free descriptor.
+pub(crate) fn too_many_files(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EMFILE)
+}
+
+/// Makes the limit of open files at least `wanted`, if the process may, and returns the limit.
+pub(crate) fn raise_descriptor_limit(wanted: u64) -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is writable and has the type that the call fills.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) } != 0 {
+        return 0;
+    }
+    let before = limit.rlim_cur;
+    if before >= wanted || before >= limit.rlim_max {
+        return before;
+    }
+    limit.rlim_cur = wanted.min(limit.rlim_max);
+    // SAFETY: `limit` is readable and has the type that the call expects.
+    match unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) } {
+        0 => limit.rlim_cur,
+        _ => before,
+    }
+}
+
 /// Opens the same file again for writing with O_DIRECT. Returns the new handle and the required
 /// alignment in bytes.
 pub(crate) fn reopen_direct(file: &File) -> io::Result<(File, usize)> {
-    // The file is opened by its descriptor, because its path may name another file by now.
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let file = OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path)?;
+    let open = |path| OpenOptions::new().write(true).custom_flags(libc::O_DIRECT).open(path);
+    let file = open(by_descriptor(file))?;
     let alignment = direct_alignment(&file)?;
     Ok((file, alignment))
 }
 
 /// Opens the same file again for reading, without readahead.
 pub(crate) fn reopen_without_readahead(file: &File) -> io::Result<File> {
-    let file = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    let file = File::open(by_descriptor(file))?;
     // SAFETY: the descriptor is open while `file` exists, and the call takes no pointers.
     match unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) } {
         0 => Ok(file),

@@ -78,8 +78,16 @@ impl Gate {
     }
 }
 
-pub(crate) fn open_direct(_: &Path) -> io::Result<(File, usize)> {
+pub(crate) fn open_direct(_: &File, _: &Path) -> io::Result<(File, usize)> {
     Err(io::Error::new(io::ErrorKind::Unsupported, "direct I/O is supported only on Linux"))
+}
+
+pub(crate) fn too_many_files(_: &io::Error) -> bool {
+    false
+}
+
+pub(crate) fn raise_descriptor_limit(_: u64) -> u64 {
+    u64::MAX
 }
 
 pub(crate) fn residency(_: &File, _: u64, _: usize) -> Option<f64> {

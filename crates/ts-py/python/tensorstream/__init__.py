@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .config import BackendType, Config, MemoryMode, MemoryPressureMode, PrefetchStrategy
     from .devices import register_accelerator
     from .errors import (
+        ArgumentTypeError,
         BudgetError,
         BudgetWarning,
         CheckpointChangedError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         OutOfMemoryError,
         ProtocolError,
         StorageError,
+        TensorIndexError,
         TensorStreamError,
         UnitReferencedError,
     )
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from .streaming._metrics import metrics
     from .streaming._offload import offload, restore, stats
     from .streaming._plan import Plan, plan
+    from .streaming._reload import reload
     from .streaming._stats import (
         ExpertsStats,
         PassStats,
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ArgumentTypeError",
     "BackendType",
     "BlockPoolStats",
     "Budget",
@@ -120,6 +124,7 @@ __all__ = [
     "TableStats",
     "Tensor",
     "TensorBuffer",
+    "TensorIndexError",
     "TensorMeta",
     "TensorSlice",
     "TensorStreamError",
@@ -143,6 +148,7 @@ __all__ = [
     "offload",
     "plan",
     "register_accelerator",
+    "reload",
     "restore",
     "safe_open",
     "save",
@@ -173,6 +179,7 @@ _HOMES = {
     "streaming._merging": ("merge",),
     "streaming._metrics": ("metrics",),
     "streaming._offload": ("offload", "restore", "stats"),
+    "streaming._reload": ("reload",),
     "streaming._plan": ("Plan", "plan"),
     "streaming._stats": (
         "ExpertsStats",

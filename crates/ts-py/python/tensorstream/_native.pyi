@@ -193,7 +193,11 @@ class Checkpoint:
         self, verify: bool, budget: int, take: Callable[[str, str, list[int], object], None]
     ) -> None: ...
     def version(self, file: int) -> str | None: ...
-    def files(self) -> list[tuple[str, int, dict[str, str]]]: ...
+    def files(self) -> list[tuple[str, int, dict[str, str] | None]]: ...
+    def descriptor(self, file: int) -> int: ...
+    def reopened(self) -> Checkpoint: ...
+    def is_overlaid(self) -> _bool: ...
+    def translated(self, parts: list[_Part], newer: Checkpoint) -> list[_Part]: ...
 
 @final
 class PassedSource:
@@ -266,6 +270,7 @@ class Streamer:
     def begin_pass(self) -> Pass: ...
     def set_passes(self, passes: Any) -> None: ...
     def replan(self) -> bool: ...
+    def reload(self, newer: Checkpoint) -> None: ...
     def expect(self, units: list[tuple[int, int]]) -> Expected: ...
     def guess(self, units: list[int]) -> None: ...
     def guesses_pay(self) -> _bool: ...
@@ -339,7 +344,7 @@ class FileWriter:
         cls,
         path: _Path,
         tensors: list[_NewTensorSpec],
-        metadata: dict[str, str],
+        metadata: dict[str, str] | None,
         codec: str = "raw",
         level: int | None = None,
         jobs: int = 0,
@@ -348,7 +353,7 @@ class FileWriter:
     def in_memory(
         name: str,
         tensors: list[_NewTensorSpec],
-        metadata: dict[str, str],
+        metadata: dict[str, str] | None,
         codec: str = "raw",
         level: int | None = None,
     ) -> FileWriter: ...
@@ -357,7 +362,7 @@ class FileWriter:
         path: _Path,
         tensors: list[_NewTensorSpec],
         remove: list[str],
-        metadata: dict[str, str],
+        metadata: dict[str, str] | None,
         codec: str = "raw",
         level: int | None = None,
     ) -> FileWriter: ...
@@ -365,7 +370,7 @@ class FileWriter:
     def unless_written(
         path: _Path,
         tensors: list[_NewTensorSpec],
-        metadata: dict[str, str],
+        metadata: dict[str, str] | None,
         fingerprint: str | None,
         codec: str = "raw",
         level: int | None = None,

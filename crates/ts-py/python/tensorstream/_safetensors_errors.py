@@ -7,13 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from .errors import ConfigurationError, TensorStreamError
+from .errors import TensorStreamError
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class ArgumentTypeError(ConfigurationError, TypeError):
-    """An argument has the wrong type."""
 
 
 def raises_theirs(function: F) -> F:

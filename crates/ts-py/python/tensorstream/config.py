@@ -28,7 +28,13 @@ from .devices import (
     has_accelerator,
     usable_devices,
 )
-from .errors import BudgetError, BudgetWarning, ConfigurationError, NotBuiltWarning
+from .errors import (
+    ArgumentTypeError,
+    BudgetError,
+    BudgetWarning,
+    ConfigurationError,
+    NotBuiltWarning,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,16 +44,18 @@ E = TypeVar("E", bound=enum.Enum)
 _log = logging.getLogger("tensorstream")
 
 
-class BackendType(enum.Enum):
-    """The names of I/O backends in former versions.
+class BackendType(enum.StrEnum):
+    """The names of I/O backends in former versions. Members are equal to their names.
 
     ``CUDA`` and ``GPUDIRECT`` choose the accelerator as the default ``device``. Without one, the
     device is the CPU, and ``tensorstream.stats`` reports the reason in ``passed_over``.
 
     Examples:
         >>> import tensorstream as ts
-        >>> ts.Config(backend=ts.BackendType.MMAP).backend
-        'mmap'
+        >>> ts.Config(backend="mmap").backend
+        <BackendType.MMAP: 'mmap'>
+        >>> ts.Config(backend="buffered").backend
+        'buffered'
     """
 
     #: The best available backend.
@@ -184,7 +192,7 @@ class Config:
         max_passes: The most forward passes that run at once. Others wait. Each pass needs its own
             memory.
         backend: The I/O backend: a ``BackendType``, its name, or a name that
-            ``tensorstream.backends`` returns.
+            ``tensorstream.backends`` returns. The name of a ``BackendType`` becomes the member.
         io_depth: The number of reads in flight, 1 to 256. By default, the best depth and request
             size are measured once per file system, with a file of 256 MiB or more. The measurement
             takes up to about two seconds, and its memory is within the budget. The result is stored
@@ -274,11 +282,12 @@ class Config:
         object.__setattr__(
             self, "prefetch_strategy", _member(PrefetchStrategy, "prefetch_strategy", prefetch)
         )
-        backend = self.backend.value if isinstance(self.backend, BackendType) else self.backend
-        known = [*(each.value for each in BackendType), *_native.backends()]
-        if not isinstance(backend, str) or backend.lower() not in known:
+        members = {member.value: member for member in BackendType}
+        known = dict.fromkeys([*members, *_native.backends()])
+        if not isinstance(self.backend, str) or self.backend.lower() not in known:
             raise invalid("backend", self.backend, "one of " + ", ".join(known))
-        object.__setattr__(self, "backend", backend.lower())
+        backend = self.backend.lower()
+        object.__setattr__(self, "backend", members.get(backend, backend))
         self.passed_over()
         if isinstance(self.budget, Budget) and pressure != MemoryPressureMode.STRICT:
             raise invalid(
@@ -322,8 +331,7 @@ class Config:
 
     def _is_accelerated(self) -> bool:
         """Returns whether the backend chooses the accelerator as the default device."""
-        backend = self.backend.value if isinstance(self.backend, BackendType) else self.backend
-        return str(backend).lower() in ACCELERATED
+        return str(self.backend).lower() in ACCELERATED
 
     def _check_compression(self) -> None:
         if self.compression not in ("auto", "off"):
@@ -693,7 +701,16 @@ Config.__init__ = _init  # type: ignore[method-assign]
 
 
 def expanded(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Replaces a leading ``~`` with the home directory of the user."""
+    """Replaces a leading ``~`` with the home directory of the user.
+
+    Raises:
+        ArgumentTypeError: The path is no path.
+    """
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise ArgumentTypeError(
+            f"invalid path: expected a str or os.PathLike, got {type(path).__name__}"
+        )
+    path = os.fsdecode(path) if isinstance(path, bytes) else path
     return os.path.expanduser(path) if str(os.fspath(path)).startswith("~") else path
 
 

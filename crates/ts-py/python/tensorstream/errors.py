@@ -7,6 +7,7 @@ Each exception is a ``TensorStreamError`` and also the matching built-in excepti
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentTypeError",
     "BudgetError",
     "BudgetWarning",
     "CheckpointChangedError",
@@ -28,6 +29,7 @@ __all__ = [
     "ProviderConnectionError",
     "ProviderError",
     "StorageError",
+    "TensorIndexError",
     "TensorStreamError",
     "UnitReferencedError",
 ]
@@ -57,6 +59,31 @@ class ConfigurationError(TensorStreamError, ValueError):
         Traceback (most recent call last):
             ...
         tensorstream.errors.ConfigurationError: invalid Config.max_passes: 0: expected ...
+    """
+
+
+class TensorIndexError(ConfigurationError, IndexError):
+    """An index of a tensor in a file is out of bounds or not supported.
+
+    Examples:
+        >>> import tensorstream as ts, torch
+        >>> ts.save_file({"a": torch.arange(3)}, "a.safetensors")
+        >>> ts.safe_open("a.safetensors").get_slice("a")[3]
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.TensorIndexError: ...
+    """
+
+
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """An argument has the wrong type.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> ts.load_file(3)
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.ArgumentTypeError: ...
     """
 
 
@@ -145,13 +172,16 @@ class StorageError(TensorStreamError, OSError):
 
 
 class CheckpointChangedError(StorageError):
-    """A file was truncated, replaced or written to after it was opened.
+    """A file was truncated or written to after it was opened, or an object on a server changed.
+
+    A file that was removed, renamed or replaced is not an error: it exists while it is open.
+    ``reload`` makes a model stream the new content.
 
     Examples:
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a": torch.zeros(3)}, "a.ts")
         >>> file = ts.safe_open("a.ts", mapped=True)
-        >>> ts.save_file({"a": torch.ones(3)}, "a.ts")
+        >>> ts.append_file({"b": torch.ones(3)}, "a.ts")
         >>> file.get_tensor("a")
         Traceback (most recent call last):
             ...

@@ -3,9 +3,9 @@
 
 The functions have the signatures, the rules and the kinds of errors of safetensors. In particular,
 tensors that share memory, sparse tensors and tensors that are not contiguous are not saved, unlike
-with ``tensorstream.save_file``. Files have the same bytes, except that empty metadata is left out
-and that metadata has a fixed order. What can be read also includes ``.ts`` files, shard indexes,
-directories and URLs.
+with ``tensorstream.save_file``. Files have the same bytes, except that metadata keeps its order,
+whereas safetensors writes it in any order. What can be read also includes ``.ts`` files, shard
+indexes, directories and URLs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ import torch
 
 from . import _native
 from ._dtypes import SAFETENSORS_DTYPES
-from ._safetensors_errors import ArgumentTypeError, raises_theirs
-from .errors import CheckpointError, ConfigurationError, StorageError, TensorStreamError
+from ._safetensors_errors import raises_theirs
+from .errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    StorageError,
+    TensorIndexError,
+    TensorStreamError,
+)
 from .files import _safe_open, _state_dict
 from .streaming._streamed_tensor import StreamedTensor
 
@@ -76,7 +83,7 @@ class safe_open(_safe_open.safe_open):
     Args:
         filename: The path or URL.
         framework: ``"pt"`` for torch tensors, ``"np"`` for NumPy arrays.
-        device: The device of torch tensors.
+        device: The device of torch tensors; ``None`` is the CPU.
         backend: ``"mmap"`` returns views of local files, and ``"pread"`` reads.
 
     Raises:
@@ -98,7 +105,7 @@ class safe_open(_safe_open.safe_open):
         self,
         filename: Path,
         framework: str = "pt",
-        device: str | int | torch.device = "cpu",
+        device: str | int | torch.device | None = "cpu",
         *,
         backend: str = "mmap",
     ) -> None:
@@ -127,7 +134,7 @@ class safe_open(_safe_open.safe_open):
     @raises_theirs
     def get_slice(self, name: str) -> _safe_open.TensorSlice:
         self._require_open()
-        return super().get_slice(name)
+        return TensorSlice(self._checkpoint, self._files, name, self._device)
 
     @raises_theirs
     def get_tensor(self, name: str) -> Any:
@@ -139,15 +146,28 @@ class safe_open(_safe_open.safe_open):
             raise CheckpointError(f"{self!r} is closed: read from it inside of its `with` block")
 
 
+class TensorSlice(_safe_open.TensorSlice):
+    """A tensor in a file. See ``tensorstream.TensorSlice``."""
+
+    @raises_theirs
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except TensorIndexError as error:
+            # In the words of safetensors, which programs compare.
+            text = str(error)
+            raise TensorIndexError(text[:1].upper() + text[1:]) from error
+
+
 @raises_theirs
 def load_file(
-    filename: Path, device: str | int | torch.device = "cpu", *, backend: str = "mmap"
+    filename: Path, device: str | int | torch.device | None = "cpu", *, backend: str = "mmap"
 ) -> dict[str, torch.Tensor]:
     """Reads all tensors of a file. Blocks.
 
     Args:
         filename: The path or URL.
-        device: The device of the tensors.
+        device: The device of the tensors; ``None`` is the CPU.
         backend: ``"mmap"`` maps local files and reads them with several threads, so that tensors
             are views of the page cache; ``"pread"`` reads into new memory. A mapped file must not
             be truncated while tensors exist, as with safetensors.
@@ -250,7 +270,7 @@ def load_model(
     model: torch.nn.Module,
     filename: Path,
     strict: bool = True,
-    device: str | int | torch.device = "cpu",
+    device: str | int | torch.device | None = "cpu",
     *,
     backend: str = "mmap",
 ) -> tuple[list[str] | set[str], list[str]]:
@@ -260,7 +280,8 @@ def load_model(
         model: The model. Its tensors are changed in place.
         filename: A file that ``save_model`` wrote.
         strict: Whether missing and unexpected tensors are errors.
-        device: The device to which the tensors are read before they are copied.
+        device: The device to which the tensors are read before they are copied; ``None`` is the
+            CPU.
         backend: See ``load_file``.
 
     Returns:
@@ -301,12 +322,14 @@ class TensorSpec:
         data_len: Their size in bytes.
     """
 
+    @raises_theirs
     def __init__(self, *, dtype: str, shape: Sequence[int], data_ptr: int, data_len: int) -> None:
         found = getattr(torch, dtype, None)
         if not isinstance(found, torch.dtype) or found not in SAFETENSORS_DTYPES:
             raise ConfigurationError(f"unknown dtype {dtype!r}: expected one such as 'float32'")
-        self._dtype = found
-        self.shape = list(shape)
+        self._dtype, self._torch_shape = found, list(shape)
+        #: The size of each dimension, in values as in the file.
+        self.shape = _stored_shape(self.dtype, shape)
         self.data_ptr = data_ptr
         self.data_len = data_len
 
@@ -318,11 +341,11 @@ class TensorSpec:
     def tensor(self) -> torch.Tensor:
         """Returns the tensor, which shares the memory."""
         if self.data_len == 0 and 0 in self.shape:
-            return torch.empty(self.shape, dtype=self._dtype)
+            return torch.empty(self._torch_shape, dtype=self._dtype)
         if self.data_len == 0:
             raise ValueError("the shape has elements")
         memory = (ctypes.c_char * self.data_len).from_address(self.data_ptr)
-        return torch.frombuffer(memory, dtype=self._dtype).view(self.shape)
+        return torch.frombuffer(memory, dtype=self._dtype).view(self._torch_shape)
 
 
 @raises_theirs
@@ -358,7 +381,7 @@ def deserialize(data: bytes) -> list[tuple[str, dict[str, Any]]]:
         (
             name,
             {
-                "shape": list(tensor.shape),
+                "shape": _stored_shape(SAFETENSORS_DTYPES[tensor.dtype], tensor.shape),
                 "dtype": SAFETENSORS_DTYPES[tensor.dtype],
                 "data": bytearray(tensor.view(-1).view(torch.uint8).numpy().tobytes()),
             },
@@ -375,6 +398,11 @@ def storage_ptr(tensor: torch.Tensor) -> int:
 def storage_size(tensor: torch.Tensor) -> int:
     """Returns the size in bytes of the memory that the tensor is a part of."""
     return tensor.untyped_storage().nbytes()
+
+
+def _stored_shape(dtype: str, shape: Sequence[int]) -> list[int]:
+    """Returns the shape in the file, where two values of 4 bits are not one element as in torch."""
+    return [*shape[:-1], 2 * shape[-1]] if dtype == "F4" and shape else list(shape)
 
 
 def _in_order(
@@ -425,8 +453,14 @@ def _write(
 
 
 def _tensors(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    if not isinstance(tensor_dict, Mapping):
+        raise ArgumentTypeError(f"expected a dict of TensorSpec, got {type(tensor_dict).__name__}")
     tensors = {}
     for name, spec in tensor_dict.items():
+        if not isinstance(name, str) or not isinstance(spec, TensorSpec):
+            raise ArgumentTypeError(
+                f"expected names of tensors and TensorSpec, got {name!r} and {type(spec).__name__}"
+            )
         try:
             tensors[name] = spec.tensor()
         except (RuntimeError, ValueError) as error:
@@ -437,26 +471,30 @@ def _tensors(tensor_dict: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
 
 
 def _check(tensors: Any, *, strided: bool = True) -> None:
-    """Refuses what safetensors refuses to save."""
+    """Refuses what safetensors refuses to save, in its words where programs compare them."""
     if not isinstance(tensors, dict):
         raise ConfigurationError(
-            f"expected a dict of str and torch.Tensor, got {type(tensors).__name__}"
+            f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}"
         )
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise ArgumentTypeError(f"expected names of tensors, got {name!r}")
         if not isinstance(tensor, torch.Tensor):
             raise ConfigurationError(
-                f"tensor `{name}`: expected a torch.Tensor, got {type(tensor).__name__}"
+                f"Key `{name}` is invalid, expected torch.Tensor but received {type(tensor)}"
             )
-        if tensor.layout != torch.strided:
-            raise ConfigurationError(
-                f"cannot save the sparse tensor `{name}`: make it dense with `.to_dense()` first"
-            )
+    odd = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
+    if odd:
+        raise ConfigurationError(
+            f"You are trying to save a sparse tensors: `{odd}` which this library does not "
+            "support. You can make it a dense tensor before saving with `.to_dense()` but be aware "
+            "this might make a much larger file than needed."
+        )
+    for name, tensor in tensors.items():
         if strided and not tensor.is_contiguous():
             raise ConfigurationError(
                 f"cannot save `{name}`, which is not contiguous: call `.contiguous()` first, or "
-                "use save_model with force_contiguous=True"
+                "use save_model(..., force_contiguous=True)"
             )
     shared = [sorted(names) for names in _shared(tensors) if len(names) > 1]
     if shared:

@@ -81,8 +81,8 @@ pub(super) fn unversioned_type(dtype: Dtype) -> Option<DataType> {
     versioned_type(dtype).filter(|data_type| data_type.code < FIRST_VERSIONED_CODE)
 }
 
-/// Returns the data type in versioned structures, or None if elements are smaller than a byte.
+/// Returns the data type in versioned structures, or None if they have none.
 pub(super) fn versioned_type(dtype: Dtype) -> Option<DataType> {
-    let (code, bits) = row_of(dtype)?.dlpack_type();
-    Some(DataType { code, bits, lanes: 1 })
+    let (code, bits, lanes) = row_of(dtype)?.dlpack_type();
+    Some(DataType { code, bits, lanes })
 }

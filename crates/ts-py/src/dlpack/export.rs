@@ -93,7 +93,7 @@ pub(crate) fn unversioned_capsule<'py>(
 /// Creates a capsule of the versioned structure, which can mark a tensor as read-only.
 ///
 /// # Errors
-/// BufferError if the elements are smaller than a byte.
+/// BufferError if DLPack has no such dtype.
 pub(crate) fn versioned_capsule<'py>(
     py: Python<'py>,
     exported: Exported,
@@ -115,12 +115,12 @@ pub(crate) fn versioned_capsule<'py>(
 /// Creates a capsule of a tensor on a device that is unknown to DLPack.
 ///
 /// `address` is only a number: no code may dereference it. `ordinal` is the number of the device.
-/// `code` and `bits` are DLPack's data type. `owner` is dropped when PyTorch frees the storage, or
+/// `code`, `bits` and `lanes` are DLPack's data type. `owner` is dropped when PyTorch frees the storage, or
 /// with the capsule if PyTorch has not consumed it.
 pub(crate) fn extension<'py>(
     py: Python<'py>,
     (address, ordinal): (u64, u32),
-    (code, bits): (u8, u8),
+    (code, bits, lanes): (u8, u8, u16),
     shape: Vec<i64>,
     strides: Vec<i64>,
     owner: Box<dyn Any + Send>,
@@ -128,7 +128,7 @@ pub(crate) fn extension<'py>(
     let exported = Exported {
         data: std::ptr::without_provenance_mut(address as usize),
         device: (EXTENSION, ordinal as i32),
-        // Ignored, because `code` and `bits` give the data type.
+        // Ignored, because the other arguments give the data type.
         dtype: Dtype::U8,
         shape,
         strides,
@@ -136,7 +136,7 @@ pub(crate) fn extension<'py>(
         copied: false,
         owner,
     };
-    let managed = export(exported, DataType { code, bits, lanes: 1 }, |tensor, _, context| {
+    let managed = export(exported, DataType { code, bits, lanes }, |tensor, _, context| {
         ManagedTensor { tensor, context, deleter: Some(delete::<ManagedTensor>) }
     });
     // SAFETY: `export` made `managed`, no other pointer to it exists, and name and destructor are
@@ -147,7 +147,7 @@ pub(crate) fn extension<'py>(
 fn no_code(dtype: Dtype) -> PyErr {
     let why = match versioned_type(dtype) {
         Some(_) => "versions before 1.1 have no type code for it; request max_version=(1, 1)",
-        None => "its elements are smaller than a byte; use tobytes()",
+        None => "DLPack has no such type; use tobytes()",
     };
     PyBufferError::new_err(format!("cannot export dtype {dtype} through DLPack: {why}"))
 }

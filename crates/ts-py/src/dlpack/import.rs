@@ -13,7 +13,7 @@ use super::abi::{
     CPU, CUDA_HOST, DataType, ManagedTensor, ManagedTensorVersioned, READ_ONLY, Tensor,
     UNVERSIONED, UNVERSIONED_USED, VERSION, VERSIONED, VERSIONED_USED, versioned_type,
 };
-use crate::dtype::{Row, TABLE};
+use crate::dtype::{Row, TABLE, stored_shape};
 
 /// A tensor of another library. Dropping it calls the deleter of that library.
 pub(crate) struct Imported {
@@ -98,7 +98,7 @@ impl Imported {
             versioned_type(known).is_some_and(|t| (t.code, t.bits, t.lanes) == (code, bits, lanes))
         });
         let dtype = known.ok_or_else(|| {
-            let same = |row: &&Row| lanes == 1 && row.dlpack_type() == (code, bits);
+            let same = |row: &&Row| row.dlpack_type() == (code, bits, lanes);
             refused(match TABLE.iter().find(same) {
                 Some(row) => format!("unsupported dtype {}", row.name),
                 None => format!(
@@ -122,6 +122,13 @@ impl Imported {
         };
         let shape = shape.iter().map(size).collect::<PyResult<Vec<u64>>>()?;
         let strides = strides.filter(|strides| *strides != contiguous_strides(&shape));
+        if dtype.bits() < 8 && (strides.is_some() || shape.is_empty()) {
+            return Err(refused(format!(
+                "the values of dtype {dtype} are smaller than a byte, so the tensor must be \
+                 contiguous and have dimensions"
+            )));
+        }
+        let shape = stored_shape(dtype, shape);
         let device =
             if device.kind == CUDA_HOST { (CPU, 0) } else { (device.kind, device.ordinal) };
         let data = data.cast::<u8>().wrapping_add(*byte_offset as usize);

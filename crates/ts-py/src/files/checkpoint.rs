@@ -1,29 +1,35 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The class `Checkpoint`, which reads the tensors of an open checkpoint.
 
-use std::collections::BTreeMap;
+use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use tensorstream::format::{ByteRange, FileId, Tensor, TensorEntry};
+use pyo3::types::PyDict;
+use tensorstream::format::{ByteRange, FileEntry, FileId, Tensor, TensorEntry};
 use tensorstream::io::{FileMapping, Source};
 use tensorstream::streams::MemoryRange;
 use tensorstream::{Error, LoadOptions, Loaded};
 
+use super::metadata::metadata_dict;
 use super::passing::PassedSource;
+use super::path::PathArgument;
 use super::progress::watched;
 use crate::dlpack::{CPU, CapsuleBytes, tensor_capsule};
-use crate::dtype::tensor_meta;
-use crate::errors::to_python;
+use crate::dtype::{stored_shape, tensor_meta, torch_shape};
+use crate::errors::{model_error, to_python};
 
 /// A range of bytes in a checkpoint: the number of the file, the offset, and the length in bytes.
 pub(crate) type Part = (u32, u64, u64);
 
 /// A loaded tensor: name, safetensors dtype name, shape, DLPack capsule.
 type LoadedSpec<'py> = (String, &'static str, Vec<u64>, Bound<'py, PyAny>);
+
+/// A file: its path, its length in bytes, and its metadata.
+type FileSpec<'py> = (PathBuf, u64, Option<Bound<'py, PyDict>>);
 
 /// A checkpoint whose headers have been read.
 #[pyclass(frozen, module = "tensorstream._native")]
@@ -40,7 +46,8 @@ impl Checkpoint {
     ///     lenient: Whether to accept every file that the safetensors library accepts.
     #[new]
     #[pyo3(signature = (path, lenient=false))]
-    fn new(py: Python<'_>, path: PathBuf, lenient: bool) -> PyResult<Self> {
+    fn new(py: Python<'_>, path: PathArgument, lenient: bool) -> PyResult<Self> {
+        let PathArgument(path) = path;
         let open = || match lenient {
             false => tensorstream::Checkpoint::open(path),
             true => tensorstream::Checkpoint::open_lenient(path),
@@ -102,19 +109,43 @@ impl Checkpoint {
         Ok(Self { inner })
     }
 
+    /// Opens what is at the path of this checkpoint now. Reads its headers. Blocks.
+    fn reopened(&self, py: Python<'_>) -> PyResult<Self> {
+        let inner = py.detach(|| self.inner.reopen()).map_err(|e| to_python(py, &e))?;
+        Ok(Self { inner })
+    }
+
+    /// Returns whether the checkpoint consists of several, of which later ones replace tensors.
+    fn is_overlaid(&self) -> bool {
+        self.inner.is_merged()
+    }
+
+    /// Returns the parts of ``newer``, a later state of this checkpoint, with the bytes that
+    /// ``parts`` have in this one.
+    ///
+    /// Raises:
+    ///     CheckpointError: A tensor has another dtype or shape.
+    ///     MissingTensorError: A tensor is missing.
+    fn translated(&self, py: Python<'_>, parts: Vec<Part>, newer: &Self) -> PyResult<Vec<Part>> {
+        let (catalog, newer) = (self.inner.catalog(), newer.inner.catalog());
+        let translated = catalog.translate(&ranges(&parts), newer);
+        let translated = translated.map_err(|e| to_python(py, &e.into()))?;
+        Ok(translated.into_iter().map(|range| (range.file.0, range.offset, range.len)).collect())
+    }
+
     /// Returns the names of all tensors, sorted.
     fn names(&self) -> Vec<&str> {
         self.inner.catalog().tensors().map(|tensor| tensor.name()).collect()
     }
 
-    /// Returns the safetensors dtype name, the shape and the parts of a tensor.
+    /// Returns the dtype name in files, the shape in PyTorch and the parts of a tensor.
     ///
     /// A part is the number of a file, an offset and a length in bytes.
     fn entry(&self, py: Python<'_>, name: &str) -> PyResult<(&'static str, Vec<u64>, Vec<Part>)> {
         let tensor = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
         let range = tensor.range();
         let parts = vec![(range.file.0, range.offset, range.len)];
-        Ok((tensor.dtype().name(), tensor.shape().to_vec(), parts))
+        Ok((tensor.dtype().name(), self.torch_shape(py, tensor)?, parts))
     }
 
     /// Returns whether pieces of these parts can be read on their own: the parts are neither
@@ -173,7 +204,10 @@ impl Checkpoint {
         let mut target = CapsuleBytes::from_capsule(target)?;
         let bytes = target.bytes_mut()?;
         let tensor = self.inner.catalog().require(name).map_err(|e| to_python(py, &e.into()))?;
-        let shape: Vec<u64> = block.iter().map(|(begin, end)| end.saturating_sub(*begin)).collect();
+        let begins = stored_shape(tensor.dtype(), block.iter().map(|block| block.0).collect());
+        let ends = stored_shape(tensor.dtype(), block.iter().map(|block| block.1).collect());
+        let block: Vec<_> = begins.into_iter().zip(ends).map(|(begin, end)| begin..end).collect();
+        let shape: Vec<u64> = block.iter().map(|at| at.end.saturating_sub(at.start)).collect();
         let expected = tensor.dtype().byte_len(&shape);
         if expected != Some(bytes.len() as u64) {
             let why = match expected {
@@ -187,7 +221,6 @@ impl Checkpoint {
                 "cannot read a block of shape {shape:?} of tensor `{name}`: {why}"
             )));
         }
-        let block: Vec<_> = block.into_iter().map(|(begin, end)| begin..end).collect();
         py.detach(|| self.inner.read_block(name, &block, bytes)).map_err(|e| to_python(py, &e))
     }
 
@@ -216,7 +249,7 @@ impl Checkpoint {
             None if mapped => self.inner.load_mapped(&files, options, watch),
             None => self.inner.load(options, watch),
         })?;
-        loaded.into_iter().map(|loaded| loaded_spec(py, loaded)).collect()
+        loaded.into_iter().map(|loaded| self.loaded_spec(py, loaded)).collect()
     }
 
     /// Reads tensors into existing memory. Blocks, and shows a progress bar.
@@ -261,7 +294,8 @@ impl Checkpoint {
         let options = LoadOptions::default().with_verify(verify).with_budget(budget);
         let mut failure = None;
         let mut take_loaded = |loaded: Loaded| {
-            let taken = Python::attach(|py| take.call1(py, loaded_spec(py, loaded)?).map(|_| ()));
+            let taken =
+                Python::attach(|py| take.call1(py, self.loaded_spec(py, loaded)?).map(|_| ()));
             taken.map_err(|error| {
                 failure = Some(error);
                 Error::Interrupted
@@ -299,16 +333,58 @@ impl Checkpoint {
         Ok(known.then(|| format!("{state:?}")))
     }
 
-    /// Returns the path, the length in bytes and the metadata of each file.
-    fn files(&self) -> Vec<(PathBuf, u64, BTreeMap<String, String>)> {
+    /// Returns the path, the length in bytes and the metadata of each file. The metadata is None if
+    /// the file has none.
+    fn files<'py>(&self, py: Python<'py>) -> PyResult<Vec<FileSpec<'py>>> {
         let files = self.inner.catalog().files().iter().zip(self.inner.sources());
-        files
-            .map(|(entry, source)| (source.path().to_path_buf(), entry.len, entry.metadata.clone()))
-            .collect()
+        let spec = |(entry, source): (&FileEntry, &Arc<Source>)| {
+            let metadata = entry.metadata.is_stated().then(|| metadata_dict(py, &entry.metadata));
+            Ok((source.path().to_path_buf(), entry.len, metadata.transpose()?))
+        };
+        files.map(spec).collect()
+    }
+
+    /// Returns a descriptor of the file with this number, which stays the file that was opened. The
+    /// caller owns it.
+    ///
+    /// Raises:
+    ///     ValueError: The file is remote.
+    fn descriptor(&self, py: Python<'_>, file: usize) -> PyResult<i32> {
+        let source = self.source(file)?;
+        let handle = source.try_clone_file().map_err(|e| to_python(py, &e.into()))?;
+        let remote = || PyValueError::new_err(format!("{}: no file", source.path().display()));
+        Ok(handle.ok_or_else(remote)?.into_raw_fd())
     }
 }
 
 impl Checkpoint {
+    fn loaded_spec<'py>(&self, py: Python<'py>, loaded: Loaded) -> PyResult<LoadedSpec<'py>> {
+        let Loaded { name, meta, bytes, .. } = loaded;
+        let range = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
+        let capsule = tensor_capsule(py, range, (CPU, 0), &meta, bytes)?;
+        let tensor = self.inner.catalog().require(&name).map_err(|e| to_python(py, &e.into()))?;
+        let shape = self.torch_shape(py, tensor)?;
+        Ok((name, meta.dtype.name(), shape, capsule))
+    }
+
+    /// Returns the shape of a tensor in PyTorch.
+    ///
+    /// # Errors
+    /// ModelError if PyTorch cannot have the shape.
+    pub(crate) fn torch_shape(&self, py: Python<'_>, tensor: Tensor<'_>) -> PyResult<Vec<u64>> {
+        let (dtype, shape) = (tensor.dtype(), tensor.shape());
+        torch_shape(dtype, shape).ok_or_else(|| {
+            model_error(
+                py,
+                &format!(
+                    "tensor `{}` has dtype {dtype} and shape {shape:?}, which torch does not \
+                     support: it packs two values in an element, so the last size must be even",
+                    tensor.name()
+                ),
+            )
+        })
+    }
+
     fn source(&self, file: usize) -> PyResult<&Source> {
         let sources = self.inner.sources();
         sources.get(file).map(AsRef::as_ref).ok_or_else(|| no_file(file, sources.len()))
@@ -363,13 +439,6 @@ pub(crate) fn trim() -> usize {
 #[pyfunction]
 pub(crate) fn kept_bytes() -> usize {
     tensorstream::kept_bytes()
-}
-
-fn loaded_spec(py: Python<'_>, loaded: Loaded) -> PyResult<LoadedSpec<'_>> {
-    let Loaded { name, meta, bytes, .. } = loaded;
-    let range = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-    let capsule = tensor_capsule(py, range, (CPU, 0), &meta, bytes)?;
-    Ok((name, meta.dtype.name(), meta.shape, capsule))
 }
 
 fn ranges(parts: &[Part]) -> Vec<ByteRange> {

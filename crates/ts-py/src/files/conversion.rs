@@ -2,7 +2,7 @@
 //! Conversions in the background.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -15,6 +15,7 @@ use tensorstream::io::Source;
 use tensorstream::{Checkpoint, Converted, Error, WriteOptions};
 
 use super::convert;
+use super::path::PathArgument;
 use crate::errors::to_python;
 use crate::signals::interruptible;
 
@@ -95,13 +96,14 @@ impl Conversion {
     #[pyo3(signature = (source, target, codec, level, jobs, max_shard_bytes))]
     fn new(
         py: Python<'_>,
-        source: PathBuf,
-        target: PathBuf,
+        source: PathArgument,
+        target: PathArgument,
         codec: &str,
         level: Option<i32>,
         jobs: usize,
         max_shard_bytes: Option<u64>,
     ) -> PyResult<Self> {
+        let (source, target) = (source.0, target.0);
         let options = convert::options(py, &target, codec, level, jobs, max_shard_bytes)?;
         let shared = Arc::<Shared>::default();
         let own = Arc::clone(&shared);

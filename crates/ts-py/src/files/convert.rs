@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Converts and compacts checkpoints.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use pyo3::prelude::*;
 use tensorstream::io::fault::WriteFaults;
 use tensorstream::{Converted, Watch, WriteOptions};
 
+use super::path::PathArgument;
 use super::progress::watched;
 use super::writer::write_options;
 
@@ -16,7 +17,8 @@ use super::writer::write_options;
 /// Returns:
 ///     The length of the file before and after, in bytes.
 #[pyfunction]
-pub(crate) fn compact(py: Python<'_>, path: PathBuf) -> PyResult<(u64, u64)> {
+pub(crate) fn compact(py: Python<'_>, path: PathArgument) -> PyResult<(u64, u64)> {
+    let PathArgument(path) = path;
     let no_faults = WriteFaults::default();
     let job = |watch: &mut Watch<'_>| tensorstream::compact(&path, &no_faults, watch);
     let compacted = watched(py, Some("compacting"), job)?;
@@ -54,13 +56,14 @@ pub(super) fn options(
 #[pyo3(signature = (source, target, codec="raw", level=None, jobs=0, max_shard_bytes=None))]
 pub(crate) fn convert(
     py: Python<'_>,
-    source: PathBuf,
-    target: PathBuf,
+    source: PathArgument,
+    target: PathArgument,
     codec: &str,
     level: Option<i32>,
     jobs: usize,
     max_shard_bytes: Option<u64>,
 ) -> PyResult<(usize, u64)> {
+    let (source, target) = (source.0, target.0);
     let options = options(py, &target, codec, level, jobs, max_shard_bytes)?;
     let job = |watch: &mut Watch<'_>| tensorstream::convert(&source, &target, options, watch);
     let Converted { tensors, bytes, .. } = watched(py, Some("converting"), job)?;

@@ -33,7 +33,7 @@ const MAX_RELAYED: usize = 512;
 #[pyfunction]
 pub(crate) fn open_file(py: Python<'_>, path: PathBuf) -> PyResult<Descriptors> {
     let open = || -> Result<_, io::Error> {
-        let path = format!("file://{}", path.display());
+        let path = path.to_str().map(|path| format!("file://{path}").into()).unwrap_or(path);
         Source::open(path)?.handles()
     };
     let handles = py.detach(open).map_err(|e| to_python(py, &e.into()))?;

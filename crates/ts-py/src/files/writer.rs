@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The class `FileWriter`, which writes files and appends to them.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -11,6 +10,8 @@ use pyo3::types::PyBytes;
 use tensorstream::format::Compression;
 use tensorstream::{Error, NewTensor, Watch, WriteOptions};
 
+use super::metadata::FileMetadata;
+use super::path::PathArgument;
 use super::progress::{NO_PROGRESS, watched};
 use crate::dlpack::CapsuleBytes;
 use crate::dtype::tensor_meta;
@@ -29,7 +30,7 @@ const PIECE_BYTES: usize = 16 << 20;
 ///     path: The file. Its suffix determines the format.
 ///     tensors: Name, safetensors dtype name, shape, and offset modulo 64 of each tensor. None
 ///         stands for offset 0. .safetensors files ignore the offset.
-///     metadata: Text by key.
+///     metadata: Text by key, or None.
 ///     codec: "raw", "auto", or the name of a codec.
 ///     level: The level of the codec; None for its default.
 ///     jobs: The number of threads that compress; 0 for one per core.
@@ -45,17 +46,17 @@ impl FileWriter {
     #[pyo3(signature = (path, tensors, metadata, codec="raw", level=None, jobs=0))]
     fn new(
         py: Python<'_>,
-        path: PathBuf,
+        path: PathArgument,
         tensors: Vec<NewTensorSpec>,
-        metadata: BTreeMap<String, String>,
+        metadata: FileMetadata,
         codec: &str,
         level: Option<i32>,
         jobs: usize,
     ) -> PyResult<Self> {
-        let tensors = new_tensors(tensors)?;
+        let (path, tensors) = (path.0, new_tensors(tensors)?);
         let options = write_options(py, &path, codec, level, jobs)?;
         let create = |watch: &mut Watch<'_>| {
-            tensorstream::FileWriter::create(&path, tensors, metadata, options, &mut || {
+            tensorstream::FileWriter::create(&path, tensors, metadata.0, options, &mut || {
                 watch(NO_PROGRESS)
             })
         };
@@ -74,13 +75,13 @@ impl FileWriter {
         py: Python<'_>,
         name: &str,
         tensors: Vec<NewTensorSpec>,
-        metadata: BTreeMap<String, String>,
+        metadata: FileMetadata,
         codec: &str,
         level: Option<i32>,
     ) -> PyResult<Self> {
         let options = write_options(py, name.as_ref(), codec, level, 0)?;
         let inner =
-            tensorstream::FileWriter::in_memory(name, new_tensors(tensors)?, metadata, options);
+            tensorstream::FileWriter::in_memory(name, new_tensors(tensors)?, metadata.0, options);
         Ok(Self { inner: Mutex::new(Some(inner.map_err(|e| to_python(py, &e))?)) })
     }
 
@@ -97,18 +98,20 @@ impl FileWriter {
     #[pyo3(signature = (path, tensors, remove, metadata, codec="raw", level=None))]
     fn append(
         py: Python<'_>,
-        path: PathBuf,
+        path: PathArgument,
         tensors: Vec<NewTensorSpec>,
         remove: Vec<String>,
-        metadata: BTreeMap<String, String>,
+        metadata: FileMetadata,
         codec: &str,
         level: Option<i32>,
     ) -> PyResult<Self> {
-        let tensors = new_tensors(tensors)?;
+        let (path, tensors) = (path.0, new_tensors(tensors)?);
         let options = write_options(py, &path, codec, level, 0)?;
         let append = |watch: &mut Watch<'_>| {
             let interrupt = &mut || watch(NO_PROGRESS);
-            tensorstream::FileWriter::append(&path, tensors, &remove, metadata, options, interrupt)
+            tensorstream::FileWriter::append(
+                &path, tensors, &remove, metadata.0, options, interrupt,
+            )
         };
         Ok(Self { inner: Mutex::new(Some(watched(py, None, append)?)) })
     }
@@ -124,14 +127,14 @@ impl FileWriter {
     #[pyo3(signature = (path, tensors, metadata, fingerprint, codec="raw", level=None))]
     fn unless_written(
         py: Python<'_>,
-        path: PathBuf,
+        path: PathArgument,
         tensors: Vec<NewTensorSpec>,
-        metadata: BTreeMap<String, String>,
+        metadata: FileMetadata,
         fingerprint: Option<String>,
         codec: &str,
         level: Option<i32>,
     ) -> PyResult<Option<Self>> {
-        let tensors = new_tensors(tensors)?;
+        let (path, tensors) = (path.0, new_tensors(tensors)?);
         let options = write_options(py, &path, codec, level, 0)?;
         let fingerprint = fingerprint.as_deref().map(parse_fingerprint).transpose()?;
         let create = |watch: &mut Watch<'_>| {
@@ -139,7 +142,7 @@ impl FileWriter {
             tensorstream::FileWriter::unless_written(
                 &path,
                 tensors,
-                &metadata,
+                &metadata.0,
                 options,
                 fingerprint,
                 interrupt,

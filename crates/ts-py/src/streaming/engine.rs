@@ -29,10 +29,46 @@ pub(super) type TableSpec = (TensorSpec, Py<PyAny>);
 /// A unit: its name, its tensors, and whether the data of a pass select it ([`Access::Routed`]).
 pub(super) type UnitSpec = (String, Vec<TensorSpec>, bool);
 
-/// A function that creates an engine. A forked child process calls it again.
-pub(super) type EngineFactory = Box<dyn Fn(Python<'_>) -> PyResult<Engine> + Send + Sync>;
+/// What an engine streams.
+pub(super) struct EngineContent {
+    pub(super) checkpoint: tensorstream::Checkpoint,
+    pub(super) units: Vec<Unit>,
+    pub(super) tables: Vec<Table>,
+}
 
-/// Returns the units of a model, and a function that creates an engine for them.
+impl EngineContent {
+    /// Returns the same units and tables with the bytes of `newer`, a later state of the checkpoint.
+    ///
+    /// # Errors
+    /// CheckpointError or MissingTensorError if `newer` has other tensors.
+    pub(super) fn in_newer(
+        &self,
+        py: Python<'_>,
+        newer: &tensorstream::Checkpoint,
+    ) -> PyResult<Self> {
+        let tensor = |tensor: &UnitTensor| {
+            self.checkpoint.translate(tensor, newer).map_err(|e| to_python(py, &e))
+        };
+        let unit = |unit: &Unit| {
+            let tensors = unit.tensors.iter().map(tensor).collect::<PyResult<_>>()?;
+            Ok(Unit::new(unit.name.as_str(), tensors).with_access(unit.access))
+        };
+        let table = |table: &Table| {
+            Ok(Table::new(tensor(table.tensor())?).expect("a table of this shape has rows"))
+        };
+        Ok(Self {
+            checkpoint: newer.clone(),
+            units: self.units.iter().map(unit).collect::<PyResult<_>>()?,
+            tables: self.tables.iter().map(table).collect::<PyResult<_>>()?,
+        })
+    }
+}
+
+/// A function that creates an engine. A forked child process calls it again, and so does a reload.
+pub(super) type EngineFactory =
+    Box<dyn Fn(Python<'_>, &EngineContent) -> PyResult<Engine> + Send + Sync>;
+
+/// Returns the units and tables of a model, and a function that creates an engine for them.
 ///
 /// If there are `settings` without a number of reads in flight, first determines which number and
 /// size of reads suit the storage. A measurement may block for up to two seconds. Without
@@ -47,7 +83,7 @@ pub(super) fn engine_factory(
     together: Vec<Vec<u32>>,
     settings: Option<Settings>,
     scores: Vec<(u32, f64)>,
-) -> PyResult<(Vec<Unit>, Vec<Table>, EngineFactory)> {
+) -> PyResult<(EngineContent, EngineFactory)> {
     let units = model_units(py, checkpoint, units)?;
     let tables = model_tables(py, checkpoint, tables)?;
     let untuned = config(budget, settings.as_ref())?;
@@ -60,24 +96,24 @@ pub(super) fn engine_factory(
     };
     let (request_bytes, io) = (tuned.request_bytes, tuned.io);
     let together = unit_sets(together);
-    let (checkpoint, engine_units) = (checkpoint.inner.clone(), units.clone());
-    let engine_tables = tables.clone();
+    let content = EngineContent { checkpoint: checkpoint.inner.clone(), units, tables };
     let scores = scores.into_iter().map(|(unit, score)| (UnitId(unit), score)).collect();
     let routing = Routing::default().with_scores(scores);
     let accelerator = settings.as_ref().and_then(|settings| settings.device.as_ref());
     let device = accelerator.map(|accelerator| accelerator.get().device().clone());
-    let factory = move |py: Python<'_>| {
+    let factory = move |py: Python<'_>, content: &EngineContent| {
         let config = config(budget, settings.as_ref())?
             .with_request_bytes(request_bytes)
             .with_io(io.clone())
             .with_together(together.clone())
-            .with_tables(engine_tables.clone())
+            .with_tables(content.tables.clone())
             .with_routing(routing.clone());
-        let config = Speeds::default().recall(&checkpoint, &engine_units, config);
-        let new = || checkpoint.engine_on(device.as_ref(), engine_units.clone(), config);
+        let EngineContent { checkpoint, units, .. } = content;
+        let config = Speeds::default().recall(checkpoint, units, config);
+        let new = || checkpoint.engine_on(device.as_ref(), units.clone(), config);
         py.detach(new).map_err(|e| to_python(py, &e))
     };
-    Ok((units, tables, Box::new(factory)))
+    Ok((content, Box::new(factory)))
 }
 
 /// The settings of an engine except for its budget: a dictionary that has all of these keys.

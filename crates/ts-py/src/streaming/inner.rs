@@ -14,14 +14,14 @@ use tensorstream::format::TensorMeta;
 use tensorstream::orchestrator::{PassId, Table, TableId, UnitId};
 use tensorstream::streams::AnyStream;
 
-use super::engine::EngineFactory;
+use super::engine::{EngineContent, EngineFactory};
 use super::torch::Torch;
 use super::unit_tensors::{UnitEntry, UnitTensors};
 use super::weight::Weight;
 use super::{Engine, Lease};
 use crate::accelerator::Accelerator;
 use crate::dlpack::CPU;
-use crate::errors::to_python;
+use crate::errors::{configuration_error, to_python};
 use crate::heap;
 #[cfg(target_os = "linux")]
 use crate::openmp::IdleTeam;
@@ -48,7 +48,6 @@ use crate::signals::interruptible;
 #[pyclass(frozen, weakref, module = "tensorstream._native")]
 pub(crate) struct Streamer {
     pub(super) inner: Arc<StreamerInner>,
-    pub(super) checkpoint: tensorstream::Checkpoint,
     pub(super) monitor: Mutex<Option<PressureMonitor>>,
 }
 
@@ -56,11 +55,13 @@ pub(super) struct StreamerInner {
     /// Whether leases of all units are kept in `entries` from use to use. Changed only while the
     /// GIL is held.
     keeps_leases: AtomicBool,
-    /// Replaced in a forked child process, which cannot use the engine of its parent.
+    /// Replaced in a forked child process, which cannot use the engine of its parent, and by a
+    /// reload. `None` if the new engine could not be created yet.
     ///
-    /// This mutex is locked only while the GIL is held. Python holds the GIL when it forks too, so
-    /// no child starts with the mutex locked.
-    engine: Mutex<Arc<Engine>>,
+    /// This mutex and `content` are locked only while the GIL is held. Python holds the GIL when it
+    /// forks too, so no child starts with a mutex locked.
+    engine: Mutex<Option<Arc<Engine>>>,
+    content: Mutex<Arc<EngineContent>>,
     new_engine: EngineFactory,
     /// The limit of the memory, in bytes.
     limit: AtomicUsize,
@@ -118,14 +119,14 @@ struct ThreadPass {
 impl StreamerInner {
     pub(super) fn new(
         py: Python<'_>,
+        content: EngineContent,
         new_engine: EngineFactory,
         weights: Vec<Weight>,
         tables: Vec<(Table, Py<PyAny>)>,
-        unit_count: usize,
         torch: Torch,
         accelerator: Option<Py<Accelerator>>,
     ) -> PyResult<Self> {
-        let engine = new_engine(py)?;
+        let engine = new_engine(py, &content)?;
         #[cfg(target_os = "linux")]
         let _idle_team = {
             let stats = engine.stats();
@@ -135,13 +136,14 @@ impl StreamerInner {
         };
         Ok(Self {
             keeps_leases: AtomicBool::new(false),
-            engine: Mutex::new(Arc::new(engine)),
+            engine: Mutex::new(Some(Arc::new(engine))),
             limit: AtomicUsize::new(usize::MAX),
             passes: PyOnceLock::new(),
             new_engine,
             weights,
             tables,
-            entries: (0..unit_count).map(|_| Mutex::default()).collect(),
+            entries: content.units.iter().map(|_| Mutex::default()).collect(),
+            content: Mutex::new(Arc::new(content)),
             torch,
             accelerator,
             #[cfg(target_os = "linux")]
@@ -151,19 +153,21 @@ impl StreamerInner {
 
     /// Returns the engine. A forked child process creates its own.
     pub(super) fn engine(&self, py: Python<'_>) -> PyResult<Arc<Engine>> {
-        let engine = Arc::clone(&self.engine.lock());
-        if !engine.is_forked() {
-            return Ok(engine);
+        let engine = self.engine.lock().clone();
+        let is_forked = match engine {
+            Some(engine) if !engine.is_forked() => return Ok(engine),
+            Some(_) => true,
+            None => false,
+        };
+        let own = Arc::new((self.new_engine)(py, &self.content())?);
+        // The passes and tensors of the other engine do not exist in this one.
+        if is_forked {
+            PASSES.with_borrow_mut(HashMap::clear);
         }
-        // The parent's passes and tensors do not exist in the child.
-        let own = Arc::new((self.new_engine)(py)?);
-        PASSES.with_borrow_mut(HashMap::clear);
-        self.keeps_leases.store(false, Ordering::Relaxed);
-        for unit in 0..self.entries.len() {
-            *self.entry(unit).lock() = UnitEntry::default();
-        }
-        *self.engine.lock() = Arc::clone(&own);
-        // A limit that the parent's engine accepted may be too small for this one, which has not
+        self.forget_tensors();
+        let before = self.engine.lock().replace(Arc::clone(&own));
+        drop(before);
+        // A limit that the other engine accepted may be too small for this one, which has not
         // learned which units are used together. Then the budget is the limit.
         if own.set_limit(self.limit.load(Ordering::Relaxed)).is_ok() {
             own.replan();
@@ -179,6 +183,52 @@ impl StreamerInner {
     /// Returns the object that says which calls of modules are passes.
     pub(super) fn passes<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
         self.passes.get(py).map(|passes| passes.bind(py).clone())
+    }
+
+    /// Returns what the engine streams.
+    pub(super) fn content(&self) -> Arc<EngineContent> {
+        Arc::clone(&self.content.lock())
+    }
+
+    /// Makes the next uses of all units create new tensors.
+    fn forget_tensors(&self) {
+        self.keeps_leases.store(false, Ordering::Relaxed);
+        for unit in 0..self.entries.len() {
+            let before = std::mem::take(&mut *self.entry(unit).lock());
+            drop(before);
+        }
+    }
+
+    /// Streams a later state of the checkpoint from now on. See `Streamer::reload`.
+    pub(super) fn reload(&self, py: Python<'_>, newer: &tensorstream::Checkpoint) -> PyResult<()> {
+        let content = self.content().in_newer(py, newer)?;
+        let engine = self.engine(py)?;
+        self.drop_cached(py);
+        // While this pass runs, no other one begins.
+        let pass = if self.in_pass() { None } else { py.detach(|| engine.try_begin_pass()) };
+        let Some(pass) = pass.filter(|_| !self.is_in_use()) else {
+            if let Some(pass) = pass {
+                engine.end_pass(pass);
+            }
+            return Err(configuration_error(
+                py,
+                "cannot reload the model while it runs, or while its weights are referenced: wait \
+                 for the end of its forwards, and delete references to weights",
+            ));
+        };
+        // The GIL is held from here on, so that no other thread sees only a part of the change.
+        self.forget_tensors();
+        let before = std::mem::replace(&mut *self.content.lock(), Arc::new(content));
+        *self.engine.lock() = None;
+        // Gives the memory back before the new engine takes its own.
+        py.detach(|| {
+            engine.end_pass(pass);
+            drop(engine);
+        });
+        self.engine(py).map(drop).inspect_err(|_| {
+            // For example, what is compressed now needs more memory than the budget.
+            *self.content.lock() = before;
+        })
     }
 
     fn address(&self) -> usize {
@@ -201,12 +251,17 @@ impl StreamerInner {
     /// Begins a pass on this thread, or returns None if the thread is already in a pass. Blocks
     /// while the maximum number of passes is running.
     pub(super) fn begin_pass(&self, py: Python<'_>) -> PyResult<Option<RunningPass>> {
-        let engine = self.engine(py)?;
-        if self.in_pass() {
-            return Ok(None);
+        loop {
+            let engine = self.engine(py)?;
+            if self.in_pass() {
+                return Ok(None);
+            }
+            let id = interruptible(py, |interrupt| engine.begin_pass_interruptible(interrupt))?;
+            if self.engine.lock().as_ref().is_some_and(|current| Arc::ptr_eq(current, &engine)) {
+                return Ok(Some(self.running(py, engine, id)));
+            }
+            engine.end_pass(id); // a reload has replaced the engine
         }
-        let id = interruptible(py, |interrupt| engine.begin_pass_interruptible(interrupt))?;
-        Ok(Some(self.running(py, engine, id)))
     }
 
     /// Begins a pass on this thread, or returns None if any thread is in a pass.
@@ -260,6 +315,11 @@ impl StreamerInner {
         Ok(self.engine(py)?.knows_together(&ids))
     }
 
+    /// Returns whether this process has no engine of its own yet.
+    fn is_forked(&self) -> bool {
+        self.engine.lock().as_ref().is_none_or(|engine| engine.is_forked())
+    }
+
     pub(super) fn keeps_leases(&self) -> bool {
         self.keeps_leases.load(Ordering::Relaxed)
     }
@@ -276,7 +336,7 @@ impl StreamerInner {
 
     /// Begins a use of a unit with its kept lease, or returns None if it has none.
     pub(super) fn use_kept(&self, unit: usize) -> Option<Arc<UnitTensors>> {
-        if !self.keeps_leases() || self.engine.lock().is_forked() {
+        if !self.keeps_leases() || self.is_forked() {
             return None;
         }
         let mut entry = self.entry(unit).lock();
@@ -431,7 +491,9 @@ impl StreamerInner {
                 tensors.is_written(py) || tensors.is_shared(py, &self.torch)
             };
             for tensors in cached.iter().filter(watched) {
-                let _ = self.engine.lock().discard(UnitId(tensors.unit as u32));
+                if let Some(engine) = &*self.engine.lock() {
+                    let _ = engine.discard(UnitId(tensors.unit as u32));
+                }
             }
         }
         !cached.is_empty()

@@ -45,12 +45,12 @@ impl Streamer {
         let (specs, dtypes): (Vec<_>, Vec<_>) = tables.into_iter().unzip();
         let accelerator = settings.as_ref().and_then(|settings| settings.device.as_ref());
         let accelerator = accelerator.map(|device| device.clone_ref(py));
-        let (units, tables, new_engine) =
+        let (content, new_engine) =
             engine_factory(py, checkpoint, units, specs, budget, together, settings, scores)?;
-        let tables = tables.into_iter().zip(dtypes).collect();
+        let tables = content.tables.iter().cloned().zip(dtypes).collect();
         let weight = |spec: WeightSpec| {
             let (unit, index, name) = (spec.0, spec.1, spec.3.clone());
-            Weight::new(spec, &units).ok_or_else(|| {
+            Weight::new(spec, &content.units).ok_or_else(|| {
                 PyIndexError::new_err(format!(
                     "cannot stream weight `{name}`: unit {unit} does not exist, or has no tensor \
                      {index}"
@@ -61,7 +61,7 @@ impl Streamer {
         let device = accelerator.as_ref().map_or((CPU, 0), |device| device.get().dlpack());
         let torch = Torch::new(py, classes, device)?;
         let inner =
-            StreamerInner::new(py, new_engine, weights, tables, units.len(), torch, accelerator)?;
+            StreamerInner::new(py, content, new_engine, weights, tables, torch, accelerator)?;
         let inner = Arc::new(inner);
         let monitor = limits.map(|(least, limit)| {
             let engine = inner.engine(py)?;
@@ -71,7 +71,7 @@ impl Streamer {
             Ok::<_, PyErr>(monitor(&inner, Governor::new(least, limit, budget))?)
         });
         let monitor = Mutex::new(monitor.transpose()?);
-        Ok(Self { inner, checkpoint: checkpoint.inner.clone(), monitor })
+        Ok(Self { inner, monitor })
     }
 
     /// Begins a pass on this thread, unless the thread is already in a pass. Blocks while
@@ -249,8 +249,24 @@ impl Streamer {
     /// Remembers the measured speeds, so that later plans predict from them.
     fn remember_speeds(&self, py: Python<'_>) -> PyResult<()> {
         let stats = self.inner.engine(py)?.stats();
-        py.detach(|| Speeds::default().remember(&self.checkpoint, &stats));
+        let content = self.inner.content();
+        py.detach(|| Speeds::default().remember(&content.checkpoint, &stats));
         Ok(())
+    }
+
+    /// Streams a later state of the checkpoint from now on, and drops what is in memory.
+    ///
+    /// Args:
+    ///     newer: The later state. It has the tensors of the units, perhaps in other places.
+    ///
+    /// Raises:
+    ///     CheckpointError: A tensor has another dtype or shape. Nothing changes.
+    ///     MissingTensorError: A tensor is missing. Nothing changes.
+    ///     ConfigurationError: A pass is running, or weights are in use. Nothing changes.
+    ///     BudgetError: The later state is compressed and needs more memory. Nothing changes.
+    ///     StorageError: The system refuses memory or threads. Nothing changes.
+    fn reload(&self, py: Python<'_>, newer: &Checkpoint) -> PyResult<()> {
+        self.inner.reload(py, &newer.inner)
     }
 
     /// Returns whether a forward or an operation on a weight is running.

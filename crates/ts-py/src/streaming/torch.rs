@@ -9,6 +9,7 @@ use tensorstream::format::TensorMeta;
 use super::TensorBytes;
 use super::weight::Weight;
 use crate::dlpack::{has_unversioned_code, tensor_capsule};
+use crate::dtype::torch_shape;
 
 /// Functions of PyTorch, looked up once.
 pub(super) struct Torch {
@@ -179,7 +180,7 @@ impl Torch {
         let capsule = tensor_capsule(py, bytes.range(), device, meta, bytes)?;
         let mut tensor = self.from_dlpack.bind(py).call1((capsule,))?;
         if !has_unversioned_code(meta.dtype) {
-            let shape: Vec<i64> = meta.shape.iter().map(|&n| n as i64).collect();
+            let shape = torch_shape(meta.dtype, &meta.shape);
             tensor = tensor.call_method1(intern!(py, "view"), (dtype.bind(py),))?;
             tensor = tensor.call_method1(intern!(py, "view"), (shape,))?;
         }

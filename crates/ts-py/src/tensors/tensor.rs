@@ -17,7 +17,7 @@ use tensorstream::remote::TensorInfo;
 
 use super::import::import;
 use crate::dlpack::{CPU, CUDA, Exported, VERSION, unversioned_capsule, versioned_capsule};
-use crate::dtype::{PyDtype, row_of};
+use crate::dtype::{PyDtype, row_of, torch_shape};
 use crate::errors::{configuration_error, pool_error, tensor_error};
 use crate::memory::{Memory, fill_buffer, format_of, release_buffer};
 
@@ -67,21 +67,35 @@ impl PyTensor {
 
     /// Returns the method that error messages suggest if an interface does not support the dtype.
     fn alternative(&self) -> &'static str {
-        // `to_torch` uses DLPack, and elements smaller than a byte are not exported through DLPack.
+        // `to_torch` uses DLPack.
         if row_of(self.info.meta.dtype).is_some() { "to_torch()" } else { "tobytes()" }
     }
 
-    fn exported(&self) -> Exported {
-        Exported {
+    /// # Errors
+    /// BufferError if the values are smaller than a byte, and do not fill elements of PyTorch.
+    fn exported(&self) -> PyResult<Exported> {
+        let dtype = self.info.meta.dtype;
+        let (mut shape, mut strides) = (self.info.meta.shape.clone(), self.element_strides());
+        if dtype.bits() < 8 {
+            let packed = torch_shape(dtype, &shape).filter(|_| self.info.is_contiguous());
+            shape = packed.ok_or_else(|| {
+                PyBufferError::new_err(format!(
+                    "cannot export a tensor of dtype {dtype} and shape {shape:?}: the values of \
+                     a row must fill bytes, without gaps"
+                ))
+            })?;
+            strides = contiguous_strides(&shape);
+        }
+        Ok(Exported {
             data: self.memory.address(self.offset()).cast(),
             device: self.memory.device(),
-            dtype: self.info.meta.dtype,
-            shape: self.info.meta.shape.iter().map(|&n| n as i64).collect(),
-            strides: self.element_strides(),
+            dtype,
+            shape: shape.iter().map(|&n| n as i64).collect(),
+            strides,
             read_only: self.memory.is_read_only(),
             copied: false,
             owner: Box::new(Arc::clone(&self.memory)),
-        }
+        })
     }
 
     /// Copies the tensor to new memory on the host, with the same strides.
@@ -324,7 +338,7 @@ impl PyTensor {
                  without a copy: remove copy=False"
             )));
         }
-        let mut exported = if copies { self.copied(py)?.exported() } else { self.exported() };
+        let mut exported = if copies { self.copied(py)?.exported() } else { self.exported() }?;
         exported.copied = copies;
         if max_version.is_some_and(|(major, _)| major >= VERSION.0) {
             return versioned_capsule(py, exported);
@@ -416,6 +430,7 @@ impl PyTensor {
             Dtype::F32 => "<f4",
             Dtype::F64 => "<f8",
             Dtype::C64 => "<c8",
+            Dtype::C128 => "<c16",
             _ => {
                 return Err(PyTypeError::new_err(format!(
                     "the CUDA array interface does not support dtype {}: use {}",

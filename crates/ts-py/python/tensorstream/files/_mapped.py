@@ -10,7 +10,7 @@ import os
 import torch
 
 from .. import _native
-from ..errors import CheckpointChangedError, ConfigurationError
+from ..errors import ConfigurationError
 
 #: Offsets from this one on refer to decoded bytes of compressed tensors, not to bytes of the file.
 _DECODED = 1 << 63
@@ -33,7 +33,7 @@ class MappedFiles:
 
         Raises:
             ConfigurationError: The file is remote.
-            CheckpointChangedError: The file was truncated, replaced or written to.
+            CheckpointChangedError: The file was truncated or written to.
         """
         ((file, offset, length),) = self._checkpoint.entry(name)[2]
         if length == 0 or offset >= _DECODED or offset % dtype.itemsize:
@@ -51,13 +51,11 @@ class MappedFiles:
             raise ConfigurationError(
                 f"{path}: cannot map a remote file; load it without mapped=True"
             )
-        with open(path, "rb") as opened:
-            mapping = mmap.mmap(opened.fileno(), length, access=mmap.ACCESS_COPY)
-            # Checks that the path still names the file whose header was read, and that this file
-            # was mapped.
-            self._checkpoint.require_unchanged(file)
-            if not os.path.samestat(os.fstat(opened.fileno()), os.stat(path)):
-                raise CheckpointChangedError(
-                    f"{path}: the file was replaced while it was opened; open it again"
-                )
-            return mapping
+        # The path may lead to another file by now.
+        descriptor = self._checkpoint.descriptor(file)
+        try:
+            mapping = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+        self._checkpoint.require_unchanged(file)
+        return mapping

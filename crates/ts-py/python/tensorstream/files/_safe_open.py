@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import _native
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, TensorIndexError
 from ..numpy import as_array
 from ._mapped import MappedFiles
 from ._state_dict import read_tensor, torch_type
@@ -30,7 +30,7 @@ class safe_open:
         filename: The path or URL.
         framework: ``"pt"`` (or ``"torch"``) for torch tensors, ``"np"`` (or ``"numpy"``) for NumPy
             arrays.
-        device: The device of torch tensors. NumPy arrays are always on the CPU.
+        device: The device of torch tensors; ``None`` is the CPU, where NumPy arrays always are.
         mapped: Whether to return views of the file. See ``load_file``.
         lenient: Whether to accept files that only the safetensors library accepts. See
             ``load_file``.
@@ -53,7 +53,7 @@ class safe_open:
         self,
         filename: Path,
         framework: str = "pt",
-        device: str | int | torch.device = "cpu",
+        device: str | int | torch.device | None = "cpu",
         *,
         mapped: bool = False,
         lenient: bool = False,
@@ -62,8 +62,9 @@ class safe_open:
             raise ConfigurationError(f"unknown framework {framework!r}: expected 'pt' or 'np'")
         self._checkpoint = _native.Checkpoint(filename, lenient)
         self._files = MappedFiles(self._checkpoint) if mapped else None
+        chosen = "cpu" if device is None else device
         self._device: str | int | torch.device | None = (
-            device if framework in ("pt", "torch") else None
+            chosen if framework in ("pt", "torch") else None
         )
 
     def __repr__(self) -> str:
@@ -93,10 +94,11 @@ class safe_open:
 
     def metadata(self) -> dict[str, str] | None:
         """Returns the metadata of all files together, or ``None`` if they have none."""
+        found = [each for _, _, each in self._checkpoint.files() if each is not None]
         merged: dict[str, str] = {}
-        for _, _, metadata in self._checkpoint.files():
+        for metadata in found:
             merged |= metadata
-        return merged or None
+        return merged if found else None
 
     def get_tensor(self, name: str) -> Any:
         """Reads a tensor. Blocks.
@@ -166,8 +168,12 @@ class TensorSlice:
         return f"TensorSlice({self._name!r}, shape={self._shape}, dtype={self.get_dtype()})"
 
     def get_shape(self) -> list[int]:
-        """Returns the size of each dimension."""
-        return list(self._shape)
+        """Returns the size of each dimension, in values as in the file.
+
+        A torch tensor of ``F4`` has half as many elements in its last dimension.
+        """
+        packed = self.get_dtype() == "F4"
+        return [*self._shape[:-1], 2 * self._shape[-1]] if packed else list(self._shape)
 
     def get_dtype(self) -> str:
         """Returns the safetensors name of the dtype, such as ``"BF16"``."""
@@ -177,7 +183,7 @@ class TensorSlice:
         """Reads the elements that a torch index selects. Blocks.
 
         Raises:
-            IndexError: The index is out of bounds or not supported.
+            TensorIndexError: The index is out of bounds or not supported.
             ChecksumError: Data differs from its checksum.
             ConfigurationError: The file was opened with ``mapped=True``, but is remote.
             StorageError: Reading failed.
@@ -202,10 +208,10 @@ def _block(
     """Returns the smallest block with the selected elements, and their index within the block."""
     taken = sum(1 for each in index if each is not None and each is not Ellipsis)
     if taken > len(shape):
-        raise IndexError(f"too many indices: expected at most {len(shape)}, got {taken}")
+        raise TensorIndexError(f"too many indices: expected at most {len(shape)}, got {taken}")
     ellipses = sum(1 for each in index if each is Ellipsis)
     if ellipses > 1:
-        raise IndexError(f"invalid index: expected at most one ellipsis, got {ellipses}")
+        raise TensorIndexError(f"invalid index: expected at most one ellipsis, got {ellipses}")
     if not ellipses:
         index = (*index, Ellipsis)
     block: list[tuple[int, int]] = []
@@ -229,7 +235,7 @@ def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any
     if isinstance(index, slice):
         begin, end, step = index.indices(size)
         if step < 0:
-            raise IndexError(
+            raise TensorIndexError(
                 f"invalid slice for dimension {dimension}: the step must be positive, got {step}"
             )
         end = max(begin, end)
@@ -237,13 +243,13 @@ def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any
     single = not isinstance(index, list | torch.Tensor)
     wanted = torch.as_tensor(index)
     if wanted.dim() > 1:
-        raise IndexError(
+        raise TensorIndexError(
             f"invalid index for dimension {dimension}: expected a scalar or a 1-D index, got "
             f"{wanted.dim()} dimensions"
         )
     if wanted.dtype == torch.bool:
         if wanted.dim() == 0 or len(wanted) != size:
-            raise IndexError(
+            raise TensorIndexError(
                 f"mask of shape {list(wanted.shape)} does not match dimension {dimension} of size "
                 f"{size}"
             )
@@ -253,7 +259,5 @@ def _bounds(size: int, index: Any, dimension: int) -> tuple[tuple[int, int], Any
     wanted = torch.where(wanted < 0, wanted + size, wanted)
     first, last = int(wanted.min()), int(wanted.max())
     if first < 0 or last >= size:
-        raise IndexError(
-            f"index {index} is out of bounds for dimension {dimension} with size {size}"
-        )
+        raise TensorIndexError(f"invalid index {index} for dimension {dimension} of size {size}")
     return (first, last + 1), 0 if single else wanted - first

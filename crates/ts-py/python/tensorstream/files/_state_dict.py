@@ -25,7 +25,7 @@ _STAGING_BYTES = 256 << 20
 
 def load_file(
     path: Path,
-    device: str | int | torch.device = "cpu",
+    device: str | int | torch.device | None = "cpu",
     *,
     verify: bool = True,
     mapped: bool | Literal["auto"] = False,
@@ -42,10 +42,10 @@ def load_file(
     Args:
         path: A ``.safetensors`` or ``.ts`` file, a shard index, a directory with one of them, or a
             URL.
-        device: The device of the tensors. For a device other than the CPU, tensors are copied to it
-            while the next ones are read. This uses 256 MiB of host memory, or more if the largest
-            tensors need it. For a remote device ("ts"), the machine reads the files, which are its
-            own: see ``tensorstream.remote.load_state_dict``.
+        device: The device of the tensors; ``None`` is the CPU. For a device other than the CPU,
+            tensors are copied to it while the next ones are read. This uses 256 MiB of host memory,
+            or more if the largest tensors need it. For a remote device ("ts"), the machine reads
+            the files, which are its own: see ``tensorstream.remote.load_state_dict``.
         verify: Whether to verify checksums, if the file has any.
         mapped: With ``True`` or ``"auto"``, tensors are views of the file where that is possible.
             ``"auto"`` reads and verifies the data before it returns, which is the fastest way to
@@ -79,7 +79,7 @@ def load_file(
     in_page_cache = mapped == "auto"
     if not in_page_cache and mapped not in (True, False):
         raise ConfigurationError(f"mapped={mapped!r}: expected True, False or 'auto'")
-    device = torch.device(device)
+    device = torch.device("cpu" if device is None else device)
     if device.type == "ts":
         from ..remote.client._checkpoint import load_state_dict
 
@@ -304,7 +304,8 @@ def save_file(
         >>> ts.save_file({"a": torch.arange(3)}, "a.ts", codec="auto")
     """
     specs, values, total = _specs(tensors, metadata)
-    writer = _native.FileWriter(path, specs, dict(metadata or {}), codec, compression_level)
+    kept = None if metadata is None else dict(metadata)
+    writer = _native.FileWriter(path, specs, kept, codec, compression_level)
     write_all(writer, (values[i] for i in writer.order()), total, "saving")
 
 
@@ -383,9 +384,8 @@ def save(
     """
     specs, values, total = _specs(tensors, metadata)
     name = f"bytes.{format}"
-    writer = _native.FileWriter.in_memory(
-        name, specs, dict(metadata or {}), codec, compression_level
-    )
+    kept = None if metadata is None else dict(metadata)
+    writer = _native.FileWriter.in_memory(name, specs, kept, codec, compression_level)
     return write_then(writer, (values[i] for i in writer.order()), total, "saving", writer.to_bytes)
 
 

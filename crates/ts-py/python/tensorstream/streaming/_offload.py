@@ -25,6 +25,7 @@ from ._distributed import restore_names
 from ._division import Rows
 from ._interrupts import deferred
 from ._placement import Placement
+from ._refusals import refuse_unsupported
 from ._state import is_offloaded, streaming_of
 from ._state_dict import load
 from ._stats import Stats, merged
@@ -125,6 +126,7 @@ def offload_from(
         strict: As for ``offload``.
         casts: Whether tensors are cast to the dtypes of the model.
     """
+    refuse_unsupported(model)
     path = checkpoint if checkpoint is not None else config.storage_path
     if path is None:
         raise ConfigurationError(

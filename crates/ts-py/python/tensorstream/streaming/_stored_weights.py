@@ -57,6 +57,16 @@ class StoredWeights:
         own = {key: (source, parameters[key]) for key, source in sources.items()}
         self._weights[weights] = own
 
+    def reload(
+        self, checkpoint: _native.Checkpoint, sources: Mapping[Weights, dict[int, TensorSpec]]
+    ) -> None:
+        """Replaces the checkpoint, and the stored tensors of the weights on each device."""
+        self.checkpoint = self._builder.checkpoint = checkpoint
+        for weights, own in sources.items():
+            before = self._weights[weights]
+            self._weights[weights] = {key: (own[key], before[key][1]) for key in before}
+        self._mapped.clear()
+
     def parameter(self, stand_in: StreamedTensor) -> int:
         """Returns the original parameter of a weight, as a number."""
         return self._weights[stand_in._ref.weights][stand_in._ref.key][1]
@@ -125,14 +135,16 @@ class StoredWeights:
         try:
             if len(parts) == 1 and self._is_plain(parts[0]):
                 file, offset, _ = parts[0]
-                path, _, _ = self.checkpoint.files()[file]
-                with open(path, "rb") as opened:
+                begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+                # The path may lead to another file by now.
+                descriptor = self.checkpoint.descriptor(file)
+                try:
                     self.checkpoint.require_unchanged(file)
-                    begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
                     mapping = mmap.mmap(
-                        opened.fileno(), offset - begin + length, access=mmap.ACCESS_COPY,
-                        offset=begin,
-                    )  # fmt: skip
+                        descriptor, offset - begin + length, access=mmap.ACCESS_COPY, offset=begin
+                    )
+                finally:
+                    os.close(descriptor)
                 return torch.frombuffer(
                     mapping, dtype=torch.uint8, count=length, offset=offset - begin
                 )

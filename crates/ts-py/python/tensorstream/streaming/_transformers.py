@@ -262,6 +262,8 @@ def _build(
     fill_buffers(model)
     # The class that the files name has the weights that the files have.
     files = ", ".join(str(path) for path, _, _ in checkpoint.files())
+    if (index := _index(place.weights)) is not None:
+        files = f"the shards that the index {index} lists ({files})"
     check(
         files,
         info,
@@ -270,6 +272,13 @@ def _build(
         lambda: names_without_arguments(transformers, place, model_class, arguments),
     )
     return model, info
+
+
+def _index(weights: str) -> str | None:
+    """Returns the path of the shard index of a checkpoint, if it has one."""
+    if os.path.isdir(weights):
+        weights = os.fspath(_native.checkpoint_file(weights))
+    return weights if os.path.basename(weights).endswith(".json") else None
 
 
 def _check_memory() -> None:

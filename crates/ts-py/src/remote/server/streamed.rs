@@ -86,7 +86,8 @@ impl StreamedTensors {
             let streamed = UnitTensor::new(catalog, name, tensor.entry(), phase);
             units.push(Unit::new(name.as_str(), vec![streamed]));
             let dtype = ScalarType(row.scalar_type);
-            let view = StorageView::contiguous(dtype, tensor.shape().to_vec());
+            let shape = checkpoint.torch_shape(py, tensor)?;
+            let view = StorageView::contiguous(dtype, shape);
             described.push((view, tensor.range().len));
         }
         let mut config = EngineConfig::with_budget(budget);
