@@ -247,7 +247,7 @@ impl FileWriter {
     fn resume_container(
         mut claim: Claim,
         spec: FileSpec,
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         origin: &str,
     ) -> Result<Self, Error> {
         let unfinished = Checkpoint::open(claim.partial()).ok();
@@ -270,7 +270,7 @@ impl FileWriter {
     fn resume_safetensors(
         mut claim: Claim,
         spec: FileSpec,
-        metadata: BTreeMap<String, String>,
+        metadata: Metadata,
         origin: &str,
     ) -> Result<Self, Error> {
         let named: Vec<_> = spec.tensors.iter().map(|t| (t.name.as_str(), &t.meta)).collect();

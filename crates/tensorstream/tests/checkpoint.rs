@@ -100,7 +100,7 @@ fn a_reopened_checkpoint_has_the_same_tensors_in_other_places() {
     }
     // The old file is still the file.
     let mut bytes = [0; 50];
-    old.read_block("b", &[0..50], &mut bytes).unwrap();
+    old.read_block("b", std::slice::from_ref(&(0..50)), &mut bytes).unwrap();
     assert_eq!(bytes, [2; 50]);
     let in_memory = Checkpoint::from_bytes("m", fs::read(&path).unwrap()).unwrap();
     assert!(in_memory.reopen().unwrap_err().to_string().contains("cannot be opened again"));
@@ -120,7 +120,7 @@ fn paths_that_are_not_utf8_are_opened() {
     for path in [own.clone(), own.join("one"), own.join("model.safetensors.index.json")] {
         let checkpoint = Checkpoint::open(path).unwrap().reopen().unwrap();
         let mut bytes = [0; 10];
-        checkpoint.read_block("a.bias", &[0..10], &mut bytes).unwrap();
+        checkpoint.read_block("a.bias", std::slice::from_ref(&(0..10)), &mut bytes).unwrap();
         assert_eq!(bytes, [2; 10]);
         assert_eq!(checkpoint.sources()[0].path(), own.join("one"));
     }

@@ -6,7 +6,6 @@
 //!   hold [`Record`]s of how many tensors are complete. They are written in turn, so that a torn
 //!   write leaves the other one.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
@@ -69,7 +68,7 @@ impl Record {
         number: u64,
         complete: usize,
     ) -> Self {
-        let job: String = metadata(tensors, origin, options).into_values().collect();
+        let job: String = metadata(tensors, origin, options).values().map(String::as_str).collect();
         Self { job: checksum(job.as_bytes()), number, complete: complete as u64 }
     }
 

@@ -163,14 +163,14 @@ impl FileWriter {
     #[pyo3(signature = (path, tensors, metadata, origin, codec="raw", level=None))]
     fn resume(
         py: Python<'_>,
-        path: PathBuf,
+        path: PathArgument,
         tensors: Vec<NewTensorSpec>,
-        metadata: BTreeMap<String, String>,
+        metadata: FileMetadata,
         origin: &str,
         codec: &str,
         level: Option<i32>,
     ) -> PyResult<Self> {
-        let tensors = new_tensors(tensors)?;
+        let (path, tensors, metadata) = (path.0, new_tensors(tensors)?, metadata.0);
         let options = write_options(py, &path, codec, level, 0)?;
         let resume = |watch: &mut Watch<'_>| {
             let interrupt = &mut || watch(NO_PROGRESS);

@@ -179,9 +179,9 @@ impl ModuleCalls {
         let used = Bound::new(py, used)?;
         // Afterwards, nothing here references the memory any more.
         let without_weights = self.without_weights.bind(py);
-        let result = inner.torch.uncompiled(py, || {
-            without_weights.call1((result, &used, own[0].weight.clone()))
-        })?;
+        let result = inner
+            .torch
+            .uncompiled(py, || without_weights.call1((result, &used, own[0].weight.clone())))?;
         used.get().close(py);
         Ok(result)
     }
@@ -252,7 +252,8 @@ fn unit_of_leaf(
         inner.weights.get(weight.key()).filter(|_| is_own).map(|weight| weight.unit)
     };
     let Some(unit) = unit_of(first) else { return Ok(None) };
-    if own[1..].iter().any(|each| unit_of(each) != Some(unit)) || has_parameters_below(attributes)? {
+    if own[1..].iter().any(|each| unit_of(each) != Some(unit)) || has_parameters_below(attributes)?
+    {
         return Ok(None);
     }
     Ok(Some((inner, unit)))
@@ -320,9 +321,8 @@ pub(super) fn ensure_pass(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResul
             _ => inner.begin_pass(py)?,
         };
         if known.pass.is_some() {
-            let progress = inner.torch.uncompiled(py, || {
-                passes.call_method0(intern!(py, "progress"))
-            })?;
+            let progress =
+                inner.torch.uncompiled(py, || passes.call_method0(intern!(py, "progress")))?;
             known.progress = (!progress.is_none()).then(|| progress.unbind());
         }
     }
