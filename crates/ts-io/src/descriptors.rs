@@ -74,8 +74,8 @@ mod tests {
         let direct = sources.iter().filter(|source| source.direct_alignment().is_ok()).count();
         let raised = sys::raise_descriptor_limit(0);
         println!("{limit} {raised} {direct}");
-        let left = (0..16).map(|_| std::fs::File::open("/dev/null").unwrap()).count();
-        assert_eq!(left, 16, "the process has descriptors left");
+        let left: Vec<_> = (0..16).map(|_| std::fs::File::open("/dev/null")).collect();
+        assert!(left.iter().all(Result::is_ok), "the process has descriptors left");
         for (i, source) in sources.iter().enumerate() {
             let mut bytes = [0; 4];
             assert_eq!(source.read_at(4096, &mut bytes).unwrap(), 4);
@@ -85,17 +85,17 @@ mod tests {
 
     /// Runs the test above under limits, and returns what it printed.
     fn under_limits(soft: u32, hard: u32) -> Vec<u64> {
-        let test = std::env::current_exe().unwrap();
+        let test = std::env::current_exe().expect("the test has a path");
         let name = "descriptors::tests::child_opens_many_files";
         let run = format!(
             "ulimit -Sn {soft} && ulimit -Hn {hard} && exec '{}' --ignored --exact --nocapture {name}",
             test.display()
         );
-        let output = Command::new("sh").args(["-c", &run]).output().unwrap();
+        let output = Command::new("sh").args(["-c", &run]).output().expect("there is a shell");
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
         let line = text.lines().find(|line| line.split(' ').all(|n| n.parse::<u64>().is_ok()));
-        line.unwrap_or_else(|| panic!("{text}")).split(' ').map(|n| n.parse().unwrap()).collect()
+        line.unwrap_or_else(|| panic!("{text}")).split(' ').filter_map(|n| n.parse().ok()).collect()
     }
 
     #[test]

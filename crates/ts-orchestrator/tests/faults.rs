@@ -63,9 +63,13 @@ fn a_file_that_lost_its_name_streams_on_with_every_backend() {
             let backend = Some(provider.name().to_string());
             let engine = model.engine(config(450 * KIB).with_backend(backend)).unwrap();
             let passes = if is_early { 0 } else { 1 };
-            (0..passes).for_each(|_| drop(model.pass(&engine, &[0, 1, 2, 3, 4, 5])));
+            for _ in 0..passes {
+                let _ = model.pass(&engine, &[0, 1, 2, 3, 4, 5]);
+            }
             change(&model);
-            (0..3).for_each(|_| drop(model.pass(&engine, &[0, 1, 2, 3, 4, 5])));
+            for _ in 0..3 {
+                let _ = model.pass(&engine, &[0, 1, 2, 3, 4, 5]);
+            }
             assert!(engine.stats().units.iter().any(|unit| !unit.resident));
         }
     }
