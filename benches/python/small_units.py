@@ -124,7 +124,8 @@ def show_accelerate(kib: int, count: int) -> None:
     from accelerate import cpu_offload, disk_offload
 
     x = torch.zeros(1)
-    base = seconds(lambda model=layers(kib, count, "cpu"): model(x))
+    plain = layers(kib, count, "cpu")
+    base = seconds(lambda: plain(x))
     for name, offload in (("disk_offload", disk_offload), ("cpu_offload", cpu_offload)):
         model: Any = layers(kib, count, "cpu")
         for parameter in model.parameters():

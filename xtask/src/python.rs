@@ -247,7 +247,8 @@ fn copy_python_files(venv: &Venv) -> Result<()> {
     Ok(())
 }
 
-/// Returns the profile, and a hash of the files from which the native module and the metadata of the
+/// Returns the profile, and a hash of the files from which the native module and the metadata of
+/// the
 /// wheel are made.
 fn native_sources(profile: &str) -> Result<String> {
     let root = root();

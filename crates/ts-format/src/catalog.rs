@@ -328,7 +328,8 @@ impl Catalog {
         Ok(Self::new(files, table))
     }
 
-    /// Returns the ranges of `newer` with the bytes that `parts` have in this catalog: the same parts
+    /// Returns the ranges of `newer` with the bytes that `parts` have in this catalog: the same
+    /// parts
     /// of the tensors with the same names.
     ///
     /// # Errors

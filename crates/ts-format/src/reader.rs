@@ -199,7 +199,8 @@ impl CatalogReader {
         self.state = self.pending_shards.pop_front().map_or(ReaderState::Done, ReaderState::Prefix);
     }
 
-    /// Adds the tensors of a file. With a shard index, leaves out the tensors that the index assigns
+    /// Adds the tensors of a file. With a shard index, leaves out the tensors that the index
+    /// assigns
     /// to another shard. Those that it does not mention are added.
     fn add_file(
         &mut self,

@@ -88,7 +88,8 @@ mod tests {
         let test = std::env::current_exe().expect("the test has a path");
         let name = "descriptors::tests::child_opens_many_files";
         let run = format!(
-            "ulimit -Sn {soft} && ulimit -Hn {hard} && exec '{}' --ignored --exact --nocapture {name}",
+            "ulimit -Sn {soft} && ulimit -Hn {hard} && \
+             exec '{}' --ignored --exact --nocapture {name}",
             test.display()
         );
         let output = Command::new("sh").args(["-c", &run]).output().expect("there is a shell");

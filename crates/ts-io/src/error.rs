@@ -78,7 +78,8 @@ pub enum Error {
         /** The number of bytes from the offset to the end of the file. */
         actual: usize,
     },
-    /// The file has been written to since it was opened, or the object has been written to, replaced
+    /// The file has been written to since it was opened, or the object has been written to,
+    /// replaced
     /// or removed, or this cannot be ruled out.
     #[error(
         "{}: changed since it was opened: {what} (detected when reading at byte {offset})",

@@ -60,7 +60,8 @@ impl Source {
         FileOrigin::of(self).map(FileOrigin::handles).transpose().map_err(failed)
     }
 
-    /// Returns a duplicate of the handle of a local file, which is the file that was opened, whatever
+    /// Returns a duplicate of the handle of a local file, which is the file that was opened,
+    /// whatever
     /// its path leads to now. Returns `None` for other sources.
     ///
     /// # Errors

@@ -214,10 +214,12 @@ impl Source {
         self.origin.read_at(offset, buffer, timeout)
     }
 
-    /// Checks that the content of a file has not changed since it was opened. Does nothing for other
+    /// Checks that the content of a file has not changed since it was opened. Does nothing for
+    /// other
     /// sources; reads over the network check this themselves. `offset` appears only in the error.
     ///
-    /// A file that was renamed, replaced or removed has not changed: it exists while it is open. See
+    /// A file that was renamed, replaced or removed has not changed: it exists while it is open.
+    /// See
     /// [`is_at_path`](Self::is_at_path).
     ///
     /// # Errors
@@ -226,7 +228,8 @@ impl Source {
         self.origin.verify(offset)
     }
 
-    /// Returns whether a file is the one that its path leads to now. For sources that are not files,
+    /// Returns whether a file is the one that its path leads to now. For sources that are not
+    /// files,
     /// and for files that another process has opened, returns `true`.
     pub fn is_at_path(&self) -> bool {
         self.origin.is_at_path()

@@ -109,7 +109,8 @@ pub(crate) fn rows() -> Vec<(&'static str, Option<&'static str>, u8, u64)> {
     TABLE.iter().map(row).collect()
 }
 
-/// Returns the metadata of a tensor with this shape in PyTorch, and the dtype of this name in files.
+/// Returns the metadata of a tensor with this shape in PyTorch, and the dtype of this name in
+/// files.
 ///
 /// # Errors
 /// ValueError if the name is unknown.
@@ -254,7 +255,8 @@ macro_rules! dtypes {
                 Self::extract(value).map(Self)
             }
 
-            /// The name in PyTorch, such as "float32". The safetensors name if PyTorch has none, and
+            /// The name in PyTorch, such as "float32". The safetensors name if PyTorch has none,
+            /// and
             /// for values smaller than a byte, of which an element of PyTorch has several.
             #[getter]
             pub(crate) fn name(&self) -> &'static str {

@@ -123,7 +123,9 @@ class Created(nn.Module):
 class Wrapped(nn.Sequential):
     """Loads files whose names have another beginning."""
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:  # type: ignore[override]
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Any, strict: bool = True
+    ) -> Any:
         return super().load_state_dict(
             {name.removeprefix("module."): value for name, value in state_dict.items()}, strict
         )

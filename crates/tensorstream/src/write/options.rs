@@ -37,7 +37,8 @@ pub struct WriteOptions {
     /// Number of threads that compress. The default is 0, which means the number of cores. At most
     /// 16 threads are used.
     pub jobs: usize,
-    /// Minimum number of bytes of complete tensors between two checkpoints of a conversion, 1 GiB by
+    /// Minimum number of bytes of complete tensors between two checkpoints of a conversion, 1 GiB
+    /// by
     /// default. After a crash, [`convert`](crate::convert()) resumes from the
     /// last checkpoint.
     pub checkpoint_bytes: u64,

@@ -155,7 +155,8 @@ impl FileWriter {
     /// Creates a file, or continues an unfinished one after the tensors that are complete.
     ///
     /// Args:
-    ///     origin: Text that identifies the source of the bytes. An unfinished file with another one
+    ///     origin: Text that identifies the source of the bytes. An unfinished file with another
+    ///     one
     ///         is discarded.
     ///
     /// The other arguments are those of the class.

@@ -37,7 +37,8 @@ pub(super) struct EngineContent {
 }
 
 impl EngineContent {
-    /// Returns the same units and tables with the bytes of `newer`, a later state of the checkpoint.
+    /// Returns the same units and tables with the bytes of `newer`, a later state of the
+    /// checkpoint.
     ///
     /// # Errors
     /// CheckpointError or MissingTensorError if `newer` has other tensors.

@@ -84,7 +84,8 @@ impl Streamer {
     /// streamer.
     ///
     /// Args:
-    ///     passes: Its method ``kind`` returns 2 for a module that is or contains the model, 1 for a
+    ///     passes: Its method ``kind`` returns 2 for a module that is or contains the model, 1 for
+    ///     a
     ///         part that is called by itself, and 0 for others. Its method ``progress`` returns
     ///         ``None``, or an object that is closed at the end of the pass.
     fn set_passes(&self, py: Python<'_>, passes: Py<PyAny>) {

@@ -513,7 +513,8 @@ def _fill(module: nn.Module, state: OrderedDict[str, Any], prefix: str) -> bool:
         ):
             return False
     for name, stand_in in own.items():
-        stand_in.symbolic_storage.write(values[name].source)  # type: ignore[attr-defined, union-attr]
+        storage: Any = stand_in.symbolic_storage  # type: ignore[union-attr]
+        storage.write(values[name].source)  # type: ignore[attr-defined]
     return True
 
 
