@@ -513,8 +513,8 @@ def _fill(module: nn.Module, state: OrderedDict[str, Any], prefix: str) -> bool:
         ):
             return False
     for name, stand_in in own.items():
-        storage: Any = stand_in.symbolic_storage  # type: ignore[union-attr]
-        storage.write(values[name].source)  # type: ignore[attr-defined]
+        kept: Any = stand_in
+        kept.symbolic_storage.write(values[name].source)  # type: ignore[union-attr]
     return True
 
 
