@@ -261,7 +261,7 @@ class Slotted:
         return result
 
 
-@pytest.mark.parametrize("around", [Delegates, nn.Sequential, nn.DataParallel, Slotted])
+@pytest.mark.parametrize("around", [Delegates, nn.Sequential, Slotted])
 def test_wrappers_are_copied(around: Callable[[nn.Module], Any], tmp_path: Path) -> None:
     memory, model = both(tmp_path)
     wrapped, expected = around(model), around(memory)
