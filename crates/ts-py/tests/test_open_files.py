@@ -420,3 +420,27 @@ def test_reload_refuses_weights_that_were_computed(tmp_path: Path) -> None:
     model = ts.from_pretrained(tmp_path / "model", config=settings, dtype=torch.bfloat16)
     with pytest.raises(ts.ModelError, match="load the model again"):
         ts.reload(model)
+
+
+def test_reload_of_a_part_or_of_a_module_around_reloads_the_model(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    model = streamed(path, BUDGETS[0])
+    around = nn.Sequential(nn.Identity(), model)
+    for seed, each in enumerate((model[2], around, model[1:3]), start=1):
+        saved(tmp_path, seed=seed)
+        ts.reload(each)
+        for _ in range(3):
+            assert torch.equal(outputs(model), outputs(a_model(seed)))
+        ts.save_file(dict(model.state_dict()), tmp_path / "copy.safetensors")
+        copied = ts.load_file(tmp_path / "copy.safetensors")
+        assert torch.equal(copied["0.weight"], a_model(seed).state_dict()["0.weight"])
+
+
+def test_saved_weights_have_metadata_only_if_it_is_given(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    model = streamed(saved(tmp_path), BUDGETS[0])
+    for metadata in (None, {}, {"b": "1", "a": "2"}):
+        path = tmp_path / "copy.safetensors"
+        safetensors.torch.save_file(dict(model.state_dict()), path, metadata)
+        assert ts.safe_open(path).metadata() == metadata

@@ -257,7 +257,7 @@ impl StreamerInner {
                 return Ok(None);
             }
             let id = interruptible(py, |interrupt| engine.begin_pass_interruptible(interrupt))?;
-            if self.engine.lock().as_ref().is_some_and(|current| Arc::ptr_eq(current, &engine)) {
+            if self.is_current(&engine) {
                 return Ok(Some(self.running(py, engine, id)));
             }
             engine.end_pass(id); // a reload has replaced the engine
@@ -271,7 +271,16 @@ impl StreamerInner {
         }
         let engine = self.engine(py)?;
         let id = py.detach(|| engine.try_begin_pass());
+        if let Some(id) = id.filter(|_| !self.is_current(&engine)) {
+            engine.end_pass(id);
+            return Ok(None);
+        }
         Ok(id.map(|id| self.running(py, engine, id)))
+    }
+
+    /// Returns whether no reload has replaced an engine.
+    fn is_current(&self, engine: &Arc<Engine>) -> bool {
+        self.engine.lock().as_ref().is_some_and(|current| Arc::ptr_eq(current, engine))
     }
 
     /// Returns a pass that runs on this thread.

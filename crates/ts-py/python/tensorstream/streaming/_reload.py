@@ -10,7 +10,6 @@ from ..errors import ModelError
 from ..files._state_dict import read_tensor, torch_type
 from . import _tree as tree
 from ._state import streaming_of
-from ._stored_weights import StoredWeights
 
 
 def reload(model: nn.Module) -> nn.Module:
@@ -50,8 +49,8 @@ def reload(model: nn.Module) -> nn.Module:
         ...     model(torch.ones(2)), ts.reload(model)(torch.ones(2))
         (tensor([0., 0.]), tensor([2., 2.]))
     """
-    streaming = streaming_of(model)
-    before = streaming.checkpoint
+    stored = streaming_of(model).shares[0].stored
+    before, shares = stored.checkpoint, stored.shares()
     if before.is_overlaid():
         raise ModelError(
             "cannot reload the model: some of its weights were computed from the checkpoint when "
@@ -63,30 +62,26 @@ def reload(model: nn.Module) -> nn.Module:
             key: (name, dtype, shape, before.translated(parts, newer), phase)
             for key, (name, dtype, shape, parts, phase) in share.sources.items()
         }
-        for share in streaming.shares
+        for share in shares
     }
-    buffers = {}
-    stored = set(newer.names()) & set(before.names())
+    buffers = []
+    names = set(newer.names()) & set(before.names())
     for name, buffer in tree.named_buffers(model):
-        if name in stored and torch_type(newer, name) == (buffer.dtype, list(buffer.shape)):
-            buffers[name] = (buffer, read_tensor(newer, name))
+        if name in names and torch_type(newer, name) == (buffer.dtype, list(buffer.shape)):
+            buffers.append((buffer, read_tensor(newer, name)))
     reloaded = []
     try:
-        for share in streaming.shares:
+        for share in shares:
             share.streamer.reload(newer)
             reloaded.append(share.streamer)
     except Exception:
         for streamer in reloaded:
             streamer.reload(before)
         raise
-    kept: dict[int, StoredWeights] = {}
-    for share in streaming.shares:
+    for share in shares:
         share.sources.update(sources[share])
-        own = share.stored
-        kept[id(own)] = own
-    for own in kept.values():
-        own.reload(newer, sources)
+    stored.reload(newer, sources)
     with torch.no_grad():
-        for buffer, value in buffers.values():
+        for buffer, value in buffers:
             buffer.copy_(value)
     return model

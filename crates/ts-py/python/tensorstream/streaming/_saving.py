@@ -138,18 +138,20 @@ def _writer(original: Any) -> Any:
         **kwargs: Any,
     ) -> None:
         write = _write_file.get()
-        if write is None and any(isinstance(each, SymbolicTensor) for each in tensors.values()):
-            write = _write
-        if write is None:
-            original(tensors, filename, metadata, **kwargs)
-        else:
+        if write is not None:
             write(tensors, filename, metadata or {})
+        elif any(isinstance(each, SymbolicTensor) for each in tensors.values()):
+            _write(tensors, filename, metadata)
+        else:
+            original(tensors, filename, metadata, **kwargs)
 
     return save_file
 
 
 def _write(
-    tensors: dict[str, torch.Tensor], path: str | os.PathLike[str], metadata: dict[str, str]
+    tensors: dict[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: dict[str, str] | None,
 ) -> None:
     values = list(tensors.values())
     writer = _native.FileWriter(path, specs_of(tensors), metadata, "raw", None)

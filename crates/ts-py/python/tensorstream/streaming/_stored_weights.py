@@ -57,6 +57,10 @@ class StoredWeights:
         own = {key: (source, parameters[key]) for key, source in sources.items()}
         self._weights[weights] = own
 
+    def shares(self) -> list[Weights]:
+        """Returns the weights on all devices."""
+        return list(self._weights)
+
     def reload(
         self, checkpoint: _native.Checkpoint, sources: Mapping[Weights, dict[int, TensorSpec]]
     ) -> None:
