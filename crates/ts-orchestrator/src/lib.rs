@@ -62,6 +62,7 @@ mod engine;
 mod error;
 mod event;
 mod expectation;
+mod freed_memory;
 #[allow(unsafe_code)]
 mod gpu_reads;
 mod host_bytes;

@@ -13,7 +13,7 @@ use ts_pool::{
 use ts_streams::{Device, HostFn, MemoryRange, Stream, StreamId};
 
 use crate::event::Event;
-use crate::slot_pool::FreedMemory;
+use crate::freed_memory::FreedMemory;
 
 /// The memory of a loaded unit. Dropping the last reference frees its slot.
 #[derive(Debug)]

@@ -10,6 +10,7 @@ mod engine;
 mod expected;
 mod inner;
 mod lease;
+mod outermost_call;
 mod pass;
 mod planning;
 mod sharing;

@@ -10,10 +10,10 @@ use tensorstream::orchestrator::UnitId;
 use tensorstream::streams::AnyStream;
 
 use super::Lease;
-use super::calls::{Own, ensure_pass};
 use super::inner::{Leaked, Streamer, StreamerInner};
+use super::outermost_call::ensure_pass;
 use super::unit_tensors::UnitTensors;
-use super::weight_ref::WeightRef;
+use super::weight_ref::{Own, WeightRef};
 use crate::errors::{to_python, written_error};
 
 /// Keeps units in memory until the use ends: by ``exit``, by ``close``, or because the object is

@@ -12,7 +12,6 @@ use tensorstream::streams::{AnyStream, Stream, StreamId};
 use super::Lease;
 use super::torch::Torch;
 use super::weight::Weight;
-use super::weight_ref;
 
 /// The current tensors of a unit, if any.
 #[derive(Default)]
@@ -137,7 +136,7 @@ impl UnitTensors {
     ///
     /// # Arguments
     /// * `identity` - the identity of the `WeightRef` of the parameter.
-    /// * `weak` - returns the `WeightRef` for the tensor.
+    /// * `mark` - gives a new tensor its `WeightRef`.
     pub(super) fn for_parameter(
         &self,
         py: Python<'_>,
@@ -145,7 +144,7 @@ impl UnitTensors {
         weight: &Weight,
         identity: usize,
         requires_grad: bool,
-        weak: impl FnOnce() -> PyResult<Py<PyAny>>,
+        mark: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<()>,
     ) -> PyResult<Py<PyAny>> {
         let wanted = (identity, requires_grad);
         let known = self.lock().views[weight.index].parameter(py, wanted);
@@ -156,7 +155,7 @@ impl UnitTensors {
         let new = torch.parameter(py, &tensor, requires_grad)?;
         // While a parameter has its implementation, this object has the stand-in.
         torch.set_class(new.bind(py), torch.stand_in_class(py))?;
-        new.setattr(py, intern!(py, weight_ref::ATTRIBUTE), weak()?)?;
+        mark(new.bind(py))?;
         let mut state = self.lock();
         let views = &mut state.views[weight.index];
         if let Some(known) = views.parameter(py, wanted) {

@@ -14,7 +14,7 @@ use super::inner::{Streamer, StreamerInner};
 use super::unit_tensors::UnitTensors;
 
 /// The attribute of a tensor that contains its `WeightRef`.
-pub(super) const ATTRIBUTE: &str = "_ref";
+const ATTRIBUTE: &str = "_ref";
 
 /// Which weight a stand-in represents. It is the attribute ``_ref`` of the tensor.
 ///
@@ -105,6 +105,12 @@ impl WeightRef {
     }
 }
 
+/// A streamed parameter that a module owns.
+pub(super) struct Own<'py> {
+    pub(super) parameter: Bound<'py, PyAny>,
+    pub(super) weight: Bound<'py, WeightRef>,
+}
+
 impl WeightRef {
     /// Returns the `WeightRef` of a tensor, or None if it has none.
     pub(super) fn of<'py>(tensor: &Bound<'py, PyAny>) -> Option<Bound<'py, Self>> {
@@ -166,8 +172,8 @@ impl WeightRef {
         let requires_grad = parameter.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
         let weight = &inner.weights[own.key];
         let identity = this.as_ptr().addr();
-        let other = tensors.for_parameter(py, torch, weight, identity, requires_grad, || {
-            own.weak(py).map(|weak| weak.clone_ref(py).into_any())
+        let other = tensors.for_parameter(py, torch, weight, identity, requires_grad, |new| {
+            new.setattr(intern!(py, ATTRIBUTE), own.weak(py)?)
         })?;
         let pair = PyTuple::new(py, [parameter, other.bind(py)])?;
         let class = parameter.get_type().unbind();

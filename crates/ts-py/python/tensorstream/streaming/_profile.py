@@ -11,13 +11,10 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .. import _native
 from ..config import cache_directory
-
-if TYPE_CHECKING:
-    from ._weights import Weights
 
 #: A use in an earlier run counts this much, because the next text may have another topic.
 _EARLIER = 0.25
@@ -46,7 +43,7 @@ class Profile:
         self._path: Path | None = None
         with contextlib.suppress(RuntimeError):  # the user has no home directory
             self._path = cache_directory() / "routing" / f"{key}.json"
-        self._finalizer: weakref.finalize[..., Weights] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
 
     def load(self) -> list[tuple[int, float]]:
         """Returns the scores for a new run, by unit."""
@@ -58,7 +55,7 @@ class Profile:
         except (OSError, ValueError, ArithmeticError, TypeError, AttributeError, KeyError):
             return []
 
-    def save_at_end(self, weights: Weights, streamer: _native.Streamer) -> None:
+    def save_at_end(self, weights: object, streamer: _native.Streamer) -> None:
         """Saves everything when the weights are deleted or the process exits."""
         self._finalizer = weakref.finalize(weights, self._save, streamer, os.getpid())
 

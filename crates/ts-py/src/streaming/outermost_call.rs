@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The outermost call of a module on each thread, which is a pass.
+
+use std::cell::{Cell, RefCell};
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use super::inner::{RunningPass, StreamerInner};
+use crate::errors::written_error;
+use crate::signals::interruptible;
+
+thread_local! {
+    /// How many calls of modules run on this thread.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+    /// The outermost of these calls.
+    static OUTERMOST: RefCell<Outermost> = RefCell::default();
+}
+
+/// The outermost call of a module on a thread.
+#[derive(Default)]
+struct Outermost {
+    module: Option<Py<PyAny>>,
+    passes: Vec<PassOfCall>,
+}
+
+/// What the outermost call of a module is to a streamer.
+struct PassOfCall {
+    inner: Arc<StreamerInner>,
+    /// None if the call is no pass.
+    pass: Option<RunningPass>,
+    /// Shows the progress of the first pass until it is closed.
+    progress: Option<Py<PyAny>>,
+}
+
+/// A call of a module. It ends when it is dropped.
+pub(super) struct Call;
+
+impl Call {
+    pub(super) fn begin(module: &Bound<'_, PyAny>) -> Self {
+        let depth = DEPTH.get();
+        DEPTH.set(depth + 1);
+        if depth == 0 {
+            OUTERMOST.with_borrow_mut(|outermost| outermost.module = Some(module.clone().unbind()));
+        }
+        Self
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        DEPTH.set(DEPTH.get() - 1);
+    }
+}
+
+/// Begins a pass if the outermost call of a module on this thread is one that has not begun yet.
+/// Blocks while other passes run, if the call is one of the whole model.
+pub(super) fn ensure_pass(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResult<()> {
+    if DEPTH.get() == 0 {
+        return Ok(());
+    }
+    let module = OUTERMOST.with_borrow(|outermost| {
+        let is_known = outermost.passes.iter().any(|pass| Arc::ptr_eq(&pass.inner, inner));
+        outermost.module.as_ref().filter(|_| !is_known).map(|module| module.clone_ref(py))
+    });
+    let Some(module) = module else { return Ok(()) };
+    let mut known = PassOfCall { inner: Arc::clone(inner), pass: None, progress: None };
+    if let Some(passes) = inner.passes(py) {
+        let kind = inner.torch.uncompiled(py, || {
+            passes.call_method1(intern!(py, "kind"), (module,))?.extract::<u8>()
+        })?;
+        known.pass = match kind {
+            0 => None,
+            1 => inner.try_begin_pass(py)?,
+            _ => inner.begin_pass(py)?,
+        };
+        if known.pass.is_some() {
+            let progress =
+                inner.torch.uncompiled(py, || passes.call_method0(intern!(py, "progress")))?;
+            known.progress = (!progress.is_none()).then(|| progress.unbind());
+        }
+    }
+    OUTERMOST.with_borrow_mut(|outermost| outermost.passes.push(known));
+    Ok(())
+}
+
+/// Ends the passes of the outermost call, if no call of a module runs on this thread any more.
+/// Returns the error if weights were written to.
+pub(super) fn end_passes(py: Python<'_>, succeeded: bool) -> Option<PyErr> {
+    if DEPTH.get() > 0 {
+        return None;
+    }
+    let Outermost { module, passes } = OUTERMOST.take();
+    drop(module);
+    let mut failed = None;
+    for PassOfCall { inner, pass, progress } in passes {
+        if let Some(progress) = progress
+            && let Err(error) = progress.call_method0(py, intern!(py, "close"))
+        {
+            failed = Some(error);
+        }
+        let Some(pass) = pass else { continue };
+        let (proposed, written) = inner.end_pass(py, &pass);
+        if let Some(names) = written {
+            failed = Some(written_error(py, &names));
+        }
+        let finished = if succeeded { inner.torch.clear_autocast_cache(py) } else { Ok(()) }
+            .and_then(|()| if proposed { replan_if_idle(py, &inner) } else { Ok(()) });
+        failed = finished.err().or(failed);
+    }
+    failed
+}
+
+fn replan_if_idle(py: Python<'_>, inner: &StreamerInner) -> PyResult<()> {
+    if inner.is_in_use() {
+        return Ok(());
+    }
+    let engine = inner.engine(py)?;
+    inner.drop_cached(py);
+    interruptible(py, |interrupt| engine.replan_interruptible(interrupt)).map(|_: bool| ())
+}
