@@ -3,7 +3,9 @@
 
 use std::fmt::{self, Write as _};
 
-use ts_orchestrator::{CurvePoint, Engine, EngineConfig, Plan, Rates, Unit, UnitStats};
+use ts_orchestrator::{
+    CurvePoint, Engine, EngineConfig, Plan, Rates, Requirement, Unit, UnitStats,
+};
 
 use crate::{Checkpoint, Error};
 
@@ -54,7 +56,7 @@ impl Checkpoint {
     pub fn curve(
         &self,
         units: Vec<Unit>,
-        mut config: EngineConfig,
+        config: EngineConfig,
         budgets: Option<&[usize]>,
     ) -> Result<Vec<CurvePoint>, Error> {
         let spread;
@@ -62,34 +64,15 @@ impl Checkpoint {
             Some(budgets) => budgets,
             None => {
                 const STEPS: usize = 8;
-                let (smallest, whole) = self.requirement(&units, &mut config)?;
+                let sources = self.sources();
+                let Requirement { smallest, whole, .. } =
+                    Engine::requirement(units.clone(), sources, &config, false)?;
                 let step = (whole - smallest) / STEPS;
                 spread = (0..=STEPS).map(|i| if i == STEPS { whole } else { smallest + i * step });
                 &spread.collect::<Vec<_>>()
             }
         };
         Ok(Engine::preview_curve(units, self.sources(), &config, budgets)?)
-    }
-
-    /// Returns the smallest budget that works for these units, and the smallest budget with which
-    /// no unit is streamed, in bytes. Changes the budget in `config`. Reads no files.
-    ///
-    /// # Errors
-    /// Returns the errors of [`Engine::preview`], except for a budget that is too small.
-    pub fn requirement(
-        &self,
-        units: &[Unit],
-        config: &mut EngineConfig,
-    ) -> Result<(usize, usize), Error> {
-        config.budget_bytes = 0;
-        let smallest = match Engine::preview(units.to_vec(), self.sources(), config) {
-            Err(ts_orchestrator::Error::NeverFits(refusal)) => refusal.smallest_budget_bytes,
-            // Empty units need no memory.
-            other => other.map(|_| 0)?,
-        };
-        config.budget_bytes = usize::MAX >> 1;
-        let (plan, _) = Engine::preview(units.to_vec(), self.sources(), config)?;
-        Ok((smallest, plan.peak_bytes().max(smallest)))
     }
 }
 

@@ -17,7 +17,7 @@ use crate::lease::{Lease, TensorBytes};
 use crate::pass::PassId;
 use crate::plan::{CurvePoint, Plan, Residency};
 use crate::prepared::PreparedUnit;
-use crate::sizing::{Place, Preparation, Sizing};
+use crate::sizing::{Place, Preparation, Requirement, Sizing};
 use crate::stats::{EngineStats, UnitStats};
 use crate::table::TableId;
 use crate::trace::Trace;
@@ -120,6 +120,25 @@ impl Engine {
         });
         let stats = stats.collect();
         Ok((plan.with_buffers(least_buffer_bytes), stats))
+    }
+
+    /// Returns the smallest budget that works for units, and the smallest one with which no unit is
+    /// streamed. Ignores the budget in `config`. Empty units need no memory.
+    ///
+    /// With `any_phase`, the smallest budget also works if tensors get other [phases](crate::Phase)
+    /// than those of `units`.
+    ///
+    /// Reserves no memory for weights, starts no threads and reads nothing.
+    ///
+    /// # Errors
+    /// Returns the errors of [`preview`](Self::preview), except those of a budget.
+    pub fn requirement(
+        units: Vec<Unit>,
+        sources: &[Arc<Source>],
+        config: &EngineConfig,
+        any_phase: bool,
+    ) -> Result<Requirement, Error> {
+        Requirement::new(units, sources, config, any_phase)
     }
 
     /// Returns what passes of an engine like that of [`preview`](Self::preview) would be like with

@@ -3,7 +3,7 @@
 
 use ts_format::{Chunk, FileId};
 
-use crate::unit::{PHASE_ALIGN, UnitTensor};
+use crate::unit::{PHASE_ALIGN, Phase, UnitTensor};
 
 /// If tensors that are read in place are at most this many bytes apart in a file, they are read
 /// together, with the bytes between them.
@@ -92,6 +92,20 @@ impl SlotLayout {
         }
         layout.len = layout.len.next_multiple_of(alignment);
         layout
+    }
+
+    /// Returns a length that is enough for a layout of these tensors with any phases, in bytes.
+    pub(crate) fn largest(tensors: &[UnitTensor], alignment: usize) -> usize {
+        let mapped: Vec<_> =
+            tensors.iter().map(|t| UnitTensor { phase: Phase::Mapped, ..t.clone() }).collect();
+        // A tensor begins less than `PHASE_ALIGN` after a multiple of it.
+        let padding = 2 * (PHASE_ALIGN as u64 - 1);
+        let assembled = |tensor: &UnitTensor| -> u64 {
+            let read = tensor.entry.parts.iter().map(|part| tensor.range_to_read(*part).len);
+            read.sum::<u64>() + padding
+        };
+        let assembled = tensors.iter().map(assembled).sum::<u64>() as usize;
+        Self::new(&mapped, alignment).len.max(assembled.next_multiple_of(alignment))
     }
 
     /// Returns the number of bytes that the reads transfer, from files of these lengths.
@@ -216,7 +230,6 @@ mod tests {
     use ts_format::{ByteRange, Dtype, TensorEntry, TensorMeta};
 
     use super::*;
-    use crate::Phase;
 
     fn tensor(parts: &[(u32, u64, u64)], phase: Phase) -> UnitTensor {
         let parts: Vec<_> = parts
@@ -274,6 +287,7 @@ mod tests {
                 .collect();
             let layout = SlotLayout::new(&tensors, alignment);
             prop_assert!(layout.len.is_multiple_of(alignment));
+            prop_assert!(layout.len <= SlotLayout::largest(&tensors, alignment));
             let mut end = 0;
             for read in &layout.reads {
                 prop_assert!(read.slot_offset >= end && read.required <= read.len);

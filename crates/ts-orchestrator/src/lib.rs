@@ -111,6 +111,7 @@ pub use plan::{
 };
 pub use planner::{plan, predict, smallest_budget};
 pub use sharing::page_group;
+pub use sizing::Requirement;
 pub use stats::{EngineStats, PassTimes, RoutedStats, TableStats, UnitStats};
 pub use table::{Table, TableId};
 pub use trace::{Trace, TraceEvent, TraceKind};

@@ -12,7 +12,7 @@ use crate::config::{Decoding, EngineConfig, Prefetch};
 use crate::encoding::{CODER_BYTES, Pieces};
 use crate::image::ImageLayout;
 use crate::layout::{ReadKind, SlotLayout};
-use crate::plan::{CurvePoint, NeverFits, Plan, PlanRequest};
+use crate::plan::{CurvePoint, NeverFits, Plan, PlanRequest, UnitDemand};
 use crate::planner::plan;
 use crate::prepared::PreparedUnit;
 use crate::requests::RequestSizes;
@@ -21,12 +21,12 @@ use crate::sharing::{Sharing, page_group};
 use crate::split_decoder;
 use crate::table::Table;
 use crate::unit::{Access, PHASE_ALIGN, RangeDigest, Unit, UnitId};
-use crate::unit_load::{bounce_bytes, gather_bounce_bytes};
+use crate::unit_load::{BounceSizes, gather_bounce_bytes};
 use crate::worker::{DECODER_BYTES, TensorCheck};
 
-/// The minimum number of bounce buffers.
-const LEAST_BOUNCE_COUNT: usize = 2;
-/// The share of the budget for bounce buffers is the budget divided by this number. The minimum
+/// The number of bounce buffers that an engine has, unless the budget is too small for them.
+const USUAL_BOUNCE_COUNT: usize = 2;
+/// The share of the budget for bounce buffers is the budget divided by this number. The usual
 /// number of buffers can exceed this share.
 const BOUNCE_SHARE: usize = 16;
 /// The share of the budget for decoders is the budget divided by this number. One decoder can
@@ -86,8 +86,8 @@ pub(crate) struct Sizing {
     pub(crate) steps_total: usize,
     /// The part of the budget that is left for slots, in bytes. A multiple of the block size.
     pub(crate) slot_budget: usize,
-    /// The size of one decoder and of the minimum number of bounce buffers, in bytes. The smallest
-    /// budget includes this size. 0 if units live on a device with its own memory.
+    /// The size of one decoder and of the smallest bounce buffer, in bytes. The smallest budget
+    /// includes this size. 0 if units live on a device with its own memory.
     pub(crate) least_buffer_bytes: usize,
     pub(crate) overhead: Overhead,
     pub(crate) plan: Plan,
@@ -96,8 +96,8 @@ pub(crate) struct Sizing {
 /// What an engine reserves besides its slots.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Overhead {
-    /// The size of one bounce buffer, in bytes.
-    bounce_bytes: usize,
+    /// The possible sizes of one bounce buffer.
+    bounce: BounceSizes,
     /// Four bounce buffers for each read in flight and each worker: one that is in use, and others
     /// for what is read while computations occupy the processors. With two, a Llama of 1.1B from a
     /// compressed file takes 1% to 9% longer for a token.
@@ -118,6 +118,8 @@ pub(crate) struct Overhead {
 #[derive(Debug, Clone, Copy)]
 struct Buffers {
     bounces: usize,
+    /// The size of one bounce buffer, in bytes.
+    bounce_bytes: usize,
     workers: usize,
     /// Whether workers also encode.
     encodes: bool,
@@ -129,11 +131,18 @@ impl Overhead {
     /// Returns what an engine with this budget reserves if no units are encoded: all that is
     /// wanted, or as much as fits the shares of the budget.
     fn buffers(&self, budget_bytes: usize, row_cache_bytes: usize) -> Buffers {
-        let bounces = budget_bytes / BOUNCE_SHARE / self.bounce_bytes.max(1);
+        let bounce_bytes = match self.staged {
+            true => self.bounce.most,
+            // Smaller ones make reads smaller, so that the buffers may exceed their share here.
+            false => (budget_bytes / BOUNCE_SHARE / BLOCK_ALIGN * BLOCK_ALIGN)
+                .clamp(self.bounce.least, self.bounce.most),
+        };
+        let bounces = budget_bytes / BOUNCE_SHARE / bounce_bytes.max(1);
         let decoders =
             if self.decodes { budget_bytes / DECODER_SHARE / DECODER_BYTES } else { usize::MAX };
         Buffers {
-            bounces: bounces.min(self.wanted_bounces).max(LEAST_BOUNCE_COUNT),
+            bounces: bounces.min(self.wanted_bounces).max(USUAL_BOUNCE_COUNT),
+            bounce_bytes,
             workers: decoders.min(self.wanted_workers).max(1),
             encodes: false,
             row_cache_bytes,
@@ -156,7 +165,8 @@ impl Overhead {
     fn least_buffers(&self) -> Buffers {
         let workers = if self.decodes { 1 } else { self.wanted_workers };
         Buffers {
-            bounces: LEAST_BOUNCE_COUNT,
+            bounces: 1,
+            bounce_bytes: if self.staged { self.bounce.most } else { self.bounce.least },
             workers,
             encodes: false,
             row_cache_bytes: 0,
@@ -175,7 +185,9 @@ impl Overhead {
         if self.staged {
             return buffers.device_decoder_bytes;
         }
-        buffers.bounces * self.bounce_bytes + self.decoder_total(buffers) + buffers.row_cache_bytes
+        buffers.bounces * buffers.bounce_bytes
+            + self.decoder_total(buffers)
+            + buffers.row_cache_bytes
     }
 
     /// Returns the part of the budget that is left for slots, in bytes. A multiple of the block
@@ -185,7 +197,7 @@ impl Overhead {
         left - left % BLOCK_ALIGN
     }
 
-    /// Returns the size of one decoder and of the minimum number of bounce buffers, in bytes.
+    /// Returns the size of one decoder and of the smallest bounce buffer, in bytes.
     fn least_bytes(&self) -> usize {
         self.bytes(self.least_buffers())
     }
@@ -313,6 +325,13 @@ impl Sizing {
         if !buffers.encodes {
             units.iter_mut().for_each(|unit| unit.pieces = None);
         }
+        let requests = RequestSizes { bounce_bytes: buffers.bounce_bytes, ..requests };
+        if buffers.bounce_bytes != overhead.bounce.most {
+            // The reads that fill images go through bounce buffers.
+            for unit in units.iter_mut().filter(|unit| unit.image.is_some()) {
+                unit.image = ImageLayout::new(&unit.layout, requests).map(Arc::new);
+            }
+        }
         let mut sizes: Vec<usize> = units.iter().map(|unit| unit.slot_bytes).collect();
         sizes.sort_unstable_by(|a, b| b.cmp(a));
         let staging_total =
@@ -322,7 +341,7 @@ impl Sizing {
             order,
             requests,
             sharing,
-            bounce_total: buffers.bounces * overhead.bounce_bytes,
+            bounce_total: buffers.bounces * buffers.bounce_bytes,
             workers: buffers.workers,
             decoder_total: overhead.decoder_total(buffers),
             row_cache_bytes: buffers.row_cache_bytes,
@@ -368,10 +387,13 @@ impl Preparation {
         let units: Vec<PreparedUnit> =
             units.into_iter().map(|unit| prepare(unit, sources, alignment)).collect();
         let on_host = staged && config.host_bytes > 0;
+        let gather = gather_bounce_bytes(&config.tables, alignment);
+        let layouts = units.iter().map(|unit| &unit.layout);
+        let bounce = BounceSizes::new(layouts, alignment, on_host)
+            .with(BounceSizes { least: gather, most: gather });
         let requests = RequestSizes {
             request_bytes: config.request_bytes.next_multiple_of(alignment).max(alignment),
-            bounce_bytes: bounce_bytes(units.iter().map(|unit| &unit.layout), alignment, on_host)
-                .max(gather_bounce_bytes(&config.tables, alignment)),
+            bounce_bytes: bounce.most,
             alignment,
         };
         let reads = || units.iter().flat_map(|unit| &unit.layout.reads);
@@ -391,7 +413,7 @@ impl Preparation {
             }
         }
         let overhead = Overhead {
-            bounce_bytes: requests.bounce_bytes.next_multiple_of(BLOCK_ALIGN),
+            bounce,
             wanted_bounces: 4 * (config.io.in_flight + config.workers.max(1)),
             wanted_workers: config.workers.max(1),
             decodes,
@@ -403,6 +425,49 @@ impl Preparation {
             },
         };
         Ok(Self { units, order, requests, overhead })
+    }
+}
+
+/// Budgets for units, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Requirement {
+    /// The smallest budget that works.
+    pub smallest: usize,
+    /// The smallest budget with which no unit is streamed.
+    pub whole: usize,
+}
+
+impl Requirement {
+    /// Computes the budgets for units. See [`Engine::requirement`](crate::Engine::requirement).
+    pub(crate) fn new(
+        units: Vec<Unit>,
+        sources: &[Arc<Source>],
+        config: &EngineConfig,
+        any_phase: bool,
+    ) -> Result<Self, Error> {
+        let place = Place::of_preview(config);
+        let Preparation { units, order, overhead, requests, .. } =
+            Preparation::new(units, sources, config, place)?;
+        let mut demands = PreparedUnit::demands(&units, &config.compute, config.rates);
+        let host = place.is_staged().then_some(0);
+        let budget = |overhead: Overhead, demands: &[UnitDemand], budget_bytes| {
+            let request = config.plan_request(demands, &order).with_host_bytes(host);
+            let plan = overhead.plan(request, &config.tables, config.prefetch, budget_bytes);
+            plan.map(|(plan, _)| plan.peak_bytes()).unwrap_or_else(|e| e.smallest_budget_bytes)
+        };
+        let whole = budget(overhead, &demands, usize::MAX >> 1);
+        let mut overhead = overhead;
+        if any_phase {
+            for (demand, unit) in demands.iter_mut().zip(&units) {
+                let len = SlotLayout::largest(&unit.unit.tensors, requests.alignment);
+                demand.slot_bytes = len.next_multiple_of(BLOCK_ALIGN).max(demand.slot_bytes);
+            }
+            let copied = BounceSizes { least: requests.alignment, most: requests.alignment };
+            overhead.bounce = overhead.bounce.with(copied);
+        }
+        let smallest = budget(overhead, &demands, 0);
+        Ok(Self { smallest, whole: whole.max(smallest) })
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ts_format::FileId;
 use ts_io::ReadPath;
-use ts_pool::{Buffer, DeviceBuffer, SharedBuffer};
+use ts_pool::{BLOCK_ALIGN, Buffer, DeviceBuffer, SharedBuffer};
 use ts_streams::Device;
 
 use crate::encoding::Encoding;
@@ -361,24 +361,50 @@ fn with_alignment(len: usize, alignment: usize) -> usize {
     (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment)
 }
 
-/// Returns the size of a bounce buffer for these layouts, in bytes; 0 if all reads are in place. If
-/// units are also kept `on_host`, those of compressed units are not.
-pub(crate) fn bounce_bytes<'a>(
-    layouts: impl Iterator<Item = &'a SlotLayout>,
-    alignment: usize,
-    on_host: bool,
-) -> usize {
-    let with_alignment = |len| with_alignment(len, alignment);
-    let decodes = |read: &SlotRead| matches!(read.kind, ReadKind::Decoded { .. });
-    let reads = layouts.flat_map(|layout| {
-        let keeps_stored = on_host && layout.reads.iter().any(decodes);
-        layout.reads.iter().map(move |read| (read, keeps_stored))
-    });
-    let needs = reads.map(|(read, keeps_stored)| match read.kind {
-        ReadKind::InPlace if !keeps_stored => 0,
-        // Longer reads are split.
-        ReadKind::InPlace | ReadKind::Copied => with_alignment(read.len).min(LARGEST_COPY),
-        ReadKind::Decoded { .. } => with_alignment(read.required),
-    });
-    needs.max().unwrap_or(0)
+/// Sizes of bounce buffers, in bytes. All are 0 if no read needs one.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct BounceSizes {
+    /// The smallest one with which all reads are possible.
+    pub(crate) least: usize,
+    /// The one for the fewest reads.
+    pub(crate) most: usize,
+}
+
+impl BounceSizes {
+    /// Returns the sizes for these layouts. If units are also kept `on_host`, all reads of
+    /// compressed units need bounce buffers.
+    pub(crate) fn new<'a>(
+        layouts: impl Iterator<Item = &'a SlotLayout>,
+        alignment: usize,
+        on_host: bool,
+    ) -> Self {
+        let decodes = |read: &SlotRead| matches!(read.kind, ReadKind::Decoded { .. });
+        let mut sizes = Self::default();
+        for layout in layouts {
+            let keeps_stored = on_host && layout.reads.iter().any(decodes);
+            for read in &layout.reads {
+                match read.kind {
+                    ReadKind::InPlace if !keeps_stored => {}
+                    // Longer reads are split.
+                    ReadKind::InPlace | ReadKind::Copied => {
+                        let most = with_alignment(read.len, alignment).min(LARGEST_COPY);
+                        sizes = sizes.with(Self { least: alignment, most });
+                    }
+                    ReadKind::Decoded { .. } => {
+                        let whole = with_alignment(read.required, alignment);
+                        sizes = sizes.with(Self { least: whole, most: whole });
+                    }
+                }
+            }
+        }
+        sizes
+    }
+
+    /// Returns the sizes for both uses, in whole blocks of the pool.
+    pub(crate) fn with(self, other: Self) -> Self {
+        Self {
+            least: self.least.max(other.least).next_multiple_of(BLOCK_ALIGN),
+            most: self.most.max(other.most).next_multiple_of(BLOCK_ALIGN),
+        }
+    }
 }

@@ -27,7 +27,7 @@ class Chain(nn.Module):
         return x
 
 
-LAYER_BYTES = 128 * 128 * 4 + 16384
+LAYER_BYTES = 128 * 128 * 4 + 8192
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from torch import nn
 LAYERS = 6
 X = torch.linspace(-1, 1, 2 * 64).view(2, 64)
 #: Less than half of the weights, and more than all of them.
-BUDGETS = ["48KiB", "1MiB"]
+BUDGETS = ["40KiB", "1MiB"]
 
 
 def a_model(seed: int = 0, bias: bool = True) -> nn.Sequential:

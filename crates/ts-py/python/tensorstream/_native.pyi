@@ -110,11 +110,12 @@ def shared_directory() -> Path: ...
 def smallest_budget(sizes: list[int], together: list[list[int]], max_passes: int) -> int: ...
 def requirement(
     checkpoint: Checkpoint,
-    units: list[tuple[str, list[_TensorSpec], _bool]],
+    units: list[tuple[str, list[_TensorSpec], _bool]] | None,
     *,
     together: list[list[int]],
     settings: _Settings,
     tables: Sequence[tuple[Any, torch.dtype]] = ...,
+    any_phase: _bool = ...,
 ) -> tuple[int, int]: ...
 def plan(
     checkpoint: Checkpoint,

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tensorstream::Speeds;
 use tensorstream::orchestrator::{
-    self as orchestrator, EngineConfig, Table, Unit, UnitDemand, UnitId,
+    self as orchestrator, EngineConfig, Requirement, Table, Unit, UnitDemand, UnitId,
 };
 
 use super::engine::{Settings, TableSpec, UnitSpec, config, model_tables, model_units, unit_sets};
@@ -114,26 +114,34 @@ impl Preview {
 ///
 /// Args:
 ///     checkpoint: The checkpoint that contains the tensors.
-///     units: The units, as for ``Streamer``.
+///     units: The units, as for ``Streamer``. None for those that the names of tensors suggest.
 ///     together: Sets of units that one operation needs at the same time.
 ///     settings: The settings of the engine.
 ///     tables: The tables, as for ``Streamer``.
+///     any_phase: Whether the smallest budget also works if tensors get other addresses modulo 64.
 #[pyfunction]
-#[pyo3(signature = (checkpoint, units, *, together, settings, tables=Vec::new()))]
+#[pyo3(signature = (checkpoint, units, *, together, settings, tables=Vec::new(), any_phase=false))]
 pub(crate) fn requirement(
     py: Python<'_>,
     checkpoint: &Checkpoint,
-    units: Vec<UnitSpec>,
+    units: Option<Vec<UnitSpec>>,
     together: Vec<Vec<u32>>,
     settings: Settings,
     tables: Vec<TableSpec>,
+    any_phase: bool,
 ) -> PyResult<(usize, usize)> {
-    let units = model_units(py, checkpoint, units)?;
+    let units = match units {
+        None => checkpoint.inner.units_by_module(),
+        Some(units) => model_units(py, checkpoint, units)?,
+    };
     let tables = tables.into_iter().map(|(spec, _)| spec).collect();
-    let mut config = config(0, Some(&settings))?
+    let config = config(0, Some(&settings))?
         .with_together(unit_sets(together))
         .with_tables(model_tables(py, checkpoint, tables)?);
-    checkpoint.inner.requirement(&units, &mut config).map_err(|e| to_python(py, &e))
+    let sources = checkpoint.inner.sources();
+    orchestrator::Engine::requirement(units, sources, &config, any_phase)
+        .map(|Requirement { smallest, whole, .. }| (smallest, whole))
+        .map_err(|e| to_python(py, &e.into()))
 }
 
 /// Returns the smallest budget that works for units of these sizes, in bytes.

@@ -16,7 +16,6 @@ from ..files._places import find
 from ._curve import Curve, budgets_in_bytes
 from ._report import html_folded, html_table, html_text, mib
 from ._transformers import plan_checkpoint
-from ._units import smallest_by_names
 from ._weights import Divided
 
 
@@ -175,7 +174,9 @@ def _plan_by_names(
 ) -> dict[str, Any]:
     """Plans the streaming of a checkpoint whose model is unknown."""
     settings = config.settings()
-    smallest = smallest_by_names(checkpoint, settings)
+    smallest, _ = _native.requirement(
+        checkpoint, None, together=[], settings=settings, any_phase=True
+    )
     if budget_bytes < smallest:
         largest = max(
             _native.plan(checkpoint, budget=smallest, settings=settings)["units"],

@@ -17,7 +17,6 @@ from . import _tree as tree
 from ._builder import Builder
 from ._division import (
     FUSED,
-    VIRTUAL_START,
     Rows,
     addresses_are_exact,
     batch_divided,
@@ -44,9 +43,6 @@ TensorSpec = tuple[str, str, list[int], list[tuple[int, int, int]], int | None]
 
 #: A unit: its name, its tensors, and whether a pass uses it only for some inputs.
 UnitSpec = tuple[str, list[TensorSpec], bool]
-
-#: The sizes in bytes of the pieces in which tensors that are copied are read if memory is short.
-PIECES = (256 << 10, 64 << 10, 16 << 10, 4096)
 
 
 def units_for_budget(
@@ -128,7 +124,6 @@ def units_for_budget(
         chosen, needs = by_rows, divided
     if budget < needs.smallest:
         raise chosen.too_small(settings, budget + held, lowest + held)
-    chosen.read_in_pieces(settings, budget)
     chosen.smallest = lowest
     return chosen, budget
 
@@ -484,29 +479,17 @@ class UnitBuilder:
 
     def requirement(self, settings: Settings) -> Requirement:
         """Returns the budgets for the units."""
-        exact, whole = self._requirement(settings, self.specs)
-        if not self._on_host:
-            return Requirement(exact, whole)
-        ways = [self.specs]
-        for phase in (None, 0):
-            other = _with_phase(self.specs, phase)
-            if other not in ways:
-                ways.append(other)
-        in_pieces = [_in_pieces(specs, PIECES[-1]) for specs in ways]
-        found = [
-            exact if own == self.specs else self._requirement(settings, own)[0] for own in in_pieces
-        ]
-        return Requirement(max(found), whole)
-
-    def read_in_pieces(self, settings: Settings, budget: int) -> None:
-        """Makes the reads of tensors that are copied to their address as small as the budget asks.
-
-        They are read to other memory, which is part of the budget.
-        """
-        for piece in PIECES:
-            if budget >= self._requirement(settings, self.specs)[0]:
-                return
-            self.specs = _in_pieces(self.specs, piece)
+        if self._together is None:
+            self._together = self.leased_together()
+        smallest, whole = _native.requirement(
+            self._checkpoint,
+            self.specs,
+            together=self._together,
+            settings=settings,
+            tables=self.tables,
+            any_phase=self._on_host,
+        )
+        return Requirement(smallest, whole)
 
     def too_small(self, settings: Settings, budget: int, smallest: int) -> BudgetError:
         """Returns the error for a budget that is too small."""
@@ -531,17 +514,6 @@ class UnitBuilder:
             f"{smallest} bytes, of which `{names}` needs {sum(size for size, _ in largest)} bytes "
             f"at once{held}",
             smallest,
-        )
-
-    def _requirement(self, settings: Settings, specs: list[UnitSpec]) -> tuple[int, int]:
-        if self._together is None:
-            self._together = self.leased_together()
-        return _native.requirement(
-            self._checkpoint,
-            specs,
-            together=self._together,
-            settings=settings,
-            tables=self.tables,
         )
 
     def read_buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -617,46 +589,6 @@ class UnitBuilder:
             raise mismatch(self._checkpoint, tensor, name, order)
         phase = None if tensor.is_meta else tensor.data_ptr() % 64
         return Source(name, tuple(parts), phase)
-
-
-def smallest_by_names(checkpoint: _native.Checkpoint, settings: Settings) -> int:
-    """Returns the smallest budget for units that are inferred from names, in bytes.
-
-    It works for all addresses of weights, as ``Requirement.smallest`` does.
-    """
-    units: dict[str, list[TensorSpec]] = {}
-    for name in checkpoint.names():
-        dtype, shape, parts = checkpoint.entry(name)
-        units.setdefault(name.rpartition(".")[0], []).append((name, dtype, shape, parts, None))
-    mapped: list[UnitSpec] = [(name, own, False) for name, own in units.items()]
-    return max(
-        _native.requirement(checkpoint, specs, together=[], settings=settings)[0]
-        for specs in (mapped, _in_pieces(_with_phase(mapped, 0), PIECES[-1]))
-    )
-
-
-def _in_pieces(specs: list[UnitSpec], piece: int) -> list[UnitSpec]:
-    """Returns units whose tensors that are not read to their address are read in pieces."""
-
-    def divided(tensor: TensorSpec) -> TensorSpec:
-        name, dtype, shape, parts, phase = tensor
-        whole = one_range(parts)
-        is_copied = len(parts) > 1 or (whole and phase is not None and whole[1] % 64 != phase)
-        if not is_copied or any(begin >= VIRTUAL_START for _, begin, _ in parts):
-            return tensor
-        pieces = [
-            (file, begin + at, min(piece, length - at))
-            for file, begin, length in parts
-            for at in range(0, length, piece)
-        ]
-        return name, dtype, shape, pieces or parts, phase
-
-    return [(name, [divided(each) for each in own], routed) for name, own, routed in specs]
-
-
-def _with_phase(specs: list[UnitSpec], phase: int | None) -> list[UnitSpec]:
-    """Returns units whose tensors have another address modulo 64."""
-    return [(name, [(*each[:4], phase) for each in own], routed) for name, own, routed in specs]
 
 
 def _qualified_names(model: nn.Module) -> dict[int, list[str]]:
