@@ -302,7 +302,7 @@ pub(crate) fn test(venv: &Venv, args: &[&str]) -> Result<Counts> {
     test_limited(venv, args, &[])
 }
 
-/// Like [`test`], with these environment variables.
+/// Like [`test()`], with these environment variables.
 pub(crate) fn test_limited(
     venv: &Venv,
     args: &[&str],
