@@ -56,7 +56,7 @@ impl Checkpoint {
     pub fn curve(
         &self,
         units: Vec<Unit>,
-        config: EngineConfig,
+        config: &EngineConfig,
         budgets: Option<&[usize]>,
     ) -> Result<Vec<CurvePoint>, Error> {
         let spread;
@@ -66,13 +66,13 @@ impl Checkpoint {
                 const STEPS: usize = 8;
                 let sources = self.sources();
                 let Requirement { smallest, whole, .. } =
-                    Engine::requirement(units.clone(), sources, &config, false)?;
+                    Engine::requirement(units.clone(), sources, config, false)?;
                 let step = (whole - smallest) / STEPS;
                 spread = (0..=STEPS).map(|i| if i == STEPS { whole } else { smallest + i * step });
                 &spread.collect::<Vec<_>>()
             }
         };
-        Ok(Engine::preview_curve(units, self.sources(), &config, budgets)?)
+        Ok(Engine::preview_curve(units, self.sources(), config, budgets)?)
     }
 }
 

@@ -144,6 +144,10 @@ fn clients_reconnect_and_detect_changed_files() {
         directory.path().join("model.safetensors"),
     )
     .unwrap();
+    // The server has the other file open.
+    assert_same(&checkpoint);
+    server.end();
+    let server = Server::start(directory.path(), &address, ServeOptions::default());
     let entry = checkpoint.catalog().require("t3").unwrap().range();
     let changed = checkpoint.read(&[entry], &mut vec![0; entry.len as usize]).unwrap_err();
     assert!(

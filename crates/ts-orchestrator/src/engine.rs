@@ -125,8 +125,8 @@ impl Engine {
     /// Returns the smallest budget that works for units, and the smallest one with which no unit is
     /// streamed. Ignores the budget in `config`. Empty units need no memory.
     ///
-    /// With `any_phase`, the smallest budget also works if tensors get other [phases](crate::Phase)
-    /// than those of `units`.
+    /// With `any_phase`, the smallest budget also works for [phases](crate::Phase) with which all
+    /// tensors of a unit can be read in place, or none.
     ///
     /// Reserves no memory for weights, starts no threads and reads nothing.
     ///

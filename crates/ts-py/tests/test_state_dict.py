@@ -317,6 +317,33 @@ def test_a_budget_that_is_too_small_changes_nothing(tmp_path: Path) -> None:
     assert not torch.equal(mean, before["0.1.running_mean"])
 
 
+def test_a_part_is_found_in_the_checkpoint_of_a_larger_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+
+    def part() -> nn.Sequential:
+        layers = (nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        return nn.Sequential(*layers, nn.BatchNorm1d(WIDTH)).eval()
+
+    whole = nn.ModuleDict({"first": part(), "head": nn.Linear(WIDTH, 3)})
+    path = tmp_path / "model.safetensors"
+    ts.save_file(whole.state_dict(), path)
+    x = torch.randn(4, WIDTH)
+    with torch.no_grad():
+        want = whole["first"](x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        streamed = ts.offload(part(), checkpoint=path, budget="64KiB")
+    with torch.no_grad():
+        for _ in range(PASSES):
+            assert torch.equal(streamed(x), want)
+    with pytest.raises(ts.CheckpointError, match=r"2 tensors are not in the Sequential.*`head"):
+        ts.offload(part(), checkpoint=path, budget="64KiB", strict=True)
+    # Of two parts with the same names, either could be meant.
+    ts.save_file(nn.ModuleDict({"a": part(), "b": part()}).state_dict(), path)
+    with pytest.raises(ts.MissingTensorError, match=r"needs tensor `0\.weight`"):
+        ts.offload(part(), checkpoint=path, budget="64KiB")
+
+
 def test_names_that_do_not_match_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     state = nn.Sequential(plain(), nn.BatchNorm1d(WIDTH)).state_dict()

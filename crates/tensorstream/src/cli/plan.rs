@@ -34,7 +34,7 @@ pub(super) fn run(arguments: &Arguments, console: Console) -> Result<u8, Error> 
     let config = Speeds::default().recall(&checkpoint, &units, config);
     let explanation = checkpoint.explain_units(units.clone(), &config)?;
     let curve = match arguments.curve {
-        true => Some(checkpoint.curve(units, config, None)?),
+        true => Some(checkpoint.curve(units, &config, None)?),
         false => None,
     };
     if !console.json {

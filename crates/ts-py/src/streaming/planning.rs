@@ -104,7 +104,7 @@ impl Preview {
         py: Python<'py>,
         budgets: Option<Vec<usize>>,
     ) -> PyResult<Bound<'py, PyList>> {
-        let curve = self.checkpoint.curve(self.units.clone(), self.config(0)?, budgets.as_deref());
+        let curve = self.checkpoint.curve(self.units.clone(), &self.config(0)?, budgets.as_deref());
         curve_list(py, &curve.map_err(|e| to_python(py, &e))?)
     }
 }
@@ -118,7 +118,8 @@ impl Preview {
 ///     together: Sets of units that one operation needs at the same time.
 ///     settings: The settings of the engine.
 ///     tables: The tables, as for ``Streamer``.
-///     any_phase: Whether the smallest budget also works if tensors get other addresses modulo 64.
+///     any_phase: Whether the smallest budget also works for addresses modulo 64 with which all
+///         tensors of a unit can be read in place, or none.
 #[pyfunction]
 #[pyo3(signature = (checkpoint, units, *, together, settings, tables=Vec::new(), any_phase=false))]
 pub(crate) fn requirement(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -131,6 +131,8 @@ class _Loading:
         self.loaded = Loaded()
         self._missing: list[str] = []
         self._unexpected: list[str] = []
+        #: What the names of the model begin with in the checkpoint.
+        self._prefix = ""
         self._errors: list[str] = []
         self._model = model
         self._checkpoint = checkpoint
@@ -152,7 +154,11 @@ class _Loading:
         if _overrides(self._model, "load_state_dict"):
             self._run_override(names, strict)
         else:
-            self._visit(self._model, "", names)
+            prefix = self._prefix = self._part_of_a_model(names)
+            own = [name for name in names if name.startswith(prefix)]
+            if strict:
+                self._unexpected += [name for name in names if not name.startswith(prefix)]
+            self._visit(self._model, prefix, own)
         for snapshot in self.loaded.before:
             self._finish(snapshot)
 
@@ -189,7 +195,8 @@ class _Loading:
                 names.setdefault(id(tensor), []).append(name)
         ids = {name: key for key, own_names in names.items() for name in own_names}
         found = self._filled | self._kept
-        missing = [name for name in dict.fromkeys(self._missing) if ids.get(name) not in found]
+        unloaded = (name.removeprefix(self._prefix) for name in dict.fromkeys(self._missing))
+        missing = [name for name in unloaded if ids.get(name) not in found]
         if strict is False:
             missing = [name for name in missing if name not in ids]
         for name, parameter in tree.named_parameters(self._model):
@@ -223,6 +230,30 @@ class _Loading:
                 f"the model needs tensor `{missing[0]}`, which is not in {files}, and has no value "
                 "in memory"
             )
+
+    def _part_of_a_model(self, names: Sequence[str]) -> str:
+        """Returns what all names of the model begin with in the checkpoint of a larger model.
+
+        Returns an empty string if the checkpoint has a parameter with the name that it has here, or
+        if no other names match, or those of several parts do.
+        """
+        stored = set(names)
+        own: dict[int, list[str]] = {}
+        for name, parameter in tree.named_parameters(self._model, remove_duplicate=False):
+            if id(parameter) not in self._kept:
+                own.setdefault(id(parameter), []).append(name)
+        if not own or any(name in stored for each in own.values() for name in each):
+            return ""
+        first = [f".{name}" for name in next(iter(own.values()))]
+        prefixes = {
+            name.removesuffix(end) + "." for name in names for end in first if name.endswith(end)
+        }
+        matching = [
+            prefix
+            for prefix in prefixes
+            if all(any(prefix + name in stored for name in each) for each in own.values())
+        ]
+        return matching[0] if len(matching) == 1 else ""
 
     # Modules without loading code.
 
