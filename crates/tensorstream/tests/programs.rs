@@ -80,8 +80,8 @@ impl Program {
                     return;
                 }
                 Err(error) if error.kind() == ErrorKind::Storage => {}
-                // A thread keeps tensors, or has replaced a unit that another one uses. Or threads that
-                // keep tensors wait for each other, and each must drop its own.
+                // A thread keeps tensors, or has replaced a unit that another one uses. Or threads
+                // that keep tensors wait for each other, and each must drop its own.
                 Err(Error::StillReferenced { .. } | Error::Deadlock { .. }) => {
                     kept.clear();
                     std::thread::sleep(Duration::from_millis(1));
