@@ -17,6 +17,7 @@ mod sharing;
 mod stats;
 mod streamer;
 mod torch;
+mod tree;
 mod unit_tensors;
 mod weight;
 mod weight_ref;
@@ -41,6 +42,9 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(planning::requirement, m)?)?;
     m.add_function(wrap_pyfunction!(planning::smallest_budget, m)?)?;
     m.add_function(wrap_pyfunction!(sharing::leave_shared, m)?)?;
+    m.add_function(wrap_pyfunction!(tree::modules, m)?)?;
+    m.add_function(wrap_pyfunction!(tree::named_modules, m)?)?;
+    m.add_function(wrap_pyfunction!(tree::named_tensors, m)?)?;
     m.add_function(wrap_pyfunction!(sharing::shared_directory, m)?)?;
     m.add_function(wrap_pyfunction!(sharing::shared_bytes, m)?)?;
     Ok(())

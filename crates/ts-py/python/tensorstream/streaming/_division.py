@@ -142,6 +142,8 @@ def trial_bytes(model: nn.Module, wanted: Rows) -> int:
 
 def _row_candidates(model: nn.Module, wanted: Rows) -> list[tuple[torch.Tensor, bool]]:
     """Returns the weights that could be divided, and whether a product uses them."""
+    if wanted is Rows.NONE:
+        return []
     users: dict[int, list[nn.Module]] = {}
     parameters: dict[int, torch.Tensor] = {}
     for module in tree.modules(model):
@@ -158,15 +160,14 @@ def _row_candidates(model: nn.Module, wanted: Rows) -> list[tuple[torch.Tensor, 
     }
 
     candidates = []
-    for key, modules in users.items() if wanted is not Rows.NONE else ():
+    for key, modules in users.items():
         parameter = parameters[key]
+        if parameter.ndim != 2 or parameter.nbytes < _LEAST_DIVIDED_BYTES or key in fused:
+            continue
         embeds = [_embeds(module, parameter) for module in modules]
         multiplies = [_multiplies(module, parameter) for module in modules]
         if (
-            parameter.ndim == 2
-            and key not in fused
-            and parameter.nbytes >= _LEAST_DIVIDED_BYTES
-            and parameter.shape[0] >= 2 * block_rows(parameter)
+            parameter.shape[0] >= 2 * block_rows(parameter)
             and all(a or b for a, b in zip(embeds, multiplies, strict=True))
             and (all(embeds) or wanted >= Rows.HEADS)
         ):

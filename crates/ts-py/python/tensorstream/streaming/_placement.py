@@ -53,17 +53,22 @@ class Placement:
                 for name, device in config.device.items()
             }
             self._check_names()
-        self._devices = {
-            id(module): self._device_of(prefix, module)
-            for prefix, module in tree.named_modules(model)
-        }
+        #: The devices of modules, by ``id``, if there are several.
+        self._devices: dict[int, torch.device] = {}
+        if set(self._map.values()) != {self.main}:
+            self._devices = {
+                id(module): self._device_of(prefix, module)
+                for prefix, module in tree.named_modules(model)
+            }
 
     def device(self, module: nn.Module) -> torch.device:
         """Returns the device of a module of the model."""
-        return self._devices[id(module)]
+        return self._devices[id(module)] if self._devices else self.main
 
     def share(self, device: torch.device) -> float:
         """Returns the share of a device in the bytes of all parameters, 0 to 1."""
+        if not self._devices:
+            return float(device == self.main)
         sizes = dict.fromkeys(self.configs, 0)
         for module in tree.modules(self._model):
             sizes[self.device(module)] += _bytes_of(module, recurse=False)

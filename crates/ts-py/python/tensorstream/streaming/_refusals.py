@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from . import _tree as tree
 
 #: Names for the layouts of tensors that no file has.
 _LAYOUTS = {"_mkldnn": "mkldnn", "jagged": "nested"}
@@ -32,10 +33,10 @@ def refuse_unsupported(model: Any, kept: frozenset[int] = frozenset()) -> None:
         raise ModelError(
             f"cannot offload the model: expected a torch.nn.Module, got {found}{advice}"
         )
-    for name, module in model.named_modules():
+    for name, module in tree.named_modules(model):
         for hook in _hooks(module):
             _refuse_hook(name or type(module).__name__, hook)
-    for name, parameter in model.named_parameters():
+    for name, parameter in tree.named_parameters(model):
         if id(parameter) not in kept:
             _refuse_layout(name, parameter)
 
@@ -67,13 +68,14 @@ def _refuse_hook(name: str, hook: Any) -> None:
 
 def _refuse_layout(name: str, parameter: torch.Tensor) -> None:
     """Raises an error if the elements of a parameter are not those of a plain array."""
+    is_strided = parameter.layout == torch.strided and not parameter.is_nested
+    if is_strided and not parameter.is_quantized:
+        return
     layout = str(parameter.layout).removeprefix("torch.")
     found = _LAYOUTS.get(layout, layout.replace("sparse_", "sparse, layout "))
     if parameter.is_nested:
         found = "nested"
-    elif parameter.layout == torch.strided:
-        if not parameter.is_quantized:
-            return
+    elif is_strided:
         found = "quantized"
     raise ModelError(
         f"cannot stream parameter `{name}`: its tensor is {found} (expected a dense, strided "

@@ -3,46 +3,36 @@
 
 Models can override ``parameters``, ``named_parameters``, ``modules`` and ``children``, for example
 so that an optimizer sees only a part of them. What is streamed does not depend on that. So these
-functions read the dictionaries of the modules. They return what the methods of ``nn.Module`` return
-if nothing overrides them.
+functions read the dictionaries of the modules. They return what the methods of ``nn.Module`` yield
+if nothing overrides them. Most of it runs in native code: loading asks often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from .. import _native
+
 
 def named_modules(
     model: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the model and all modules in it with their names.
+) -> list[tuple[str, nn.Module]]:
+    """Returns the model and all modules in it with their names.
 
     Args:
         model: The model.
         prefix: The name of the model.
         remove_duplicate: Whether a shared module has only its first name.
     """
-    if not model._modules:
-        yield prefix, model
-        return
-    seen: set[int] = set()
-    stack = [(prefix, model)]
-    while stack:
-        name, module = stack.pop()
-        if remove_duplicate and id(module) in seen:
-            continue
-        seen.add(id(module))
-        yield name, module
-        below = reversed(module._modules.items())
-        stack += ((joined(name, own), child) for own, child in below if child is not None)
+    return _native.named_modules(model, prefix, remove_duplicate)
 
 
-def modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the model and all modules in it, each once."""
-    return (module for _, module in named_modules(model))
+def modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the model and all modules in it, each once."""
+    return _native.modules(model)
 
 
 def children(module: nn.Module) -> list[nn.Module]:
@@ -53,38 +43,26 @@ def children(module: nn.Module) -> list[nn.Module]:
 
 def named_parameters(
     model: nn.Module, *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters of a model with their names.
+) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters of a model with their names.
 
     Args:
         model: The model.
         remove_duplicate: Whether a shared parameter has only its first name.
     """
-    seen: set[int] = set()
-    for prefix, module in named_modules(model, remove_duplicate=remove_duplicate):
-        for name, parameter in module._parameters.items():
-            if parameter is None or (remove_duplicate and id(parameter) in seen):
-                continue
-            seen.add(id(parameter))
-            yield joined(prefix, name), parameter
+    return _native.named_tensors(model, "_parameters", remove_duplicate)
 
 
-def parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields the distinct parameters of a model."""
-    return (parameter for _, parameter in named_parameters(model))
+def parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the distinct parameters of a model."""
+    return [parameter for _, parameter in named_parameters(model)]
 
 
 def named_buffers(
     model: nn.Module, *, remove_duplicate: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the buffers of a model with their names, as ``named_parameters`` does."""
-    seen: set[int] = set()
-    for prefix, module in named_modules(model, remove_duplicate=remove_duplicate):
-        for name, buffer in module._buffers.items():
-            if buffer is None or (remove_duplicate and id(buffer) in seen):
-                continue
-            seen.add(id(buffer))
-            yield joined(prefix, name), buffer
+) -> list[tuple[str, torch.Tensor]]:
+    """Returns the buffers of a model with their names, as ``named_parameters`` does."""
+    return _native.named_tensors(model, "_buffers", remove_duplicate)
 
 
 def persistent_buffers(
