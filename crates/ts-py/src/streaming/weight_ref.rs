@@ -44,9 +44,9 @@ pub(crate) struct WeightRef {
 #[derive(Default)]
 struct Borrowed {
     count: usize,
-    /// The tensor that has the implementation of the stand-in meanwhile, and the class of the
-    /// parameter before.
-    other: Option<(Py<PyAny>, Py<PyType>)>,
+    /// The parameter and the tensor that has the implementation of the stand-in meanwhile, and the
+    /// class of the parameter before.
+    swapped: Option<(Py<PyTuple>, Py<PyType>)>,
 }
 
 #[pymethods]
@@ -184,7 +184,7 @@ impl WeightRef {
                 return Ok(false);
             }
             torch.set_class(parameter, torch.weight_class(py))?;
-            borrowed.other = Some((other, class));
+            borrowed.swapped = Some((pair.unbind(), class));
         }
         borrowed.count += 1;
         Ok(true)
@@ -193,24 +193,20 @@ impl WeightRef {
     /// Ends a use of `borrow_memory`. The last one gives the parameter the stand-in back.
     pub(super) fn return_memory(&self, inner: &StreamerInner, parameter: &Bound<'_, PyAny>) {
         let py = parameter.py();
-        let other = self.borrowed.lock().other.as_ref().map(|(other, _)| other.clone_ref(py));
-        let pair = other.and_then(|other| PyTuple::new(py, [parameter, other.bind(py)]).ok());
-        // Nothing below allocates an object of Python, so no other thread runs until it has ended.
+        // Nothing here allocates an object of Python, so no other thread runs until it has ended.
         let mut borrowed = self.borrowed.lock();
         borrowed.count = borrowed.count.saturating_sub(1);
         if borrowed.count > 0 {
             return;
         }
-        let other = borrowed.other.take();
-        if let (Some(pair), Some((_, class))) = (pair, &other) {
-            let torch = &inner.torch;
-            let swapped =
-                torch.swap(py, &pair).and_then(|()| torch.set_class(parameter, class.bind(py)));
-            if let Err(error) = swapped {
-                error.write_unraisable(py, Some(parameter));
-            }
+        let Some((pair, class)) = borrowed.swapped.take() else { return };
+        let torch = &inner.torch;
+        let swapped =
+            torch.swap(py, pair.bind(py)).and_then(|()| torch.set_class(parameter, class.bind(py)));
+        if let Err(error) = swapped {
+            error.write_unraisable(py, Some(parameter));
         }
         drop(borrowed);
-        drop(other);
+        drop((pair, class));
     }
 }

@@ -140,6 +140,7 @@ def replace_calls() -> None:
         original, _records_gradients, _without_weights, _announcers, classes
     )
     call, is_compiling = calls.call, torch.compiler.is_dynamo_compiling
+    loaded = sys.modules
     dynamo_knows = False
 
     def __call__(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +149,7 @@ def replace_calls() -> None:
             if not _streams(args[0]):
                 return original(*args, **kwargs)
             torch._dynamo.graph_break(msg=_NO_WHOLE_GRAPH)
-        elif not dynamo_knows:
+        elif not dynamo_knows and _DYNAMO[-1] in loaded:
             dynamo_knows = _tell_dynamo(original, __call__.__code__)
         return call(args, kwargs)
 
