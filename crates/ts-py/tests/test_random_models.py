@@ -237,7 +237,8 @@ def smallest_of(model: nn.Module, path: Path) -> int:
     }
     on_meta = copy.deepcopy(model, memo)
     with pytest.raises(ts.BudgetError) as caught:
-        ts.offload(on_meta, ts.Config(budget=1), checkpoint=path)
+        # The file has no buffers.
+        ts.offload(on_meta, ts.Config(budget=1), checkpoint=path, strict=False)
     return int(
         str(caught.value).split("smallest budget that works is ")[1].split(" ", maxsplit=1)[0]
     )

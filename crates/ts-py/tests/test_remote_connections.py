@@ -134,7 +134,6 @@ def test_failures_are_typed_and_leave_the_machine_usable(kind: str) -> None:
             (ConfigurationError, "compression", lambda: connection.send(x, compression=rar)),
             (ConfigurationError, "too long", lambda: connection.send(x, "n" * 40_000)),
             (ConfigurationError, "must be texts", lambda: connection.send(x, metadata=numbers)),
-            (ConfigurationError, "dtype", lambda: connection.send(x.to(torch.complex32))),
             (ConfigurationError, "expected HOST:PORT", lambda: machine.connect("nowhere")),
             (ConfigurationError, "60 s", lambda: machine.connect("h:1", idle_timeout=1e9)),
             (ConfigurationError, "positive", lambda: machine.connect("h:1", idle_timeout=-1)),

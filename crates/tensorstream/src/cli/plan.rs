@@ -2,7 +2,7 @@
 //! `tensorstream plan`.
 
 use serde_json::{Value, json};
-use ts_orchestrator::{CurvePoint, EngineConfig};
+use ts_orchestrator::{CurvePoint, Engine, EngineConfig};
 
 use super::arguments::{CheckpointPath, at_least_one, budget};
 use super::console::{Console, say};
@@ -32,7 +32,11 @@ pub(super) fn run(arguments: &Arguments, console: Console) -> Result<u8, Error> 
     let checkpoint = Checkpoint::open(&arguments.checkpoint.path)?;
     let units = checkpoint.units_by_module();
     let config = Speeds::default().recall(&checkpoint, &units, config);
-    let explanation = checkpoint.explain_units(units.clone(), &config)?;
+    // A model can need other addresses of weights than those in a mapping of the file.
+    let sources = checkpoint.sources();
+    let least = Engine::requirement(units.clone(), sources, &config, true)?.smallest;
+    let mut explanation = checkpoint.explain_units(units.clone(), &config)?;
+    explanation.plan.smallest_budget_bytes = least;
     let curve = match arguments.curve {
         true => Some(checkpoint.curve(units, &config, None)?),
         false => None,

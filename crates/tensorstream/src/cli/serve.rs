@@ -198,26 +198,26 @@ pub(super) fn serve(
 ) -> Result<u8, Error> {
     let options = arguments.server.options()?.with_follow_symlinks(arguments.follow_symlinks);
     let scheme = if options.server.tls.is_some() { "tss" } else { "ts" };
-    let on_listening = |address: &Address| match console.json {
-        true => {
-            say(json!({ "address": address.to_string(), "url": format!("{scheme}://{address}/") }));
-        }
-        false => {
-            say(format_args!("serving {} at {scheme}://{address}/", arguments.directory.display()));
-        }
-    };
     let log = |peer: &str, error: &ts_remote::Error| match error {
         ts_remote::Error::Closed { .. } => console.detail(format_args!("{peer}: {error}")),
         error => console.note(format_args!("{peer}: {error}")),
     };
     let state = Arc::new(Mutex::new(State::default()));
+    let on_listening = |address: &Address| {
+        state.lock().started = true;
+        let url = format!("{scheme}://{address}/");
+        match console.json {
+            true => say(json!({ "address": address.to_string(), "url": url })),
+            false => say(format_args!("serving {} at {url}", arguments.directory.display())),
+        }
+    };
     let shared = Arc::clone(&state);
     let pages = arguments.metrics.as_deref();
     let pages = pages.map(|at| StatusServer::start(at, move || shared.lock().status()));
     let _pages = pages.transpose()?;
     let mut stop = |stats: &ServerStats| {
         let mut state = state.lock();
-        (state.stats, state.started) = (*stats, true);
+        state.stats = *stats;
         state.stops |= interrupt();
         state.stops
     };
