@@ -539,8 +539,12 @@ impl StreamerInner {
         let tensors = Arc::new(UnitTensors::new(unit, address, lease));
         entry.tensors = Arc::downgrade(&tensors);
         let before = entry.cached.take();
+        let is_first = !std::mem::replace(&mut entry.was_used, true);
         drop(entry);
         drop(before);
+        if is_first {
+            heap::trim_fragments();
+        }
         (tensors, None)
     }
 

@@ -23,6 +23,8 @@ pub(super) struct UnitEntry {
     pub(super) cached: Option<Arc<UnitTensors>>,
     /// A lease for the next use. See `StreamerInner::keeps_leases`.
     pub(super) kept: Option<Lease>,
+    /// Whether the unit had tensors before.
+    pub(super) was_used: bool,
 }
 
 /// The tensors over the memory of a unit. They are created when they are first needed.
