@@ -374,7 +374,10 @@ def test_writes_are_refused_in_every_mode(direct: Any) -> None:
         for write in writes:
             # Autograd refuses some writes first, as it does in memory.
             first = (RuntimeError,) if mode is torch.enable_grad else ()
-            with mode(), pytest.raises((ts.ModelError, *first), match=r"stream|leaf Variable|requires grad"):
+            with (
+                mode(),
+                pytest.raises((ts.ModelError, *first), match=r"stream|leaf Variable|requires grad"),
+            ):
                 write()
         with torch.no_grad():
             assert torch.equal(model(x), expected)
