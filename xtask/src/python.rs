@@ -168,7 +168,9 @@ fn install_packages(venv: &Venv, wanted: &str) -> Result<()> {
     let began = Instant::now();
     let list = venv.dir.join("requirements.txt");
     fs::write(&list, wanted).map_err(|e| format!("cannot write {}: {e}", list.display()))?;
-    run(venv.python().args(["-m", "pip", "install", "--quiet", "-r"]).arg(&list))?;
+    // Python compiles the modules that are imported; most of these packages are never.
+    let options = ["-m", "pip", "install", "--quiet", "--no-compile", "-r"];
+    run(venv.python().args(options).arg(&list))?;
     println!("-- packages: {:.0} s", began.elapsed().as_secs_f64());
     fs::write(venv.stamp(), wanted)
         .map_err(|e| format!("cannot write {}: {e}", venv.stamp().display()))
