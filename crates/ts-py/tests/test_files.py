@@ -427,6 +427,10 @@ def test_the_command_line_matches_the_functions(minilm: Path, tmp_path: Path) ->
     assert command("plan", tmp_path / "m.ts", "--budget", "60MiB").stdout == f"{plan}\n"
     as_json = json.loads(command("plan", tmp_path / "m.ts", "--budget", "60MiB", "--json").stdout)
     assert as_json["smallest_budget_bytes"] == plan.smallest_budget_bytes
+    less = plan.smallest_budget_bytes - 1
+    with pytest.raises(ts.BudgetError) as refused:
+        ts.plan(tmp_path / "m.ts", budget=less)
+    assert str(refused.value) in command("plan", tmp_path / "m.ts", "--budget", str(less)).stderr
     demo = json.loads(
         command("demo", minilm, "--budget", "60MiB", "--passes", "2", "--json").stdout
     )

@@ -31,11 +31,21 @@ pub(super) fn run(arguments: &Arguments, console: Console) -> Result<u8, Error> 
     config.max_passes = arguments.max_passes;
     let checkpoint = Checkpoint::open(&arguments.checkpoint.path)?;
     let units = checkpoint.units_by_module();
-    let config = Speeds::default().recall(&checkpoint, &units, config);
+    let mut config = Speeds::default().recall(&checkpoint, &units, config);
     // A model can need other addresses of weights than those in a mapping of the file.
     let sources = checkpoint.sources();
     let least = Engine::requirement(units.clone(), sources, &config, true)?.smallest;
-    let mut explanation = checkpoint.explain_units(units.clone(), &config)?;
+    if budget < least {
+        config.budget_bytes = 0; // is refused too, for this reason
+    }
+    let mut explanation =
+        checkpoint.explain_units(units.clone(), &config).map_err(|error| match error {
+            Error::Engine(ts_orchestrator::Error::NeverFits(mut refusal)) => {
+                (refusal.budget_bytes, refusal.smallest_budget_bytes) = (budget, least);
+                ts_orchestrator::Error::NeverFits(refusal).into()
+            }
+            other => other,
+        })?;
     explanation.plan.smallest_budget_bytes = least;
     let curve = match arguments.curve {
         true => Some(checkpoint.curve(units, &config, None)?),
