@@ -72,7 +72,7 @@ def offload(
         config: The settings. The default is ``Config()``.
         checkpoint: A directory, ``.safetensors`` or ``.ts`` file, shard index, URL, or name of a
             model on the Hugging Face Hub, whose tensors have the names of the model's parameters.
-            If all of these begin with the name of one part in a larger checkpoint, that is found.
+            Without ``strict``, a part of a model finds its tensors in that of the whole model.
         budget: Shorthand for ``Config(budget=...)``.
         device: Shorthand for ``Config(device=...)``.
         host_budget: Shorthand for ``Config(host_budget=...)``.

@@ -116,7 +116,7 @@ def load(
     """
     loading = _Loading(model, checkpoint, kept, casts)
     try:
-        loading.run(strict is True)
+        loading.run(strict)
         loading.report(strict)
     except BaseException:
         loading.loaded.undo()
@@ -148,17 +148,16 @@ class _Loading:
         self._initial: dict[int, Source | Derived] = {}
         self._shadowed: dict[int, Snapshot] = {}
 
-    def run(self, strict: bool) -> None:
+    def run(self, strict: bool | None) -> None:
         """Loads everything, and notes what is missing, unexpected or wrong."""
         names = self._checkpoint.names()
         if _overrides(self._model, "load_state_dict"):
-            self._run_override(names, strict)
+            self._run_override(names, strict is True)
         else:
-            prefix = self._prefix = self._part_of_a_model(names)
-            own = [name for name in names if name.startswith(prefix)]
-            if strict:
-                self._unexpected += [name for name in names if not name.startswith(prefix)]
-            self._visit(self._model, prefix, own)
+            if strict is None:  # else, names match as in memory
+                self._prefix = self._part_of_a_model(names)
+            own = [name for name in names if name.startswith(self._prefix)]
+            self._visit(self._model, self._prefix, own)
         for snapshot in self.loaded.before:
             self._finish(snapshot)
 
