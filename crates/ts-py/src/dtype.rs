@@ -256,8 +256,7 @@ macro_rules! dtypes {
             }
 
             /// The name in PyTorch, such as "float32". The safetensors name if PyTorch has none,
-            /// and
-            /// for values smaller than a byte, of which an element of PyTorch has several.
+            /// and for values smaller than a byte, of which an element of PyTorch has several.
             #[getter]
             pub(crate) fn name(&self) -> &'static str {
                 let row = row_of(self.0).filter(|_| self.0.bits() >= 8);

@@ -116,8 +116,7 @@ pub(crate) fn versioned_capsule<'py>(
 ///
 /// `address` is only a number: no code may dereference it. `ordinal` is the number of the device.
 /// `code`, `bits` and `lanes` are DLPack's data type. `owner` is dropped when PyTorch frees the
-/// storage, or
-/// with the capsule if PyTorch has not consumed it.
+/// storage, or with the capsule if PyTorch has not consumed it.
 pub(crate) fn extension<'py>(
     py: Python<'py>,
     (address, ordinal): (u64, u32),

@@ -4,15 +4,17 @@
 //! `nn.Module.__call__` is the only place through which every forward goes. Nothing is stored in a
 //! module: what it uses is looked up in its parameters, at each call.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString, PyTuple, PyType};
+use pyo3::types::{PyDict, PyTuple, PyType};
 
 use super::inner::StreamerInner;
 use super::lease::Use;
 use super::outermost_call::{Call, end_passes};
+use super::tree::{attributes_of, for_each_entry};
 use super::weight_ref::{Own, WeightRef};
 
 /// What `call_module` needs of Python. See `_calls.py`.
@@ -143,16 +145,15 @@ impl ModuleCalls {
 
     /// Returns the streamed parameters among those of a module.
     fn own_parameters<'py>(&self, attributes: &Bound<'py, PyDict>) -> PyResult<Vec<Own<'py>>> {
-        let py = attributes.py();
         let mut own = Vec::new();
-        for_each_entry(attributes, intern!(py, "_parameters"), |parameter| {
+        for_each_entry(attributes, intern!(attributes.py(), "_parameters"), |_, parameter| {
             let class = parameter.get_type();
             if self.classes.iter().any(|each| class.is(each))
-                && let Some(weight) = WeightRef::of(parameter)
+                && let Some(weight) = WeightRef::of(&parameter)
             {
-                own.push(Own { parameter: parameter.clone(), weight });
+                own.push(Own { parameter, weight });
             }
-            Ok(true)
+            Ok(ControlFlow::Continue(()))
         })?;
         Ok(own)
     }
@@ -212,38 +213,14 @@ fn unit_of_leaf(
 fn has_parameters_below(attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
     let py = attributes.py();
     let mut found = false;
-    for_each_entry(attributes, intern!(py, "_modules"), |child| {
-        if !child.is_none() {
-            let attributes = attributes_of(child)?;
-            for_each_entry(&attributes, intern!(py, "_parameters"), |parameter| {
-                found |= !parameter.is_none();
-                Ok(!found)
-            })?;
-            found = found || has_parameters_below(&attributes)?;
-        }
-        Ok(!found)
+    for_each_entry(attributes, intern!(py, "_modules"), |_, child| {
+        let attributes = attributes_of(&child)?;
+        for_each_entry(&attributes, intern!(py, "_parameters"), |_, _| {
+            found = true;
+            Ok(ControlFlow::Break(()))
+        })?;
+        found = found || has_parameters_below(&attributes)?;
+        Ok(if found { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
     })?;
     Ok(found)
-}
-
-/// Returns the attributes of a module.
-fn attributes_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
-    Ok(module.getattr(intern!(module.py(), "__dict__"))?.cast_into()?)
-}
-
-/// Calls a function with each value of a dictionary that is an attribute of a module, until it
-/// returns false.
-fn for_each_entry<'py>(
-    attributes: &Bound<'py, PyDict>,
-    name: &Bound<'py, PyString>,
-    mut visit: impl FnMut(&Bound<'py, PyAny>) -> PyResult<bool>,
-) -> PyResult<()> {
-    let Some(entries) = attributes.get_item(name)? else { return Ok(()) };
-    let Ok(entries) = entries.cast_into::<PyDict>() else { return Ok(()) };
-    for (_, value) in entries.iter() {
-        if !visit(&value)? {
-            break;
-        }
-    }
-    Ok(())
 }

@@ -28,7 +28,7 @@ struct Outermost {
 /// What the outermost call of a module is to a streamer.
 struct PassOfCall {
     inner: Arc<StreamerInner>,
-    /// None if the call is no pass.
+    /// The pass, unless the call is not one.
     pass: Option<RunningPass>,
     /// Shows the progress of the first pass until it is closed.
     progress: Option<Py<PyAny>>,

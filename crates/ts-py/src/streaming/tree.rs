@@ -2,29 +2,38 @@
 //! Finds the modules of a model. Loading asks often, and models can have tens of thousands.
 
 use std::collections::HashSet;
+use std::ops::ControlFlow;
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
-/// Calls a function with each name and value of a dictionary of a module, in order. Skips None.
-fn for_each_entry<'py>(
-    module: &Bound<'py, PyAny>,
+/// Returns the attributes of a module.
+pub(super) fn attributes_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+    Ok(module.getattr(intern!(module.py(), "__dict__"))?.cast_into()?)
+}
+
+/// Calls a function with each name and value of a dictionary that is an attribute of a module, in
+/// order, until it breaks. Skips None.
+pub(super) fn for_each_entry<'py>(
+    attributes: &Bound<'py, PyDict>,
     dictionary: &Bound<'py, PyString>,
-    mut visit: impl FnMut(Bound<'py, PyAny>, Bound<'py, PyAny>) -> PyResult<()>,
+    mut visit: impl FnMut(Bound<'py, PyAny>, Bound<'py, PyAny>) -> PyResult<ControlFlow<()>>,
 ) -> PyResult<()> {
-    let entries = module.getattr(dictionary)?;
+    let Some(entries) = attributes.get_item(dictionary)? else { return Ok(()) };
     // The order of an `OrderedDict` is not that of its entries.
     if let Ok(entries) = entries.cast_exact::<PyDict>() {
         for (name, value) in entries.iter().filter(|(_, value)| !value.is_none()) {
-            visit(name, value)?;
+            if visit(name, value)?.is_break() {
+                break;
+            }
         }
         return Ok(());
     }
-    for entry in entries.call_method0(intern!(module.py(), "items"))?.try_iter()? {
+    for entry in entries.call_method0(intern!(entries.py(), "items"))?.try_iter()? {
         let (name, value): (Bound<'py, PyAny>, Bound<'py, PyAny>) = entry?.extract()?;
-        if !value.is_none() {
-            visit(name, value)?;
+        if !value.is_none() && visit(name, value)?.is_break() {
+            break;
         }
     }
     Ok(())
@@ -52,9 +61,9 @@ pub(crate) fn modules<'py>(model: Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, 
             continue;
         }
         let begin = stack.len();
-        for_each_entry(&module, children, |_, child| {
+        for_each_entry(&attributes_of(&module)?, children, |_, child| {
             stack.push(child);
-            Ok(())
+            Ok(ControlFlow::Continue(()))
         })?;
         stack[begin..].reverse();
         found.push(module);
@@ -81,9 +90,9 @@ pub(crate) fn named_modules<'py>(
             continue;
         }
         let begin = stack.len();
-        for_each_entry(&module, children, |own, child| {
+        for_each_entry(&attributes_of(&module)?, children, |own, child| {
             stack.push((joined(&name, own)?, child));
-            Ok(())
+            Ok(ControlFlow::Continue(()))
         })?;
         stack[begin..].reverse();
         found.push((name, module));
@@ -106,11 +115,11 @@ pub(crate) fn named_tensors<'py>(
     let py = model.py();
     let (mut seen, mut found) = (HashSet::new(), Vec::new());
     for (prefix, module) in named_modules(model, PyString::new(py, ""), remove_duplicate)? {
-        for_each_entry(&module, kind, |name, tensor| {
+        for_each_entry(&attributes_of(&module)?, kind, |name, tensor| {
             if !remove_duplicate || seen.insert(tensor.as_ptr().addr()) {
                 found.push((joined(&prefix, name)?, tensor));
             }
-            Ok(())
+            Ok(ControlFlow::Continue(()))
         })?;
     }
     Ok(found)
