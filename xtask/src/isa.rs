@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Runs the Python tests whose results depend on the instructions of the processor, with each set
-//! of
-//! instructions that PyTorch, oneDNN and MKL can be limited to.
+//! of instructions that PyTorch, oneDNN and MKL can be limited to.
 
 use std::fs;
 

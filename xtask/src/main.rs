@@ -236,8 +236,7 @@ fn at_once<T: Send>(
 
 /// Options of pytest to run the tests in two processes, which take about half of the time. The
 /// tests of a file share expensive fixtures, so they stay in one process. conftest.py puts the
-/// files
-/// in order.
+/// files in order.
 const PARALLEL: [&str; 3] = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"];
 
 /// Runs the tests of the device `ts` on the oldest PyTorch that it supports.

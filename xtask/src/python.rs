@@ -250,8 +250,7 @@ fn copy_python_files(venv: &Venv) -> Result<()> {
 }
 
 /// Returns the profile, and a hash of the files from which the native module and the metadata of
-/// the
-/// wheel are made.
+/// the wheel are made.
 fn native_sources(profile: &str) -> Result<String> {
     let root = root();
     let mut hasher = DefaultHasher::new();

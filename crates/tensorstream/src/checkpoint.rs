@@ -184,13 +184,11 @@ impl Checkpoint {
     }
 
     /// Opens the checkpoint again, as [`open`](Self::open) did: finds what is at its path now.
-    /// Reads
-    /// only headers.
+    /// Reads only headers.
     ///
     /// # Errors
     /// Returns the errors of [`open`](Self::open), and [`Error::Io`] if the checkpoint was not
-    /// opened
-    /// at a path.
+    /// opened at a path.
     pub fn reopen(&self) -> Result<Self, Error> {
         let reopen = |origin: &Origin| match origin {
             Origin::Path { path, lenient } => Self::open_with(path, *lenient),

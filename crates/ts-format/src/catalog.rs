@@ -329,8 +329,7 @@ impl Catalog {
     }
 
     /// Returns the ranges of `newer` with the bytes that `parts` have in this catalog: the same
-    /// parts
-    /// of the tensors with the same names.
+    /// parts of the tensors with the same names.
     ///
     /// # Errors
     /// - [`Error::NoSuchTensor`] if `newer` lacks a tensor.

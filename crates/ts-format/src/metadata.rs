@@ -14,8 +14,8 @@ const EMPTY: &str = "tensorstream.empty";
 /// ```
 /// use ts_format::Metadata;
 ///
-/// let mut metadata = Metadata::from([("step".into(), "9".into()), ("format".into(),
-/// "pt".into())]);
+/// let mut metadata =
+///     Metadata::from([("step".into(), "9".into()), ("format".into(), "pt".into())]);
 /// metadata.insert("author".into(), "me".into());
 /// assert_eq!(metadata.keys().collect::<Vec<_>>(), ["step", "format", "author"]);
 /// ```

@@ -200,8 +200,7 @@ impl CatalogReader {
     }
 
     /// Adds the tensors of a file. With a shard index, leaves out the tensors that the index
-    /// assigns
-    /// to another shard. Those that it does not mention are added.
+    /// assigns to another shard. Those that it does not mention are added.
     fn add_file(
         &mut self,
         file: String,

@@ -79,8 +79,7 @@ pub enum Error {
         actual: usize,
     },
     /// The file has been written to since it was opened, or the object has been written to,
-    /// replaced
-    /// or removed, or this cannot be ruled out.
+    /// replaced or removed, or this cannot be ruled out.
     #[error(
         "{}: changed since it was opened: {what} (detected when reading at byte {offset})",
         path.display()

@@ -317,8 +317,7 @@ impl Fingerprint {
     }
 
     /// Returns how the state `now` of the same file differs from the earlier state `self`, or
-    /// `None`
-    /// if nothing in them shows a change of the content.
+    /// `None` if nothing in them shows a change of the content.
     fn difference(&self, now: &Self) -> Option<Difference> {
         let content = |what: String| Some(Difference::Content(what));
         if self.identity != now.identity {

@@ -61,8 +61,7 @@ impl Source {
     }
 
     /// Returns a duplicate of the handle of a local file, which is the file that was opened,
-    /// whatever
-    /// its path leads to now. Returns `None` for other sources.
+    /// whatever its path leads to now. Returns `None` for other sources.
     ///
     /// # Errors
     /// Returns [`Error::Open`] if the process has too many open files.

@@ -215,12 +215,11 @@ impl Source {
     }
 
     /// Checks that the content of a file has not changed since it was opened. Does nothing for
-    /// other
-    /// sources; reads over the network check this themselves. `offset` appears only in the error.
+    /// other sources; reads over the network check this themselves. `offset` appears only in the
+    /// error.
     ///
     /// A file that was renamed, replaced or removed has not changed: it exists while it is open.
-    /// See
-    /// [`is_at_path`](Self::is_at_path).
+    /// See [`is_at_path`](Self::is_at_path).
     ///
     /// # Errors
     /// Returns [`Error::Changed`], with a description of the difference, if the file has changed.
@@ -229,8 +228,7 @@ impl Source {
     }
 
     /// Returns whether a file is the one that its path leads to now. For sources that are not
-    /// files,
-    /// and for files that another process has opened, returns `true`.
+    /// files, and for files that another process has opened, returns `true`.
     pub fn is_at_path(&self) -> bool {
         self.origin.is_at_path()
     }

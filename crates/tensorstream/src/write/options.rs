@@ -38,9 +38,7 @@ pub struct WriteOptions {
     /// 16 threads are used.
     pub jobs: usize,
     /// Minimum number of bytes of complete tensors between two checkpoints of a conversion, 1 GiB
-    /// by
-    /// default. After a crash, [`convert`](crate::convert()) resumes from the
-    /// last checkpoint.
+    /// by default. After a crash, [`convert`](crate::convert()) resumes from the last checkpoint.
     pub checkpoint_bytes: u64,
     /// Maximum size of a shard that [`convert`](crate::convert()) writes, in bytes of tensors. A
     /// larger tensor gets its own shard. 5 GB by default.
