@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tensorstream as ts
 import torch
 from exactness import assert_same
@@ -206,7 +207,9 @@ def maps() -> None:
         )
         ids = torch.arange(8).view(1, 8)
         assert str(whole(ids).logits.device) == DEVICE
-        assert ts.stats(whole, device=DEVICE)["units"] == []
+        with pytest.raises(ts.ConfigurationError, match=f"no weights on {DEVICE}"):
+            ts.stats(whole, device=DEVICE)
+        assert ts.stats(whole)["units"]
         nothing = ts.offload(
             torch.nn.Sequential(torch.nn.ReLU()),
             ts.Config(storage_path=directory, device=DEVICE, budget="1MiB"),
