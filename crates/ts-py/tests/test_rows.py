@@ -273,8 +273,9 @@ def test_inexact_blocks_must_be_allowed(
         with mode():
             for _ in range(3):
                 torch.testing.assert_close(model(ids), reference(ids))
-    stats = ts.stats(model)
-    assert stats["read_bytes"] > 6 * reference.embed.weight.nbytes
+    stats, size = ts.stats(model), reference.embed.weight.nbytes
+    # What was not in the budget is read in each of the later passes too.
+    assert stats["read_bytes"] > size + (3 * len(MODES) - 1) * (size - budget)
     assert stats["reserved_high_water_bytes"] <= budget
 
 

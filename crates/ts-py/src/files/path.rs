@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use crate::errors::argument_type_error;
@@ -14,9 +15,10 @@ impl<'py> FromPyObject<'_, 'py> for PathArgument {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let path = value.extract::<PathBuf>().map(Self);
-        match path {
-            Ok(path) => Ok(path),
+        match value.extract::<PathBuf>() {
+            Ok(path) => Ok(Self(path)),
+            // A signal can arrive while `__fspath__` runs, and raise an exception of its own.
+            Err(error) if !error.is_instance_of::<PyTypeError>(value.py()) => Err(error),
             Err(_) => {
                 let found = value.get_type().name()?;
                 let message = format!("invalid path: expected a str or os.PathLike, got {found}");
