@@ -23,6 +23,7 @@ mod weight;
 mod weight_ref;
 
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use tensorstream::orchestrator;
 use tensorstream::streams::AnyDevice;
 
@@ -47,5 +48,11 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(tree::named_tensors, m)?)?;
     m.add_function(wrap_pyfunction!(sharing::shared_directory, m)?)?;
     m.add_function(wrap_pyfunction!(sharing::shared_bytes, m)?)?;
+    // There are no forks on Windows.
+    if let Ok(register) = m.py().import("os")?.getattr("register_at_fork") {
+        let arguments = PyDict::new(m.py());
+        arguments.set_item("after_in_child", wrap_pyfunction!(inner::streaming_forked, m.py())?)?;
+        register.call((), Some(&arguments))?;
+    }
     Ok(())
 }

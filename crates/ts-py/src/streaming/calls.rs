@@ -174,7 +174,7 @@ impl ModuleCalls {
             return Ok(true);
         }
         for Own { parameter, .. } in own {
-            if parameter.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
+            if inner.torch.requires_grad(parameter)? {
                 return Ok(false);
             }
         }

@@ -52,9 +52,9 @@ pub(crate) struct Streamer {
 }
 
 pub(super) struct StreamerInner {
-    /// Whether leases of all units are kept in `entries` from use to use. Changed only while the
-    /// GIL is held.
-    keeps_leases: AtomicBool,
+    /// Whether leases of all units are kept in `entries` from use to use: the generation of the
+    /// process that keeps them, or 0. Changed only while the GIL is held.
+    keeps_leases_in: AtomicUsize,
     /// Replaced in a forked child process, which cannot use the engine of its parent, and by a
     /// reload. `None` if the new engine could not be created yet.
     ///
@@ -135,7 +135,7 @@ impl StreamerInner {
             if streams && accelerator.is_none() { IdleTeam::shared() } else { None }
         };
         Ok(Self {
-            keeps_leases: AtomicBool::new(false),
+            keeps_leases_in: AtomicUsize::new(0),
             engine: Mutex::new(Some(Arc::new(engine))),
             limit: AtomicUsize::new(usize::MAX),
             passes: PyOnceLock::new(),
@@ -192,7 +192,7 @@ impl StreamerInner {
 
     /// Makes the next uses of all units create new tensors.
     fn forget_tensors(&self) {
-        self.keeps_leases.store(false, Ordering::Relaxed);
+        self.keeps_leases_in.store(0, Ordering::Relaxed);
         for unit in 0..self.entries.len() {
             let before = std::mem::take(&mut *self.entry(unit).lock());
             drop(before);
@@ -310,7 +310,7 @@ impl StreamerInner {
         for (unit, lease) in leases.into_iter().enumerate() {
             self.entry(unit).lock().kept = Some(lease);
         }
-        self.keeps_leases.store(true, Ordering::Relaxed);
+        self.keeps_leases_in.store(process_generation(), Ordering::Relaxed);
         true
     }
 
@@ -324,18 +324,14 @@ impl StreamerInner {
         Ok(self.engine(py)?.knows_together(&ids))
     }
 
-    /// Returns whether this process has no engine of its own yet.
-    fn is_forked(&self) -> bool {
-        self.engine.lock().as_ref().is_none_or(|engine| engine.is_forked())
-    }
-
+    /// Returns whether leases of all units are kept. A forked child has none of its parent.
     pub(super) fn keeps_leases(&self) -> bool {
-        self.keeps_leases.load(Ordering::Relaxed)
+        self.keeps_leases_in.load(Ordering::Relaxed) == process_generation()
     }
 
     /// Drops the leases that are kept. Those in use end with their use.
     pub(super) fn drop_kept_leases(&self) {
-        if self.keeps_leases.swap(false, Ordering::Relaxed) {
+        if self.keeps_leases_in.swap(0, Ordering::Relaxed) != 0 {
             for entry in &self.entries {
                 let kept = entry.lock().kept.take();
                 drop(kept);
@@ -345,7 +341,7 @@ impl StreamerInner {
 
     /// Begins a use of a unit with its kept lease, or returns None if it has none.
     pub(super) fn use_kept(&self, unit: usize) -> Option<Arc<UnitTensors>> {
-        if !self.keeps_leases() || self.is_forked() {
+        if !self.keeps_leases() {
             return None;
         }
         let mut entry = self.entry(unit).lock();
@@ -596,15 +592,7 @@ impl StreamerInner {
     }
 
     /// Ends one use of a unit, by a forward or by an operation.
-    pub(super) fn end(
-        &self,
-        py: Python<'_>,
-        tensors: Arc<UnitTensors>,
-        is_forward: bool,
-    ) -> EndedUse {
-        if is_forward {
-            let _ = self.torch.clear_autocast_cache(py);
-        }
+    pub(super) fn end(&self, py: Python<'_>, tensors: Arc<UnitTensors>) -> EndedUse {
         let written = tensors.written_weight(py, &self.weights, self.entry(tensors.unit));
         let leaked = self.end_use(py, tensors, written.is_some());
         EndedUse { written, leaked }
@@ -646,6 +634,21 @@ impl StreamerInner {
     pub(super) fn is_on_device(&self) -> bool {
         self.accelerator.is_some()
     }
+}
+
+/// One more than the number of forks between the first process and this one.
+static GENERATION: AtomicUsize = AtomicUsize::new(1);
+
+/// Notes that this process is a forked child.
+#[pyfunction]
+pub(super) fn streaming_forked() {
+    GENERATION.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Returns a number that a forked child and its parent do not share. Asking the system for the
+/// number of the process would take a tenth of a use of a resident unit.
+fn process_generation() -> usize {
+    GENERATION.load(Ordering::Relaxed)
 }
 
 /// Returns the address of the first tensor of a leased unit.

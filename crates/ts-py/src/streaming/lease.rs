@@ -29,8 +29,6 @@ struct UseState {
     tensors: Vec<Arc<UnitTensors>>,
     /// Further leases of units whose tensors already have a lease.
     extra_leases: Vec<Lease>,
-    /// Whether a forward uses the units.
-    is_forward: bool,
     /// The parameters that have the memory of the units.
     lent: Vec<(Py<PyAny>, Py<WeightRef>)>,
     /// After the end, the units whose memory other objects still reference.
@@ -182,7 +180,6 @@ impl Use {
                 inner: Some(Arc::clone(inner)),
                 tensors: vec![Arc::clone(&tensors)],
                 extra_leases: extra.into_iter().collect(),
-                is_forward: true,
                 ..UseState::default()
             }),
         };
@@ -259,14 +256,14 @@ impl Use {
     /// reference. Returns the name of a weight that was written to, or None.
     fn end(&self, py: Python<'_>) -> Option<String> {
         let state = std::mem::take(&mut *self.lock());
-        let UseState { inner, tensors, extra_leases, is_forward, lent, mut leaked } = state;
+        let UseState { inner, tensors, extra_leases, lent, mut leaked } = state;
         let inner = inner?;
         for (parameter, weight) in lent {
             weight.get().return_memory(&inner, parameter.bind(py));
         }
         let mut written = None;
         for tensors in tensors {
-            let ended = inner.end(py, tensors, is_forward);
+            let ended = inner.end(py, tensors);
             leaked.extend(ended.leaked);
             written = ended.written.or(written);
         }

@@ -18,6 +18,8 @@ pub(super) struct Torch {
     inference_mode_guard: Py<PyAny>,
     is_inference_mode_enabled: Py<PyAny>,
     is_grad_enabled: Py<PyAny>,
+    /// Returns whether a tensor requires gradients, without `__torch_function__`.
+    requires_grad: Py<PyAny>,
     is_any_autocast_enabled: Py<PyAny>,
     clear_autocast_cache: Py<PyAny>,
     storage_use_count: Py<PyAny>,
@@ -45,6 +47,11 @@ impl Torch {
             inference_mode_guard: native.getattr("_InferenceMode")?.unbind(),
             is_inference_mode_enabled: torch.getattr("is_inference_mode_enabled")?.unbind(),
             is_grad_enabled: torch.getattr("is_grad_enabled")?.unbind(),
+            requires_grad: native
+                .getattr("TensorBase")?
+                .getattr("requires_grad")?
+                .getattr("__get__")?
+                .unbind(),
             is_any_autocast_enabled: native.getattr("_is_any_autocast_enabled")?.unbind(),
             clear_autocast_cache: torch.getattr("clear_autocast_cache")?.unbind(),
             storage_use_count: native.getattr("_storage_Use_Count")?.unbind(),
@@ -112,6 +119,11 @@ impl Torch {
     /// Returns whether gradients are recorded.
     pub(super) fn is_grad_enabled(&self, py: Python<'_>) -> PyResult<bool> {
         is_true(py, &self.is_grad_enabled)
+    }
+
+    /// Returns whether a streamed parameter requires gradients.
+    pub(super) fn requires_grad(&self, parameter: &Bound<'_, PyAny>) -> PyResult<bool> {
+        self.requires_grad.bind(parameter.py()).call1((parameter,))?.is_truthy()
     }
 
     /// Clears autocast's cache if autocast is enabled and no gradients are recorded.

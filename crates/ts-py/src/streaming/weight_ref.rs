@@ -169,7 +169,7 @@ impl WeightRef {
         }
         drop(borrowed);
         let torch = &inner.torch;
-        let requires_grad = parameter.getattr(intern!(py, "requires_grad"))?.is_truthy()?;
+        let requires_grad = torch.requires_grad(parameter)?;
         let weight = &inner.weights[own.key];
         let identity = this.as_ptr().addr();
         let other = tensors.for_parameter(py, torch, weight, identity, requires_grad, |new| {
