@@ -89,7 +89,12 @@ fn main() -> ExitCode {
         ["demo", "--large"] => {
             python::optimized().and_then(|venv| bench::run_script(&venv, "llama", &["1"]))
         }
-        ["ci"] => ci(),
+        ["ci"] => {
+            // What is compiled once is not compiled in pieces.
+            // SAFETY: no other thread exists yet.
+            unsafe { std::env::set_var("CARGO_INCREMENTAL", "0") };
+            ci()
+        }
         ["docs"] => docs(),
         ["test", tier] => test(tier),
         ["bench", "offload", ref arguments @ ..] => {
@@ -153,14 +158,20 @@ fn docs() -> Result<()> {
 }
 
 /// Runs lints, checks, and all Rust and Python tests. The fast checks come first.
+///
+/// Two processors are busy all the time: what compiles in several threads runs beside what waits or
+/// has only one.
 fn ci() -> Result<()> {
     let began = Instant::now();
     let mut counts = Counts::default();
     step("formatting", || run::run(cargo().args(["fmt", "--all", "--check"])))?;
     step("line lengths", check::lines)?;
-    // Most of the time of the installation is spent on the network and the disk.
-    let venv = at_once(
-        || step("Python environment and wheel", python::prepared),
+    at_once(
+        || {
+            let venv = step("Python packages", python::packages)?;
+            step("OpenSSH server", ssh_server::prepare)?;
+            step("stand-in accelerator", || stand_in::prepare(&venv))
+        },
         || {
             step("dependencies and licences", check::dependencies)?;
             step("cycles of imports", cycles::cycles)?;
@@ -184,25 +195,23 @@ fn ci() -> Result<()> {
             })
         },
     )?;
-    step("OpenSSH server", ssh_server::prepare)?;
-    step("stand-in accelerator", || stand_in::prepare(&venv))?;
-    // Some of these start Python servers.
-    step("Rust tests", || {
-        counts += cargo_test(&["--workspace"])?;
-        Ok(())
-    })?;
-    // The Rust tests have compiled this driver.
-    step("tests of GPU code on an emulated driver", || {
-        counts += run::emulated(&["--workspace", "--test", "gpu", "--test", "devices"])?;
-        Ok(())
-    })?;
-    // The checks of Python run in one thread, and so does much of the compilation of the models.
+    let venv = step("wheel", python::prepared)?;
     at_once(
         || {
             step("Python formatting, lints and types", || python::lint(&venv))?;
             step("documentation site", || python::site(&venv))
         },
         || {
+            // Some of these start Python servers.
+            step("Rust tests", || {
+                counts += cargo_test(&["--workspace"])?;
+                Ok(())
+            })?;
+            // The Rust tests have compiled this driver.
+            step("tests of GPU code on an emulated driver", || {
+                counts += run::emulated(&["--workspace", "--test", "gpu", "--test", "devices"])?;
+                Ok(())
+            })?;
             step("models of concurrent code", || {
                 counts += run::models()?;
                 Ok(())

@@ -88,7 +88,7 @@ pub(crate) fn emulated(args: &[&str]) -> Result<Counts> {
 /// Both builds use the directory target/models. Their `--cfg` flags apply to all crates. In
 /// target/, such builds would force other builds to start again.
 pub(crate) fn models() -> Result<Counts> {
-    let common = ["--profile", "quick", "--target-dir", "target/models"];
+    let common = ["--target-dir", "target/models"];
     let small = ["--package", "ts-pool", "--package", "ts-streams", "--lib", "models"];
     let large = ["--package", "ts-streams", "--test", "orders"];
     let mut counts =
