@@ -220,7 +220,7 @@ fn ci() -> Result<()> {
         },
     )?;
     step("Python tests", || {
-        counts += python::test(&venv, &PARALLEL)?;
+        counts += python::test(&venv, &[&PARALLEL[..], &["--pairs"]].concat())?;
         Ok(())
     })?;
     step("peak memory of the process", || bench::run_script(&venv, "peak", &["minilm"]))?;
@@ -261,7 +261,7 @@ fn oldest_torch() -> Result<()> {
 fn test(tier: &str) -> Result<()> {
     let (rust, python): (&[&str], &[&str]) = match tier {
         "critical" => (&["--workspace", "--lib"], &["-m", "critical"]),
-        "fast" => (&["--workspace"], &["-m", "not slow"]),
+        "fast" => (&["--workspace"], &["-m", "not slow", "--pairs"]),
         "all" => (&["--workspace"], &PARALLEL),
         _ => return Err(format!("unknown tier \"{tier}\": expected critical, fast or all")),
     };

@@ -287,8 +287,8 @@ fn copy_python_files(venv: &Venv) -> Result<()> {
     Ok(())
 }
 
-/// Returns how the module is compiled, and a hash of the files from which the native module and the metadata of
-/// the wheel are made.
+/// Returns how the native module is compiled, and a hash of the files from which the module and the
+/// metadata of the wheel are made.
 fn native_sources(build: Build) -> Result<String> {
     let root = root();
     let mut hasher = DefaultHasher::new();

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -57,10 +58,43 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first. The others stay in their order."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--pairs",
+        action="store_true",
+        help="of tests marked as a product, run only cases that cover each pair of two parameters",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the longest files first. The others stay in their order.
+
+    With ``--pairs``, leaves out cases of long products of parameters whose pairs of values are all
+    in other cases.
+    """
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+    if config.getoption("pairs"):
+        left_out = further_cases(items)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+
+
+def further_cases(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Returns the cases of products whose pairs of values are all in cases before them."""
+    covered: dict[str, set[Any]] = {}
+    found = set()
+    for item in items:
+        case = getattr(item, "callspec", None)
+        if case is None or item.get_closest_marker("product") is None:
+            continue
+        values = sorted(case.indices.items())
+        pairs = set(itertools.combinations(values, 2)) or set(values)
+        known = covered.setdefault(item.nodeid.partition("[")[0], set())
+        if pairs <= known:
+            found.add(item)
+        known |= pairs
+    return found
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
