@@ -22,6 +22,8 @@ impl Venv {
     pub(crate) fn python(&self) -> Command {
         let mut command = Command::new(self.bin.join("python"));
         command.current_dir(root()).env("HF_HUB_OFFLINE", "1");
+        // Tests start Python hundreds of times. The first process compiles what all of them import.
+        command.env_remove("PYTHONDONTWRITEBYTECODE");
         command
     }
 
