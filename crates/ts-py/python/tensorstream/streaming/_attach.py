@@ -263,7 +263,8 @@ def _start(
     weights.smallest, weights.buffer_bytes = units.smallest, units.buffer_bytes
     weights.config = config
     numbers = {id(parameter): number for number, parameter in enumerate(tree.parameters(model))}
-    stored.add(weights, units.sources, {key: numbers[own] for own, key in units.keys.items()})
+    weights.parameters = {key: numbers[own] for own, key in units.keys.items()}
+    stored.add(weights)
     return _Engine(units, weights, limits is not None)
 
 

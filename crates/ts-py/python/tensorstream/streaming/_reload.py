@@ -80,7 +80,7 @@ def reload(model: nn.Module) -> nn.Module:
         raise
     for share in shares:
         share.sources.update(sources[share])
-    stored.reload(newer, sources)
+    stored.reload(newer)
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)

@@ -36,48 +36,28 @@ class StoredWeights:
         #: The checkpoint.
         self.checkpoint = checkpoint
         self._builder = Builder(checkpoint, budget_bytes)
-        #: The stored tensor of each weight, and its original parameter as a number, by key, for the
-        #: weights on each device. Those refer to this object.
-        self._weights: weakref.WeakKeyDictionary[Weights, dict[int, tuple[TensorSpec, int]]]
-        self._weights = weakref.WeakKeyDictionary()
+        #: The weights on each device, which refer to this object. A dictionary with weak keys would
+        #: run a callback when they end, and Python ignores an interrupt that arrives in one.
+        self._shares: list[weakref.ref[Weights]] = []
         #: The storages of mapped weights that still exist, by parameter.
         self._mapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def add(
-        self, weights: Weights, sources: dict[int, TensorSpec], parameters: dict[int, int]
-    ) -> None:
-        """Adds the weights on a device.
-
-        Args:
-            weights: The weights.
-            sources: Their stored tensors, by key.
-            parameters: Their original parameters as numbers, by key. Weights on several devices can
-                have the same one.
-        """
-        own = {key: (source, parameters[key]) for key, source in sources.items()}
-        self._weights[weights] = own
+    def add(self, weights: Weights) -> None:
+        """Adds the weights on a device."""
+        self._shares.append(weakref.ref(weights))
 
     def shares(self) -> list[Weights]:
         """Returns the weights on all devices."""
-        return list(self._weights)
+        return [weights for share in self._shares if (weights := share()) is not None]
 
-    def reload(
-        self, checkpoint: _native.Checkpoint, sources: Mapping[Weights, dict[int, TensorSpec]]
-    ) -> None:
-        """Replaces the checkpoint, and the stored tensors of the weights on each device."""
+    def reload(self, checkpoint: _native.Checkpoint) -> None:
+        """Replaces the checkpoint."""
         self.checkpoint = self._builder.checkpoint = checkpoint
-        for weights, own in sources.items():
-            before = self._weights[weights]
-            self._weights[weights] = {key: (own[key], before[key][1]) for key in before}
         self._mapped.clear()
-
-    def parameter(self, stand_in: StreamedTensor) -> int:
-        """Returns the original parameter of a weight, as a number."""
-        return self._weights[stand_in._ref.weights][stand_in._ref.key][1]
 
     def has(self, stand_in: StreamedTensor) -> bool:
         """Returns whether a stand-in is one of the model's."""
-        return stand_in._ref.weights in self._weights
+        return stand_in._ref.weights.stored is self
 
     def is_in(self, directory: str | os.PathLike[str]) -> bool:
         """Returns whether weights stream from files in a directory."""
@@ -96,7 +76,7 @@ class StoredWeights:
         state_dict = dict(tensors)
         for name, tensor in tensors.items():
             if isinstance(tensor, StreamedTensor) and self.has(tensor):
-                parameter = self.parameter(tensor)
+                parameter = tensor._ref.weights.parameters[tensor._ref.key]
                 if parameter not in made:
                     made[parameter] = self.symbolic(tensor)
                 state_dict[name] = made[parameter]
@@ -104,7 +84,7 @@ class StoredWeights:
 
     def symbolic(self, stand_in: StreamedTensor) -> torch.Tensor:
         """Returns a symbolic tensor for a weight, or a view of one if it is not contiguous."""
-        name, _, shape, parts, phase = self._weights[stand_in._ref.weights][stand_in._ref.key][0]
+        name, _, shape, parts, phase = stand_in._ref.weights.sources[stand_in._ref.key]
         source = Source(name, tuple(parts), phase)
         stored = SymbolicTensor(shape, stand_in.dtype, source, self._builder)
         if stand_in.is_contiguous():
@@ -122,11 +102,12 @@ class StoredWeights:
             StorageError: Reading or writing failed.
             CheckpointChangedError: The file changed since it was opened.
         """
-        spec = stand_in._ref.weights.specs[stand_in._ref.key]
-        stored, parameter = self._weights[stand_in._ref.weights][stand_in._ref.key]
+        weights, key = stand_in._ref.weights, stand_in._ref.key
+        spec, parameter = weights.specs[key], weights.parameters[key]
         storage = self._mapped.get(parameter)
         if storage is None:
-            storage = self._mapped[parameter] = self._map(stored).untyped_storage()
+            storage = self._map(weights.sources[key]).untyped_storage()
+            self._mapped[parameter] = storage
         whole = torch.empty(0, dtype=spec.dtype)
         return whole.set_(storage, 0, spec.shape, spec.strides)
 

@@ -115,6 +115,9 @@ class Weights:
         self.profile = profile
         #: The stored tensor of each parameter, as a ``TensorSpec``, by key.
         self.sources: dict[int, Any] = {}
+        #: The original parameter of each weight as a number, by key. Weights on several devices can
+        #: have the same one.
+        self.parameters: dict[int, int] = {}
         #: The units of the experts of each layer, by the name of the module that contains them.
         self.expert_units: dict[str, list[int]] = {}
         #: The smallest budget that works, without buffers, in bytes.
