@@ -54,6 +54,7 @@ class Hidden(Parts):
         return iter([self.project])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("make", [Trainable, Named, Hidden])

@@ -56,6 +56,7 @@ def test_minilm_under_16_mib_is_bit_identical_for_every_batch(minilm: Path) -> N
     assert not any(unit["loads"] for unit in stats["units"] if "word_embed" in unit["name"])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("data_start", [0, 8])
 @pytest.mark.parametrize("batch", [1, 4])

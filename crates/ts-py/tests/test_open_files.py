@@ -80,6 +80,7 @@ def rename_directory(path: Path) -> None:
 CHANGES = [remove, remove_directory, replace, save_over, rename, rename_directory]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("early", [True, False])
@@ -289,6 +290,7 @@ def container(directory: Path, state: dict[str, torch.Tensor]) -> None:
     ts.save_file(dict(reversed(state.items())), directory / "model.ts")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("before", [shards, whole, container])
 @pytest.mark.parametrize("after", [shards, whole, container])
 @pytest.mark.parametrize("budget", BUDGETS)

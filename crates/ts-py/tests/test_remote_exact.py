@@ -97,6 +97,7 @@ def test_recurrent_networks_are_exact(device: torch.device, kind: Any, dtype: to
     _assert_exact(cell(6, 5).to(dtype), device, sequences[0])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
