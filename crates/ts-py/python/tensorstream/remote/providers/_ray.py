@@ -8,7 +8,6 @@ the server, and servers connect to each other.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import math
@@ -40,14 +39,9 @@ _MESSAGE = 1000
 #: The codes of colours in Ray's messages.
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
-
-@functools.cache
-def _token() -> str:
-    """Returns the secret of all servers that this process starts, so that they can share tensors.
-
-    It reaches the actors as an argument, which Ray keeps in its object store.
-    """
-    return secrets.token_hex(32)
+#: The secret of all servers that this process starts, so that they can share tensors. It reaches
+#: the actors as an argument, which Ray keeps in its object store.
+_TOKEN = secrets.token_hex(32)
 
 
 class RayProvider(Provider):
@@ -149,7 +143,7 @@ class RayProvider(Provider):
         _log.info("%s: starting a server on a node of the Ray cluster", request.name)
         started = actor.start.remote(
             {
-                "token": _token(),
+                "token": _TOKEN,
                 "device": request.kind,
                 "devices": request.device_count,
                 "threads": self._num_cpus,
@@ -179,7 +173,7 @@ class RayServer(Server):
     """
 
     def __init__(self, actor: Any, address: str) -> None:
-        self.actor, self.address, self.token = actor, address, _token()
+        self.actor, self.address, self.token = actor, address, _TOKEN
         # Ray fails the call when the actor dies.
         self._over = actor.wait.remote().future()
 
