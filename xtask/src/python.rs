@@ -174,7 +174,7 @@ fn created(dir: &Path) -> Result<Venv> {
     Ok(venv)
 }
 
-/// Installs packages, and TensorStream. Its wheel is compiled while pip downloads the packages.
+/// Installs packages, and TensorStream. Its wheel is compiled while the packages are downloaded.
 fn install(venv: &Venv, wanted: &str, build: Build) -> Result<()> {
     std::thread::scope(|scope| {
         let packages = scope.spawn(|| install_packages(venv, wanted));

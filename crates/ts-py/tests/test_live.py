@@ -406,6 +406,7 @@ def test_ctrl_c_at_any_moment_leaves_a_working_model(tmp_path: Path) -> None:
     for _ in range(100):
         old = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:
+            # Python ignores an interrupt in a callback. Then the test ends with the next one.
             signal.setitimer(signal.ITIMER_REAL, 1e-4 + rng.random() * 0.03, 10)
             while True:
                 if is_offloaded(model):

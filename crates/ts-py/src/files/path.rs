@@ -17,7 +17,7 @@ impl<'py> FromPyObject<'_, 'py> for PathArgument {
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         match value.extract::<PathBuf>() {
             Ok(path) => Ok(Self(path)),
-            // A signal can arrive while `__fspath__` runs, and raise an exception of its own.
+            // While `__fspath__` runs, a signal handler can raise another exception.
             Err(error) if !error.is_instance_of::<PyTypeError>(value.py()) => Err(error),
             Err(_) => {
                 let found = value.get_type().name()?;
