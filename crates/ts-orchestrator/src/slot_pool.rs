@@ -393,6 +393,14 @@ impl<D: Device> SlotPool<D> {
         }
     }
 
+    /// Returns the size of the largest piece of free memory for slots, in bytes.
+    pub(crate) fn largest_free_bytes(&self) -> usize {
+        self.device.as_ref().map_or_else(
+            || self.host.stats().largest_free_bytes,
+            |on| on.pool.stats().largest_free_bytes,
+        )
+    }
+
     /// Returns the size of the staging memory, in bytes.
     pub(crate) fn staging_bytes(&self) -> usize {
         self.device.as_ref().map_or(0, |_| self.host.stats().capacity_bytes)

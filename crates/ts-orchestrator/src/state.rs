@@ -392,28 +392,38 @@ impl<D: Device> EngineState<D> {
         new.filter_map(|((unit, _), prepared)| unit.image_bytes(prepared)).sum()
     }
 
-    /// Reserves the memory of units that are kept. Call this before other allocations, so that this
-    /// memory is adjacent and the ring is one piece of memory.
-    fn reserve_residents(&mut self, context: &EngineContext<D>) {
+    /// Reserves the memory of units that are kept and are not in memory. Call this before other
+    /// allocations, so that this memory is adjacent and the ring is one piece of memory. Returns
+    /// whether the ring is one piece, and there was memory for all of these units.
+    fn reserve_residents(&mut self, context: &EngineContext<D>) -> bool {
         for (i, unit) in self.units.iter_mut().enumerate() {
             (unit.reserved, unit.reserved_image) = (None, None);
             unit.resident = self.plan.residency[i] == Residency::Resident;
             unit.stats.resident = unit.resident;
             unit.set_kept(self.plan.residency[i]);
         }
-        for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| unit.resident) {
+        let mut complete = true;
+        let is_absent =
+            |unit: &UnitState<D>| unit.resident && !matches!(unit.presence, Presence::Present(_));
+        for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| is_absent(unit)) {
             // An empty pool has room for all slots. If some memory is not free yet, the slot is
             // allocated when the unit is loaded.
             unit.reserved = context.slots.allocate(context.units[i].layout.len).ok();
+            complete &= unit.reserved.is_some();
         }
         let absent = |unit: &UnitState<D>| unit.compressed && unit.image.is_none();
         for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| absent(unit)) {
-            unit.reserved_image = context.allocate_image(unit.image_bytes(&context.units[i]));
+            let bytes = unit.image_bytes(&context.units[i]);
+            unit.reserved_image = context.allocate_image(bytes);
+            complete &= unit.reserved_image.is_some() || bytes.is_none();
         }
+        complete && context.slots.largest_free_bytes() >= self.plan.ring_bytes
     }
 
     /// Switches to the pending plan, unless a unit is in use, referenced or being loaded. Returns
     /// whether it switched.
+    ///
+    /// What both plans keep stays in memory, if the rest fits beside it.
     pub(crate) fn apply_pending_plan(&mut self, context: &EngineContext<D>) -> bool {
         let referenced = self.units.iter_mut().any(|unit| unit.referenced_evictions() > 0)
             || !self.live_gathered().is_empty();
@@ -430,23 +440,74 @@ impl<D: Device> EngineState<D> {
         self.counters.replans += 1;
         self.idle.clear();
         self.frontier = Frontier::default();
-        for i in 0..self.units.len() {
-            self.routed.remove_idle(UnitId(i as u32));
-            let on_host = self.plan.residency[i] == Residency::Host;
-            let unit = &mut self.units[i];
-            (unit.presence, unit.postponed) = (Presence::Absent, false);
-            (unit.reserved, unit.reserved_image) = (None, None);
-            unit.image.take_if(|_| !on_host);
-        }
-        context.slots.coalesce();
+        let stay = if self.has_new_limit() {
+            vec![false; self.units.len()]
+        } else {
+            self.staying(context, &self.plan)
+        };
+        self.empty(context, &stay);
         // If a part of the memory is not free yet, the end of the next pass tries again.
         if self.has_new_limit() && context.slots.limit(self.slot_limit) {
             self.planned_limit = self.slot_limit;
             self.resized = false;
             self.waited_limit = None;
         }
-        self.reserve_residents(context);
+        if !self.reserve_residents(context) && stay.contains(&true) {
+            self.empty(context, &vec![false; self.units.len()]);
+            self.reserve_residents(context);
+        }
         true
+    }
+
+    /// Returns for each unit whether a plan keeps it in the form in which it is in memory for good,
+    /// and where it is: the ring begins after the units that are kept.
+    fn staying(&self, context: &EngineContext<D>, plan: &Plan) -> Vec<bool> {
+        if context.slots.is_staged() {
+            return vec![false; self.units.len()];
+        }
+        let begin = context.slots.host.as_ptr_range().start.addr();
+        let ring = begin + plan.resident_bytes + plan.compressed_bytes;
+        let stays = |(unit, residency): (&UnitState<D>, &Residency)| {
+            let (address, len) = match (residency, &unit.presence, &unit.image) {
+                (Residency::Resident, Presence::Present(memory), _) if unit.is_kept() => {
+                    (memory.range().address(), memory.range().len())
+                }
+                (Residency::Compressed, _, Some(image)) if unit.compressed => {
+                    (image.bytes.as_ptr().addr(), image.bytes.len())
+                }
+                _ => return false,
+            };
+            address + len <= ring
+        };
+        self.units.iter().zip(&plan.residency).map(stays).collect()
+    }
+
+    /// Returns how many bytes of the units that a plan keeps are in memory already, for good.
+    pub(crate) fn staying_bytes(&self, context: &EngineContext<D>, plan: &Plan) -> usize {
+        let stays = self.staying(context, plan);
+        let bytes = |((unit, prepared), residency): ((&UnitState<D>, &Arc<PreparedUnit>), _)| {
+            match residency {
+                &Residency::Resident => prepared.slot_bytes,
+                _ => unit.image_bytes(prepared).unwrap_or(0),
+            }
+        };
+        let units = self.units.iter().zip(&context.units).zip(&plan.residency).zip(stays);
+        units.filter(|(_, stays)| *stays).map(|(unit, _)| bytes(unit)).sum()
+    }
+
+    /// Frees the memory of all units except of those that `stay`, and what is reserved for units.
+    fn empty(&mut self, context: &EngineContext<D>, stay: &[bool]) {
+        for (i, stays) in stay.iter().enumerate() {
+            self.routed.remove_idle(UnitId(i as u32));
+            let on_host = self.plan.residency[i] == Residency::Host;
+            let unit = &mut self.units[i];
+            if !stays || !unit.is_kept() {
+                (unit.presence, unit.postponed) = (Presence::Absent, false);
+            }
+            (unit.reserved, unit.reserved_image) = (None, None);
+            unit.image.take_if(|_| !stays && !on_host);
+        }
+        context.slots.coalesce();
     }
 
     /// Returns whether the plan was made for another limit, or for other memory than there is.

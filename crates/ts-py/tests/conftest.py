@@ -16,6 +16,7 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import preloaded
 import pytest
 import torch
 from tensorstream import devices
@@ -195,6 +196,13 @@ def machine() -> Iterator[RemoteMachine]:
 @pytest.fixture
 def device(machine: RemoteMachine) -> torch.device:
     return machine.device()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[preloaded.Server]:
+    """Runs programs in processes that have imported PyTorch and transformers."""
+    with preloaded.started() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

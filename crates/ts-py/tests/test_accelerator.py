@@ -22,12 +22,11 @@ needs_stand_in = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def server() -> Iterator[None]:
-    """Starts the server that `run` uses."""
-    with preloaded.started() as started:
-        _server.append(started)
-        yield
-        _server.clear()
+def server(programs: preloaded.Server) -> Iterator[None]:
+    """Sets the server that `run` uses."""
+    _server.append(programs)
+    yield
+    _server.clear()
 
 
 _server: list[preloaded.Server] = []

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 from raycluster import RayCluster
 from test_docs import ROOT, blocks, without_numbers
@@ -33,16 +32,9 @@ def test_every_example_is_tested() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAYS)
-def test_examples_run(name: str, tmp_path: Path) -> None:
+def test_examples_run(name: str, programs: preloaded.Server, tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment,
-    )
+    done = programs.run(EXAMPLES / name, [], environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert SAYS[name] in done.stdout
     if name == "pipeline.py":
@@ -54,15 +46,10 @@ def test_examples_run(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["data_parallel.py", "pipeline.py"])
-def test_examples_run_on_a_ray_cluster(name: str) -> None:
+def test_examples_run_on_a_ray_cluster(programs: preloaded.Server) -> None:
     with RayCluster() as cluster:
-        done = subprocess.run(
-            [sys.executable, EXAMPLES / name, "ray", cluster.address],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-    assert done.returncode == 0, done.stderr
-    assert SAYS[name] in done.stdout
+        for name in ("data_parallel.py", "pipeline.py"):
+            arguments = ["ray", cluster.address]
+            done = programs.run(EXAMPLES / name, arguments, os.environ, timeout=300)
+            assert done.returncode == 0, done.stderr
+            assert SAYS[name] in done.stdout

@@ -231,12 +231,14 @@ impl<D: Device> EngineInner<D> {
         });
         state.unsure_of_encoding = unsure;
         let Some((better, kept, rates, encode_s)) = plans else { return };
-        // A new plan reads the units that it keeps again, and this must pay off within a few
-        // passes. All slots together have the size of the first plan's peak, so a larger plan
-        // cannot be used.
+        // A new plan reads units that it keeps again, and this must pay off within a few passes.
+        // All slots together have the size of the first plan's peak, so a larger plan cannot be
+        // used.
         let host_bytes = state.new_host_bytes(&self.context, &better);
         let kept_bytes = better.resident_bytes + better.compressed_bytes + host_bytes;
-        let fresh_start_s = kept_bytes as f64 / rates.read_bytes_per_s;
+        let staying_bytes = state.staying_bytes(&self.context, &better);
+        let fresh_start_s =
+            kept_bytes.saturating_sub(staying_bytes) as f64 / rates.read_bytes_per_s;
         let pays = kept.as_ref().is_none_or(|kept| {
             let gain_s = kept.mean_pass_s - better.mean_pass_s;
             gain_s > REPLAN_GAIN * kept.mean_pass_s

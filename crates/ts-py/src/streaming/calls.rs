@@ -10,6 +10,7 @@ use std::sync::Arc;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
+use smallvec::SmallVec;
 
 use super::inner::StreamerInner;
 use super::lease::Use;
@@ -144,8 +145,11 @@ impl ModuleCalls {
     }
 
     /// Returns the streamed parameters among those of a module.
-    fn own_parameters<'py>(&self, attributes: &Bound<'py, PyDict>) -> PyResult<Vec<Own<'py>>> {
-        let mut own = Vec::new();
+    fn own_parameters<'py>(
+        &self,
+        attributes: &Bound<'py, PyDict>,
+    ) -> PyResult<SmallVec<[Own<'py>; 2]>> {
+        let mut own = SmallVec::new();
         for_each_entry(attributes, intern!(attributes.py(), "_parameters"), |_, parameter| {
             let class = parameter.get_type();
             if self.classes.iter().any(|each| class.is(each))

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
+use smallvec::{SmallVec, smallvec};
 use tensorstream::orchestrator::UnitId;
 use tensorstream::streams::AnyStream;
 
@@ -26,11 +27,11 @@ pub(crate) struct Use {
 #[derive(Default)]
 struct UseState {
     inner: Option<Arc<StreamerInner>>,
-    tensors: Vec<Arc<UnitTensors>>,
+    tensors: SmallVec<[Arc<UnitTensors>; 1]>,
     /// Further leases of units whose tensors already have a lease.
     extra_leases: Vec<Lease>,
     /// The parameters that have the memory of the units.
-    lent: Vec<(Py<PyAny>, Py<WeightRef>)>,
+    lent: SmallVec<[(Py<PyAny>, Py<WeightRef>); 2]>,
     /// After the end, the units whose memory other objects still reference.
     leaked: Vec<Leaked>,
 }
@@ -175,20 +176,19 @@ impl Use {
         (tensors, extra): (Arc<UnitTensors>, Option<Lease>),
         lent: &[Own<'_>],
     ) -> PyResult<Self> {
-        let this = Self {
-            state: Mutex::new(UseState {
-                inner: Some(Arc::clone(inner)),
-                tensors: vec![Arc::clone(&tensors)],
-                extra_leases: extra.into_iter().collect(),
-                ..UseState::default()
-            }),
+        let state = UseState {
+            inner: Some(Arc::clone(inner)),
+            tensors: smallvec![Arc::clone(&tensors)],
+            extra_leases: extra.into_iter().collect(),
+            ..UseState::default()
         };
         // If this fails, dropping the use ends it.
+        let mut this = Self { state: Mutex::new(state) };
         inner.use_on(py, stream.as_ref(), &tensors)?;
         for Own { parameter, weight } in lent {
             if WeightRef::borrow_memory(weight, inner, parameter, &tensors)? {
                 let both = (parameter.clone().unbind(), weight.clone().unbind());
-                this.lock().lent.push(both);
+                this.state.get_mut().lent.push(both);
             }
         }
         Ok(this)
@@ -199,8 +199,12 @@ impl Use {
     ///
     /// # Errors
     /// Returns a ModelError if a weight was written to.
-    pub(super) fn finish(self, py: Python<'_>) -> PyResult<Option<Self>> {
-        Ok(self.exit(py)?.then_some(self))
+    pub(super) fn finish(mut self, py: Python<'_>) -> PyResult<Option<Self>> {
+        let state = self.state.get_mut();
+        match std::mem::take(state).end(py, state) {
+            Some(name) => Err(written_error(py, &format!("`{name}`"))),
+            None => Ok((!state.leaked.is_empty()).then_some(self)),
+        }
     }
 
     /// Leases units for one operation. Blocks.
@@ -252,11 +256,21 @@ impl Use {
         self.state.lock()
     }
 
-    /// Releases tensors and leases, except the leases of units whose memory other objects
-    /// reference. Returns the name of a weight that was written to, or None.
+    /// Ends the use. Returns the name of a weight that was written to, or None.
     fn end(&self, py: Python<'_>) -> Option<String> {
         let state = std::mem::take(&mut *self.lock());
-        let UseState { inner, tensors, extra_leases, lent, mut leaked } = state;
+        let mut ended = UseState::default();
+        let written = state.end(py, &mut ended);
+        *self.lock() = ended;
+        written
+    }
+}
+
+impl UseState {
+    /// Releases tensors and leases, except the leases of units whose memory other objects
+    /// reference: `ended` gets these. Returns the name of a weight that was written to, or None.
+    fn end(self, py: Python<'_>, ended: &mut Self) -> Option<String> {
+        let Self { inner, tensors, extra_leases, lent, mut leaked } = self;
         let inner = inner?;
         for (parameter, weight) in lent {
             weight.get().return_memory(&inner, parameter.bind(py));
@@ -268,8 +282,9 @@ impl Use {
             written = ended.written.or(written);
         }
         drop(extra_leases);
-        let mut state = self.lock();
-        (state.inner, state.leaked) = (Some(inner), leaked);
+        if !leaked.is_empty() {
+            (ended.inner, ended.leaked) = (Some(inner), leaked);
+        }
         written
     }
 }
@@ -278,6 +293,9 @@ impl Drop for Use {
     /// Ends a use that was not closed, for example because of an exception. A unit that was written
     /// to is read again for its next use, but no error is raised.
     fn drop(&mut self) {
+        if self.state.get_mut().inner.is_none() {
+            return; // it has ended
+        }
         Python::attach(|py| {
             // The calls into Python must not see or replace the pending exception.
             let pending = PyErr::take(py);
