@@ -50,15 +50,20 @@ impl ModuleCalls {
     /// Calls a module. Lends it its weights while it runs.
     ///
     /// Args:
-    ///     args: The module, and the positional arguments of the call.
+    ///     module: The module.
+    ///     args: The positional arguments of the call.
     ///     kwargs: The other arguments.
     fn call<'py>(
         &self,
+        module: &Bound<'py, PyAny>,
         args: &Bound<'py, PyTuple>,
         kwargs: &Bound<'py, PyDict>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = args.py();
-        let module = &args.get_item(0)?;
+        let mut all: SmallVec<[Bound<'py, PyAny>; 4]> = SmallVec::new();
+        all.push(module.clone());
+        all.extend(args.iter());
+        let args = &PyTuple::new(py, all)?;
         let call = Call::begin(module);
         let result = self.call_announced(module, args, kwargs);
         drop(call);

@@ -134,13 +134,16 @@ impl Use {
 
 impl Use {
     /// Leases the unit of a module for its forward, and gives the parameters its memory. Blocks.
+    ///
+    /// Under the profiler, the parameters stay stand-ins: they could not give the memory back while
+    /// something refers to their implementations.
     pub(super) fn for_forward(
         py: Python<'_>,
         inner: &Arc<StreamerInner>,
         unit: usize,
         lent: &[Own<'_>],
     ) -> PyResult<Self> {
-        ensure_pass(py, inner)?;
+        let lent = if ensure_pass(py, inner)? { &[] } else { lent };
         let stream = inner.current_stream(py)?;
         if let Some(tensors) = inner.use_kept(unit) {
             return Self::of_forward(py, inner, stream, (tensors, None), lent);

@@ -32,6 +32,8 @@ struct PassOfCall {
     pass: Option<RunningPass>,
     /// Shows the progress of the first pass until it is closed.
     progress: Option<Py<PyAny>>,
+    /// Whether PyTorch's profiler runs.
+    profiled: bool,
 }
 
 /// A call of a module. It ends when it is dropped.
@@ -55,18 +57,31 @@ impl Drop for Call {
 }
 
 /// Begins a pass if the outermost call of a module on this thread is one that has not begun yet.
-/// Blocks while other passes run, if the call is one of the whole model.
-pub(super) fn ensure_pass(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResult<()> {
+/// Blocks while other passes run, if the call is one of the whole model. Returns whether PyTorch's
+/// profiler ran when the call began: it refers weakly to the implementations of tensors that
+/// operations use.
+pub(super) fn ensure_pass(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResult<bool> {
     if DEPTH.get() == 0 {
-        return Ok(());
+        return Ok(false);
     }
-    let module = OUTERMOST.with_borrow(|outermost| {
-        let is_known = outermost.passes.iter().any(|pass| Arc::ptr_eq(&pass.inner, inner));
-        outermost.module.as_ref().filter(|_| !is_known).map(|module| module.clone_ref(py))
+    let known = OUTERMOST.with_borrow(|outermost| {
+        let known = outermost.passes.iter().find(|pass| Arc::ptr_eq(&pass.inner, inner));
+        known.map(|known| known.profiled)
     });
-    let Some(module) = module else { return Ok(()) };
-    let mut known = PassOfCall { inner: Arc::clone(inner), pass: None, progress: None };
+    if let Some(profiled) = known {
+        return Ok(profiled);
+    }
+    let module = OUTERMOST
+        .with_borrow(|outermost| outermost.module.as_ref().map(|module| module.clone_ref(py)));
+    let Some(module) = module else { return Ok(false) };
+    let profiled = inner.torch.is_profiler_enabled(py)?;
+    let mut known = PassOfCall { inner: Arc::clone(inner), pass: None, progress: None, profiled };
     if let Some(passes) = inner.passes(py) {
+        if profiled {
+            inner
+                .torch
+                .uncompiled(py, || passes.call_method0(intern!(py, "profiled")).map(drop))?;
+        }
         let kind = inner.torch.uncompiled(py, || {
             passes.call_method1(intern!(py, "kind"), (module,))?.extract::<u8>()
         })?;
@@ -82,7 +97,7 @@ pub(super) fn ensure_pass(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResul
         }
     }
     OUTERMOST.with_borrow_mut(|outermost| outermost.passes.push(known));
-    Ok(())
+    Ok(profiled)
 }
 
 /// Ends the passes of the outermost call, if no call of a module runs on this thread any more.
@@ -94,7 +109,7 @@ pub(super) fn end_passes(py: Python<'_>, succeeded: bool) -> Option<PyErr> {
     let Outermost { module, passes } = OUTERMOST.take();
     drop(module);
     let mut failed = None;
-    for PassOfCall { inner, pass, progress } in passes {
+    for PassOfCall { inner, pass, progress, .. } in passes {
         if let Some(progress) = progress
             && let Err(error) = progress.call_method0(py, intern!(py, "close"))
         {

@@ -22,6 +22,7 @@ pub(super) struct Torch {
     requires_grad: Py<PyAny>,
     is_any_autocast_enabled: Py<PyAny>,
     clear_autocast_cache: Py<PyAny>,
+    is_profiler_enabled: Py<PyAny>,
     storage_use_count: Py<PyAny>,
     swap: Py<PyAny>,
     set_eval_frame: Py<PyAny>,
@@ -54,6 +55,10 @@ impl Torch {
                 .unbind(),
             is_any_autocast_enabled: native.getattr("_is_any_autocast_enabled")?.unbind(),
             clear_autocast_cache: torch.getattr("clear_autocast_cache")?.unbind(),
+            is_profiler_enabled: native
+                .getattr("_autograd")?
+                .getattr("_profiler_enabled")?
+                .unbind(),
             storage_use_count: native.getattr("_storage_Use_Count")?.unbind(),
             swap: native.getattr("_swap_tensor_impl")?.unbind(),
             set_eval_frame: native
@@ -119,6 +124,11 @@ impl Torch {
     /// Returns whether gradients are recorded.
     pub(super) fn is_grad_enabled(&self, py: Python<'_>) -> PyResult<bool> {
         is_true(py, &self.is_grad_enabled)
+    }
+
+    /// Returns whether the profiler runs.
+    pub(super) fn is_profiler_enabled(&self, py: Python<'_>) -> PyResult<bool> {
+        is_true(py, &self.is_profiler_enabled)
     }
 
     /// Returns whether a streamed parameter requires gradients.

@@ -143,15 +143,16 @@ def replace_calls() -> None:
     loaded = sys.modules
     dynamo_knows = False
 
-    def __call__(*args: Any, **kwargs: Any) -> Any:
+    # PyTorch's profiler looks for an argument of this name.
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal dynamo_knows
         if is_compiling():
-            if not _streams(args[0]):
-                return original(*args, **kwargs)
+            if not _streams(self):
+                return original(self, *args, **kwargs)
             torch._dynamo.graph_break(msg=_NO_WHOLE_GRAPH)
         elif not dynamo_knows and _DYNAMO[-1] in loaded:
             dynamo_knows = _tell_dynamo(original, __call__.__code__)
-        return call(args, kwargs)
+        return call(self, args, kwargs)
 
     functools.update_wrapper(__call__, original)
     nn.Module.__call__ = __call__  # type: ignore[method-assign]

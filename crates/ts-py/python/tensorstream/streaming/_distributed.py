@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import ModelError
 from ._streamed_tensor import StreamedTensor
 
 #: The attribute of a model from which ``DistributedDataParallel`` takes the names to leave out.
@@ -42,12 +43,23 @@ class StreamedNames:
         return list, (list(self.before),)  # a pickled model is in memory
 
     def __iter__(self) -> Iterator[str]:
+        """Yields the names.
+
+        Raises:
+            ModelError: A streamed weight requires gradients, which each process would keep.
+        """
         yield from self.before
         model = self._model()
         if model is None:
             return
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if isinstance(parameter, StreamedTensor):
+                if parameter.requires_grad:
+                    raise ModelError(
+                        "DistributedDataParallel would not average the gradients of streamed "
+                        f"weights, and `{name}` requires them; freeze the streamed weights with "
+                        "parameter.requires_grad_(False)"
+                    )
                 yield from (prefix + name for prefix in _PREFIXES)
 
 

@@ -2,7 +2,8 @@
 """Refuses calls that would change streamed weights. A refused call changes nothing.
 
 The methods of ``nn.Module`` are replaced once for the process, as soon as a model streams, because
-such a call may come from a module around the streamed ones, which changes others first.
+such a call may come from a module around the streamed ones, which changes others first. For the
+same reason, steps of all optimizers are checked, and ``data`` of all parameters is replaced.
 """
 
 from __future__ import annotations
@@ -14,25 +15,72 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ModelError
 from . import _tree as tree
 from ._calls import own_stand_ins, stand_ins_below
 from ._store import memory_order
-from ._streamed_tensor import StreamedTensor, copied, is_same, name_of, to_memory
+from ._streamed_tensor import (
+    CHANGE_IN_MEMORY,
+    CopiedTensor,
+    StreamedTensor,
+    copied,
+    in_memory,
+    is_same,
+    name_of,
+    to_memory,
+    with_memory,
+)
 
+_data: Any = torch.Tensor.data
 #: Whether the call of a module around has been checked.
 _is_checked: ContextVar[bool] = ContextVar("tensorstream_is_checked", default=False)
 _is_replaced = False
 
 
 def replace_guarded() -> None:
-    """Replaces ``_apply`` and ``load_state_dict`` of all modules, unless this has happened."""
+    """Replaces methods of all modules, parameters and optimizers, unless this has happened."""
     global _is_replaced  # noqa: PLW0603
     if not _is_replaced:
         _is_replaced = True
         nn.Module._apply = _apply(nn.Module._apply)  # type: ignore[method-assign]
         nn.Module.load_state_dict = _load(nn.Module.load_state_dict)  # type: ignore[method-assign]
+        nn.Parameter.data = _Data()  # type: ignore[assignment]
+        register_optimizer_step_pre_hook(_require_no_step)
+
+
+class _Data:
+    """The attribute ``data`` of ``nn.Parameter``: PyTorch's, which accepts streamed weights too.
+
+    A parameter in memory that is set to one gets a copy, since the weight has no memory. PyTorch
+    would accept the stand-in, and fail when the parameter is used.
+    """
+
+    def __get__(self, parameter: Any, owner: type | None = None) -> Any:
+        return self if parameter is None else _data.__get__(parameter)
+
+    def __set__(self, parameter: Any, value: Any) -> None:
+        if isinstance(value, CopiedTensor):
+            value = with_memory(value)
+        if isinstance(value, StreamedTensor):
+            value = in_memory(value)
+        _data.__set__(parameter, value)
+
+
+def _require_no_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Requires that a step of an optimizer writes to no streamed weight.
+
+    Raises:
+        ModelError: It would write to one.
+    """
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            if isinstance(each, StreamedTensor) and not each._ref.is_copy and each.grad is not None:
+                raise ModelError(
+                    f"cannot step: the optimizer would write to `{name_of(each)}`: "
+                    f"{CHANGE_IN_MEMORY}"
+                )
 
 
 def _apply(original: Any) -> Any:

@@ -14,7 +14,9 @@ from torch import nn
 
 from .. import _native
 from ..errors import ModelError
+from . import _tree as tree
 from ._progress import first_pass
+from ._streamed_tensor import StreamedTensor, require_no_tracing, unguard
 
 #: Modules whose children are elements, and not parts with a role.
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -41,6 +43,7 @@ class Passes:
         self._device = device
         self._kinds: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._is_first = True
+        self._is_guarded = True
 
     def kind(self, module: nn.Module) -> int:
         """Returns 2 if the module is or contains the model, 1 if it is a part, and 0 otherwise.
@@ -60,6 +63,15 @@ class Passes:
         if any(each is model for each in _nearest(module) for model in models):
             return 2
         return int(any(part is module for model in models for part in parts(model)))
+
+    def profiled(self) -> None:
+        """Prepares the weights for PyTorch's profiler, which asks for the addresses of operands."""
+        if self._is_guarded:
+            self._is_guarded = False
+            for model in list(self.models):
+                for parameter in tree.parameters(model):
+                    if isinstance(parameter, StreamedTensor):
+                        unguard(parameter)
 
     def add_copies(self, memo: dict[int, Any]) -> None:
         """Adds the models that ``copy.deepcopy`` is copying, by its argument ``memo``."""
@@ -109,11 +121,10 @@ def parts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _refuse_tracing(device: torch.device) -> None:
-    """Refuses ``torch.jit.trace`` and CUDA graphs, which would keep addresses of weights."""
+    """Refuses tracing and CUDA graphs, which would keep weights or their addresses."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ModelError(
             "cannot capture a model that streams in a CUDA graph, which would keep the addresses "
             "of its weights; restore(model) first if it fits on the device"
         )
-    if torch._C._get_tracing_state() is not None:
-        raise ModelError("cannot trace a model that streams; restore(model) first")
+    require_no_tracing()

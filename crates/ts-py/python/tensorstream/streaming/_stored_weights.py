@@ -18,7 +18,7 @@ from ..errors import StorageError
 from ..files._capsules import as_capsule
 from ._builder import Builder
 from ._store import memory_order
-from ._streamed_tensor import StreamedTensor
+from ._streamed_tensor import StreamedTensor, copy_of
 from ._symbolic_tensor import Source, SymbolicTensor
 from ._units import TensorSpec
 from ._weights import Weights
@@ -40,7 +40,9 @@ class StoredWeights:
         #: run a callback when they end, and Python ignores an interrupt that arrives in one.
         self._shares: list[weakref.ref[Weights]] = []
         #: The storages of mapped weights that still exist, by parameter.
-        self._mapped: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._mapped: weakref.WeakValueDictionary[tuple[int, int | None], Any] = (
+            weakref.WeakValueDictionary()
+        )
 
     def add(self, weights: Weights) -> None:
         """Adds the weights on a device."""
@@ -96,18 +98,19 @@ class StoredWeights:
         """Returns a weight as a view of a file, whose pages the system can reclaim. Blocks.
 
         The file is that of the checkpoint, or an unnamed one to which the weight is written.
-        Tensors of the same weight share memory. Writes to it do not reach the checkpoint.
+        Tensors of the same weight share memory, except those of different copies of it. Writes to it do not reach the checkpoint.
 
         Raises:
             StorageError: Reading or writing failed.
             CheckpointChangedError: The file changed since it was opened.
         """
         weights, key = stand_in._ref.weights, stand_in._ref.key
-        spec, parameter = weights.specs[key], weights.parameters[key]
-        storage = self._mapped.get(parameter)
+        spec, copy = weights.specs[key], copy_of(stand_in)
+        owner = weights.parameters[key], None if copy is None else id(copy)
+        storage = self._mapped.get(owner)
         if storage is None:
             storage = self._map(weights.sources[key]).untyped_storage()
-            self._mapped[parameter] = storage
+            self._mapped[owner] = storage
         whole = torch.empty(0, dtype=spec.dtype)
         return whole.set_(storage, 0, spec.shape, spec.strides)
 

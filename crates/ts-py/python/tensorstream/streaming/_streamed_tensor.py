@@ -10,6 +10,8 @@ stand-ins, so a program that keeps these views keeps no memory. Both classes dis
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,9 +25,14 @@ from ..errors import BudgetError, ModelError
 from ._weights import Weights
 
 RESTORE_FIRST = "a streamed weight cannot be changed; restore(model) first"
-_CHANGE_IN_MEMORY = (
+CHANGE_IN_MEMORY = (
     f"{RESTORE_FIRST}, or change a model in memory, save it, and stream the saved model; to merge "
     "adapters of PEFT, call tensorstream.merge(model, directory)"
+)
+
+_NO_MEMORY = (
+    "the streamed weight `{}` has no memory of its own, and this operation reads it past "
+    "TensorStream; use a copy of the weight, such as weight.clone(), or restore(model) first"
 )
 
 #: Libraries that read the memory of tensors to write them to files, or compare their addresses.
@@ -33,7 +40,20 @@ _WRITERS = ("accelerate", "huggingface_hub", "peft", "safetensors")
 
 _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
+#: Sets what PyTorch raises when it accesses the memory of a storage. PyTorch 2.10 has no such
+#: function, and ends the process instead.
+_set_access_error: Any = getattr(_native_torch, "_set_storage_data_ptr_access_error_msg", None)
 _NO_COPIES: dict[int, torch.Tensor] = {}
+
+#: The modes of operations in which ``make_fx`` and ``torch.export`` trace.
+_TRACING = (
+    _native_torch._TorchDispatchModeKey.PROXY,
+    _native_torch._TorchDispatchModeKey.FAKE,
+)
+
+#: The namespaces of operations that communicate with other processes. Those of the first one write
+#: to their first argument, but their schemas do not say so.
+_COLLECTIVES, _FUNCTIONAL_COLLECTIVES = "c10d", "_c10d_functional"
 
 #: If the units of an operation together exceed the budget, small operands are copied: in total, at
 #: most ``COPIED_BYTES``, or the budget divided by ``COPIED_DIVISOR`` if that is more.
@@ -79,7 +99,7 @@ class StreamedTensor(torch.Tensor):
         if is_same(self, value):
             return
         if not self._ref.is_copy:
-            raise ModelError(f"cannot set the data of `{name_of(self)}`: {_CHANGE_IN_MEMORY}")
+            raise ModelError(f"cannot set the data of `{name_of(self)}`: {CHANGE_IN_MEMORY}")
         to_memory(self, value.detach())
 
     def detach(self) -> torch.Tensor:
@@ -175,8 +195,11 @@ class StreamedTensor(torch.Tensor):
         # Parametrizations set a parameter to itself.
         if func in _COPYING and isinstance(args[0], StreamedTensor) and is_same(*args[:2]):
             return args[0]
-        if func._schema.is_mutable and _write_to_copies(func, args, kwargs):
-            args, kwargs = tree_map_only(CopiedTensor, _with_memory, (args, kwargs))
+        if func.overloadpacket is torch.ops.aten.to and _is_unchanged(func, args, kwargs):
+            return args[0]
+        writes = func._schema.is_mutable or func.namespace == _COLLECTIVES
+        if writes and _write_to_copies(func, args, kwargs):
+            args, kwargs = tree_map_only(CopiedTensor, with_memory, (args, kwargs))
             return func(*args, **kwargs)
         if func.is_view and isinstance(args[0], StreamedTensor):
             view = _view(func, args, kwargs)
@@ -206,7 +229,7 @@ class CopiedTensor(StreamedTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        args, kwargs = tree_map_only(CopiedTensor, _with_memory, (args, kwargs or {}))
+        args, kwargs = tree_map_only(CopiedTensor, with_memory, (args, kwargs or {}))
         if not any(isinstance(leaf, StreamedTensor) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -263,8 +286,30 @@ def stand_in(
             device=weights.device,
             requires_grad=requires_grad,
         )
+    if _set_access_error is not None and not _native_torch._autograd._profiler_enabled():
+        storage = _native_torch.TensorBase.untyped_storage(made)._cdata
+        _set_access_error(storage, _NO_MEMORY.format(weights.specs[key].name))
     made._ref = _native.WeightRef(weights, key)
     return made
+
+
+def unguard(tensor: StreamedTensor) -> None:
+    """Lets PyTorch ask for the address of a stand-in, which is 0."""
+    if _set_access_error is not None:
+        storage = _native_torch.TensorBase.untyped_storage(tensor)._cdata
+        _native_torch._clear_storage_data_ptr_access_error_msg(storage)
+
+
+def require_no_tracing() -> None:
+    """Requires that operations are not being traced, which would keep weights.
+
+    Raises:
+        ModelError: They are.
+    """
+    if _native_torch._get_tracing_state() is not None or any(
+        _native_torch._get_dispatch_mode(mode) is not None for mode in _TRACING
+    ):
+        raise ModelError("cannot trace a model that streams; restore(model) first")
 
 
 def requires_grad(tensor: torch.Tensor) -> bool:
@@ -272,7 +317,7 @@ def requires_grad(tensor: torch.Tensor) -> bool:
     return bool(_requires_grad.__get__(tensor))
 
 
-def _with_memory(tensor: CopiedTensor) -> torch.Tensor:
+def with_memory(tensor: CopiedTensor) -> torch.Tensor:
     """Returns a view of the memory of a copy, if the copy has memory by now."""
     copy = tensor.__dict__.get(_COPY)
     if copy is None or isinstance(copy, StreamedTensor | StreamedWeight):
@@ -283,6 +328,11 @@ def _with_memory(tensor: CopiedTensor) -> torch.Tensor:
         view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
         return view.set_(memory.untyped_storage(), offset, shape, strides)
     return memory.as_strided(shape, strides, offset)
+
+
+def copy_of(tensor: StreamedTensor) -> torch.Tensor | None:
+    """Returns the copy of a parameter of which a stand-in is, or is a view."""
+    return tensor.__dict__.get(_COPY, tensor) if isinstance(tensor, CopiedTensor) else None
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -418,7 +468,7 @@ class StreamedWeight(nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if value is not self:
-            raise ModelError(f"cannot set the data of a streamed weight: {_CHANGE_IN_MEMORY}")
+            raise ModelError(f"cannot set the data of a streamed weight: {CHANGE_IN_MEMORY}")
 
     def detach(self) -> torch.Tensor:
         """Returns a tensor on the same memory without autograd history."""
@@ -706,9 +756,17 @@ _COPIES = {
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on weights. Leases all their units for the duration of the operation."""
+    require_no_tracing()
+    if _keeps_operands(func):
+        args, kwargs = tree_map_only(StreamedTensor, in_memory, (args, kwargs))
+        return func(*args, **kwargs)
     nested = kwargs or any(isinstance(each, list | tuple | dict) for each in args)
     leaves = tree_flatten((args, kwargs))[0] if nested else args
     streamed = [leaf for leaf in leaves if isinstance(leaf, StreamedTensor)]
+    if nested and len(streamed) > 1:
+        one_by_one = _CONCATENATIONS.get(func) or _function_for_each(func, args)
+        if one_by_one is not None:
+            return one_by_one(*args, **kwargs)
     if any(each._ref.weights.divided(each._ref.key) for each in streamed):
         rule = rules.get(func)
         result = NotImplemented if rule is None else rule(*args, **kwargs)
@@ -723,7 +781,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     uses: dict[Weights, Any] = {}
     try:
         copies = _lease(streamed, uses)
-        result = _call(func, args, kwargs, uses, copies, nested)
+        with _recorded_once():
+            result = _call(func, args, kwargs, uses, copies, nested)
     except BaseException:
         for use in uses.values():
             use.close()
@@ -733,6 +792,102 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = replace_weights(result, weights, use)
             use.close()
     return result
+
+
+@contextlib.contextmanager
+def _recorded_once() -> Iterator[None]:
+    """Keeps PyTorch's profiler from recording an operation twice: on stand-ins, and on weights.
+
+    Inference mode does not decompose operations on stand-ins. There, both are recorded.
+    """
+    autograd = _native_torch._autograd
+    if not autograd._profiler_enabled() or torch.is_inference_mode_enabled():
+        yield
+        return
+    autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        autograd._enable_record_function(True)
+
+
+def _is_unchanged(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a conversion returns its operand. Inference mode does not decompose it."""
+    own = args[0]
+    names = [formal.name for formal in func._schema.arguments]
+    wanted = dict(zip(names, args, strict=False)) | kwargs
+    like = wanted.get("other", own)
+    dtype, device = wanted.get("dtype") or like.dtype, wanted.get("device") or like.device
+    in_order = wanted.get("memory_format") in (None, torch.preserve_format)
+    return (
+        isinstance(own, StreamedTensor)
+        and not wanted.get("copy")
+        and in_order
+        and (dtype, torch.empty(0, device=device).device) == (own.dtype, own.device)
+    )
+
+
+@functools.cache
+def _keeps_operands(func: Any) -> bool:
+    """Returns whether an operation can use its operands after it has returned.
+
+    So do operations that return an object of a class, such as packed weights or the work of a
+    collective, and asynchronous collectives.
+    """
+    returns_object = any(each.type.kind() == "ClassType" for each in func._schema.returns)
+    return returns_object or func.namespace == _FUNCTIONAL_COLLECTIVES
+
+
+def _concatenated(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Concatenates tensors. Leases one weight after the other."""
+    tensors = [each for each in tensors if each.shape != (0,)] or tensors
+    geometries = [
+        torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+        for each in tensors
+    ]
+    like = torch.cat(geometries, dim)
+    result = torch.empty_strided(
+        like.shape, like.stride(), dtype=like.dtype, device=tensors[0].device
+    )
+    sizes = [each.shape[dim] for each in tensors]
+    for part, each in zip(result.split(sizes, dim), tensors, strict=True):
+        part.copy_(each)
+    return result
+
+
+def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Stacks tensors. Leases one weight after the other."""
+    return _concatenated([each.unsqueeze(dim) for each in tensors], dim)
+
+
+_CONCATENATIONS: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.cat.default: _concatenated,
+    torch.ops.aten.stack.default: _stacked,
+}
+
+
+def _function_for_each(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """Returns a function that runs an operation on lists for one element after the other.
+
+    So each weight is leased by itself. Returns ``None`` for other operations.
+    """
+    if not func._schema.name.startswith("aten::_foreach_") or len(func._schema.returns) > 1:
+        return None
+    count = len(args[0])
+    if count < 2 or any(isinstance(each, torch.Tensor) and each.dim() for each in args):
+        return None  # a tensor of scalars has one for each element
+
+    def nth(value: Any, i: int) -> Any:
+        return [value[i]] if isinstance(value, list | tuple) else value
+
+    def run(*args: Any, **kwargs: Any) -> list[Any] | None:
+        results: list[Any] = []
+        for i in range(count):
+            own = [nth(each, i) for each in args]
+            results.append(func(*own, **{name: nth(each, i) for name, each in kwargs.items()}))
+        return None if not func._schema.returns else list(itertools.chain.from_iterable(results))
+
+    return run
 
 
 def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int, torch.Tensor]:
@@ -843,6 +998,7 @@ def _call(
         return func(*args, **kwargs)
 
 
+_SEND: Any = getattr(torch.ops.c10d, "send", None)
 #: The dispatch keys of autocast, by device type.
 _AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
 _OTHER_AUTOCAST = "AutocastPrivateUse1"
@@ -890,7 +1046,7 @@ def _write_to_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for tensor, copy in zip(written, copies, strict=True):
         if not isinstance(copy, CopiedTensor):
             raise ModelError(
-                f"cannot run {func}, which writes to `{name_of(tensor)}`: {_CHANGE_IN_MEMORY}"
+                f"cannot run {func}, which writes to `{name_of(tensor)}`: {CHANGE_IN_MEMORY}"
             )
     for copy in copies:
         if isinstance(copy, StreamedTensor):
@@ -899,6 +1055,8 @@ def _write_to_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    if func.namespace == _COLLECTIVES and func is not _SEND:
+        yield from tree_leaves(args[:1])
     for i, formal in enumerate(func._schema.arguments):
         if formal.is_write:
             actual = args[i] if i < len(args) else kwargs.get(formal.name)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Tools that look at a model from outside: profilers, tracers, quantisers, replacers of modules.
+
+Each found a difference between a streamed model and one in memory. The weights are more than twice
+the budget, and three passes are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstream as ts
+import torch
+import torch.distributed as dist
+from conftest import Llama
+from safetensors.torch import save_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.ao import quantization
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaForCausalLM
+
+X = torch.linspace(-1, 1, 2 * 128).view(2, 128)
+MODES: dict[str, Callable[[], Any]] = {
+    "grad": nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+def both(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[nn.Sequential, Any]:
+    """Returns a model in memory, and the same one with a third of its weights in memory."""
+    torch.manual_seed(0)
+    memory = nn.Sequential(*(nn.Linear(128, 128) for _ in range(12))).to(dtype)
+    budget = sum(each.nbytes for each in memory.parameters()) // 3
+    config = ts.Config(storage_path=directory, budget=budget)
+    return memory, ts.offload(copy.deepcopy(memory), config)
+
+
+def passes(model: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [model(X.to(dtype)) for _ in range(3)]
+
+
+def check(memory: Any, streamed: Any) -> None:
+    for expected, got in zip(passes(memory), passes(streamed), strict=True):
+        assert torch.equal(got, expected)
+    assert max(unit["loads"] for unit in ts.stats(streamed)["units"]) > 1
+
+
+def sum_of_flops(profiler: profile) -> int:
+    return sum(each.flops for each in profiler.key_averages())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_profiler_records_the_shapes(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path, dtype)
+    shown = []
+    for model in (memory, streamed):
+        options: Any = {"record_shapes": True, "profile_memory": True, "with_stack": True}
+        options["with_flops"] = True
+        with MODES[mode](), profile(activities=[ProfilerActivity.CPU], **options) as profiler:
+            results = passes(model, dtype)
+        events = [each for each in profiler.events() if each.name == "aten::addmm"]
+        shown.append((results, [each.input_shapes for each in events], sum_of_flops(profiler)))
+    (expected, *seen), (results, *own) = shown
+    assert all(map(torch.equal, results, expected))
+    assert own == seen
+    with torch.no_grad():
+        assert all(map(torch.equal, passes(streamed, dtype), passes(memory, dtype)))
+
+
+def test_tracers_of_operations_are_refused(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    for tracing in ("real", "fake", "symbolic"):
+        with pytest.raises(ts.ModelError, match="cannot trace a model that streams"):
+            make_fx(streamed, tracing_mode=tracing)(X)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, pytest.raises(ts.ModelError, match="cannot trace a model that streams"):
+        streamed(fake.from_tensor(X))
+    check(memory, streamed)
+
+
+def test_quantized_layers_keep_copies(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    quantized = [
+        quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+        for model in (memory, streamed)
+    ]
+    assert torch.equal(quantized[0](X), quantized[1](X))
+    check(memory, streamed)
+
+
+def test_data_of_streamed_weights_is_copied(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    results = []
+    for model in (memory, streamed):
+        new = nn.Linear(128, 128)
+        new.weight.data, new.bias = model[0].weight.data, model[0].bias
+        half = nn.Linear(64, 128)
+        half.weight.data = model[1].weight[:, :64]
+        half.bias.data = model[1].bias.data.clone()
+        results.append((new(X), half(X[:, :64]), new.weight.data_ptr() != 0))
+    assert all(map(torch.equal, results[0][:2], results[1][:2]))
+    new = nn.Linear(128, 128)
+    before = new.weight.data
+    new.weight.data = before
+    assert new.weight.data_ptr() == before.data_ptr(), "tensors in memory are shared, as before"
+    check(memory, streamed)
+
+
+@pytest.mark.parametrize("how", ["add", "set", "copy"])
+def test_data_of_copies_changes_the_copy_alone(how: str, tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    results = []
+    for model in (memory, streamed):
+        changed: Any = copy.deepcopy(model)
+        if how == "add":
+            changed[0].weight.data += 1
+            changed[0].weight.data -= 0.5
+        elif how == "set":
+            changed[0].weight.data = changed[0].weight.data * 2 + changed[1].weight.data
+        else:
+            changed[0].weight.data.copy_(model[3].weight.data)
+        results.append(passes(changed))
+    assert all(map(torch.equal, *results))
+    check(memory, streamed)
+
+
+def test_memory_of_streamed_weights_is_never_read_past_us(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    plain = torch.zeros(128, 128)
+    plain.data = streamed[0].weight.detach()
+    with pytest.raises(RuntimeError, match=r"weight `0\.weight` has no memory of its own"):
+        plain * 1
+    check(memory, streamed)
+
+
+def test_a_refused_step_changes_no_parameter(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    own = nn.Parameter(torch.zeros(128))
+    optimizers = [
+        kind([own, *streamed.parameters()], lr=0.1) for kind in (torch.optim.SGD, torch.optim.Adam)
+    ]
+    (streamed(X) + own).square().mean().backward()
+    for optimizer in optimizers:
+        with pytest.raises(ts.ModelError, match=r"the optimizer would write to `0\.weight`"):
+            optimizer.step()
+    assert not own.any()
+    for parameter in streamed.parameters():
+        parameter.grad = None
+    for optimizer in optimizers:
+        optimizer.step()
+    assert own.any()
+    check(memory, streamed)
+
+
+LISTS: dict[str, Callable[[list[Any]], Any]] = {
+    "vector": nn.utils.parameters_to_vector,
+    "norms": torch._foreach_norm,
+    "sums": lambda ps: torch._foreach_add(ps, [p.clone() for p in ps], alpha=2),
+    "scaled": lambda ps: torch._foreach_mul(ps, [float(i) for i in range(len(ps))]),
+    "stacked": lambda ps: torch.stack([p for p in ps if p.dim() == 2], 1),
+    "rows": lambda ps: torch.cat([p[3:5] for p in ps if p.dim() == 2], -1),
+    "clipped": torch.nn.utils.get_total_norm,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", LISTS)
+def test_operations_on_all_weights_keep_the_budget(what: str, mode: str, tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    results = []
+    for model in (memory, streamed):
+        with MODES[mode]():
+            result = LISTS[what](list(model.parameters()))
+        results.append([result] if isinstance(result, torch.Tensor) else result)
+    assert len(results[0]) == len(results[1])
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(got, expected) and got.stride() == expected.stride()
+        assert got.requires_grad == expected.requires_grad
+    check(memory, streamed)
+
+
+def test_averages_of_all_weights_at_once(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    averages = []
+    for model in (memory, streamed):
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for _ in range(3):
+            average.update_parameters(model)
+        averages.append([*average.parameters()])
+    assert all(map(torch.equal, *averages))
+    check(memory, streamed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_conversion_without_effect_returns_the_weight(mode: str, tmp_path: Path) -> None:
+    for model in both(tmp_path):
+        weight = model[0].weight
+        with MODES[mode]():
+            for same in (
+                weight.float(),
+                weight.to(torch.float32),
+                weight.cpu(),
+                weight.contiguous(),
+            ):
+                assert same is weight and same.requires_grad
+
+
+def test_collectives_read_weights_and_do_not_write_them(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path / "w")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        weight = streamed[0].weight
+        for write in (
+            lambda: dist.broadcast(weight.data, 0),
+            lambda: dist.all_reduce(weight.detach()),
+        ):
+            with pytest.raises(ts.ModelError, match=r"which writes to `0\.weight`"):
+                write()
+        # PyTorch does not look for weights in lists of lists.
+        with pytest.raises((RuntimeError, SystemError)):
+            dist.all_gather([weight.detach()], torch.zeros(128, 128))
+        for read in (
+            lambda out, each: dist.scatter(out, [each], src=0),
+            lambda out, each: dist.all_gather([out], each),
+            dist.all_gather_into_tensor,
+            dist.reduce_scatter_tensor,
+        ):
+            out = torch.empty(128, 128)
+            try:
+                read(out, weight.detach())
+            except RuntimeError as refusal:
+                assert "has no memory of its own" in str(refusal)
+            else:
+                assert torch.equal(out, memory[0].weight)
+        check(memory, streamed)
+        streamed.append(nn.Linear(128, 4))
+        with pytest.raises(ts.ModelError, match="would not average the gradients"):
+            nn.parallel.DistributedDataParallel(streamed)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_copied_layer_is_not_tied_to_its_original(llama: Llama, tmp_path: Path) -> None:
+    """Layers are repeated to make a model deeper, which is then saved."""
+    directory = llama(num_hidden_layers=6)
+    models: list[Any] = [
+        LlamaForCausalLM.from_pretrained(directory),
+        ts.from_pretrained(directory, budget="500KiB"),
+    ]
+    ids = torch.arange(7).view(1, 7)
+    files: list[Any] = []
+    for number, model in enumerate(models):
+        model.model.layers.append(copy.deepcopy(model.model.layers[2]))
+        own = tmp_path / str(number)
+        model.save_pretrained(own)
+        save_model(model, str(own / "other.safetensors"))
+        torch.save(model.state_dict(), own / "torch.bin")
+        names = ("model.safetensors", "other.safetensors")
+        files.append([ts.load_file(own / name) for name in names])
+        files[-1].append(torch.load(own / "torch.bin"))
+    for expected, got in zip(*files, strict=True):
+        assert list(expected) == list(got)
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    with torch.inference_mode():
+        for _ in range(3):
+            results = [model(ids, use_cache=False).logits for model in models]
+            assert torch.equal(*results)
