@@ -8,6 +8,7 @@ the budget, and three passes are compared.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,8 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.ao import quantization
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 X = torch.linspace(-1, 1, 2 * 128).view(2, 128)
 MODES: dict[str, Callable[[], Any]] = {
@@ -211,6 +213,7 @@ def test_a_conversion_without_effect_returns_the_weight(mode: str, tmp_path: Pat
                 weight.to(torch.float32),
                 weight.cpu(),
                 weight.contiguous(),
+                weight.type_as(weight),
             ):
                 assert same is weight and same.requires_grad
 
@@ -275,3 +278,120 @@ def test_a_copied_layer_is_not_tied_to_its_original(llama: Llama, tmp_path: Path
         for _ in range(3):
             results = [model(ids, use_cache=False).logits for model in models]
             assert torch.equal(*results)
+
+
+OPERATORS: dict[str, Any] = {
+    name: getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+}
+
+
+@pytest.mark.parametrize("what", ["parameter", "data", "detached", "row", "state"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_assignments_with_operators_are_not_lost(what: str, name: str, tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    get: dict[str, Callable[[Any], Any]] = {
+        "parameter": lambda model: model[0].weight,
+        "data": lambda model: model[0].weight.data,
+        "detached": lambda model: model[0].weight.detach(),
+        "row": lambda model: model[0].weight.data[1],
+        "state": lambda model: model.state_dict()["0.weight"],
+    }
+    with torch.no_grad(), pytest.raises(ts.ModelError, match=r"which writes to `0\.weight`"):
+        OPERATORS[name](get[what](streamed), 2.0)
+    check(memory, streamed)
+    copies = [copy.deepcopy(model) for model in (memory, streamed)]
+    with torch.no_grad():
+        for each in copies:
+            OPERATORS[name](get[what](each), 2.0)
+        assert torch.equal(copies[1][0].weight, copies[0][0].weight)
+        assert all(map(torch.equal, passes(copies[0]), passes(copies[1])))
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "last rows": lambda w: w.__setitem__(slice(-2, None), 0),
+    "a row of data": lambda w: w.data.__setitem__(5000, 1.0),
+    "some rows": lambda w: w[4000:4003].mul_(2),
+    "a row of a row range": lambda w: w[3000:6000][1500].zero_(),
+    "an element": lambda w: w[7000, 3:5].fill_(2),
+    "rows from rows": lambda w: w[100:110].copy_(w[7000:7010]),
+    "halves": lambda w: w.chunk(2)[1].mul_(3),
+    "unbound": lambda w: w.unbind()[4097].add_(1),
+    "another dtype": lambda w: w[6000:6001].view(torch.int32).zero_(),
+    "through a detached one": lambda w: w.detach()[4096:].detach()[5].sub_(1),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_writes_to_views_of_copies_of_divided_weights(what: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    memory = nn.Sequential(nn.Embedding(8192, 256), *(nn.Linear(256, 256) for _ in range(4)))
+    budget = sum(each.nbytes for each in memory.parameters()) // 5
+    config = ts.Config(storage_path=tmp_path, budget=budget)
+    streamed: Any = ts.offload(copy.deepcopy(memory), config)
+    copies: list[Any] = [copy.deepcopy(model) for model in (memory, streamed)]
+    with torch.no_grad():
+        for each in copies:
+            WRITES[what](each[0].weight)
+        assert torch.equal(copies[1][0].weight, copies[0][0].weight)
+        ids = torch.tensor([[0, 7000, 5000, 4097, 8191]])
+        for _ in range(3):
+            assert torch.equal(copies[1](ids), copies[0](ids))
+            assert torch.equal(streamed(ids), memory(ids))
+
+
+def test_writes_to_experts_of_copies(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    memory: Any = MixtralForCausalLM(config).eval()
+    budget = sum(each.nbytes for each in memory.parameters()) // 3
+    streamed: Any = ts.offload(
+        copy.deepcopy(memory), ts.Config(storage_path=tmp_path, budget=budget)
+    )
+    copies = [copy.deepcopy(model) for model in (memory, streamed)]
+    ids = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        for each in copies:
+            experts = each.model.layers[0].mlp.experts
+            experts.gate_up_proj[1].zero_()
+            experts.down_proj[2].copy_(experts.down_proj[3])
+            each.model.layers[1].mlp.experts.gate_up_proj.unbind()[3].mul_(2)
+        for (name, expected), got in zip(
+            copies[0].named_parameters(), copies[1].parameters(), strict=True
+        ):
+            assert torch.equal(got, expected), name
+        for _ in range(3):
+            assert torch.equal(copies[1](ids).logits, copies[0](ids).logits)
+            assert torch.equal(streamed(ids).logits, memory(ids).logits)
+
+
+class Calls(TorchFunctionMode):
+    """Collects the names of functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_functions_see_what_they_see_in_memory(mode: str, tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    names, results = [], []
+    for model in (memory, streamed):
+        with MODES[mode](), Calls() as calls:
+            results.append(passes(model))
+            model[0].weight[:3].sum()
+        names.append(calls.names)
+    assert all(map(torch.equal, *results))
+    assert names[0] == names[1]
+    with torch.device("meta"):  # the default device of new tensors is a mode too
+        check(memory, streamed)

@@ -265,7 +265,7 @@ class CheckpointWarning(UserWarning):
     """
 
 
-class ModelError(TensorStreamError, TypeError):
+class ModelError(TensorStreamError, RuntimeError):
     """The model cannot be streamed, or an operation on a streamed model is not supported.
 
     Also raised if PyTorch or NumPy lacks a dtype.

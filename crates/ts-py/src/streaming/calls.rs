@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 
 use super::inner::StreamerInner;
 use super::lease::Use;
-use super::outermost_call::{Call, end_passes};
+use super::outermost_call::{Call, end_passes, has_function_modes};
 use super::tree::{attributes_of, for_each_entry};
 use super::weight_ref::{Own, WeightRef};
 
@@ -28,6 +28,10 @@ pub(crate) struct ModuleCalls {
     records_gradients: Py<PyAny>,
     /// Returns the result of a forward without leased weights: of the result and the use.
     without_weights: Py<PyAny>,
+    /// Returns the number of PyTorch's modes that see functions, such as those of users.
+    function_modes: Py<PyAny>,
+    /// A class of contexts without these modes.
+    no_function_modes: Py<PyAny>,
     /// Functions that announce what a module is about to use, by its `id`.
     announcers: Py<PyDict>,
     /// The classes of streamed parameters.
@@ -38,13 +42,23 @@ pub(crate) struct ModuleCalls {
 impl ModuleCalls {
     #[new]
     fn new(
+        py: Python<'_>,
         original: Py<PyAny>,
         records_gradients: Py<PyAny>,
         without_weights: Py<PyAny>,
         announcers: Py<PyDict>,
         classes: Vec<Py<PyType>>,
-    ) -> Self {
-        Self { original, records_gradients, without_weights, announcers, classes }
+    ) -> PyResult<Self> {
+        let native = py.import("torch")?.getattr("_C")?;
+        Ok(Self {
+            original,
+            records_gradients,
+            without_weights,
+            function_modes: native.getattr("_len_torch_function_stack")?.unbind(),
+            no_function_modes: native.getattr("DisableTorchFunction")?.unbind(),
+            announcers,
+            classes,
+        })
     }
 
     /// Calls a module. Lends it its weights while it runs.
@@ -64,7 +78,7 @@ impl ModuleCalls {
         all.push(module.clone());
         all.extend(args.iter());
         let args = &PyTuple::new(py, all)?;
-        let call = Call::begin(module);
+        let call = Call::begin(module, || Ok(self.function_modes.call0(py)?.is_truthy(py)?))?;
         let result = self.call_announced(module, args, kwargs);
         drop(call);
         match end_passes(py, result.is_ok()) {
@@ -131,22 +145,38 @@ impl ModuleCalls {
         let Some((inner, unit)) = unit_of_leaf(&attributes, &own)? else {
             return self.original.bind(py).call(args, Some(kwargs));
         };
-        let lent: &[Own<'_>] = match self.lends(&inner, &own, args, kwargs)? {
-            true => &own,
-            false => &[],
-        };
-        let used = Use::for_forward(py, &inner, unit, lent)?;
+        let used = self.without_modes(py, || {
+            let lent: &[Own<'_>] = match self.lends(&inner, &own, args, kwargs)? {
+                true => &own,
+                false => &[],
+            };
+            Use::for_forward(py, &inner, unit, lent)
+        })?;
         // If the call fails, dropping the use ends it.
         let result = self.original.bind(py).call(args, Some(kwargs))?;
-        let Some(used) = used.finish(py)? else { return Ok(result) };
-        let used = Bound::new(py, used)?;
-        // Afterwards, nothing here references the memory any more.
-        let without_weights = self.without_weights.bind(py);
-        let result = inner
-            .torch
-            .uncompiled(py, || without_weights.call1((result, &used, own[0].weight.clone())))?;
-        used.get().close(py);
-        Ok(result)
+        self.without_modes(py, || {
+            let Some(used) = used.finish(py)? else { return Ok(result) };
+            let used = Bound::new(py, used)?;
+            // Afterwards, nothing here references the memory any more.
+            let without_weights = self.without_weights.bind(py);
+            let result = inner
+                .torch
+                .uncompiled(py, || without_weights.call1((result, &used, own[0].weight.clone())))?;
+            used.get().close(py);
+            Ok(result)
+        })
+    }
+
+    /// Calls a function whose work modes of the user do not see.
+    fn without_modes<T>(&self, py: Python<'_>, call: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
+        if !has_function_modes() {
+            return call();
+        }
+        let guard = self.no_function_modes.bind(py).call0()?;
+        guard.call_method0(intern!(py, "__enter__"))?;
+        let result = call();
+        guard.call_method1(intern!(py, "__exit__"), (py.None(), py.None(), py.None()))?;
+        result
     }
 
     /// Returns the streamed parameters among those of a module.

@@ -14,6 +14,8 @@ use crate::signals::interruptible;
 thread_local! {
     /// How many calls of modules run on this thread.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
+    /// Whether there were modes that see functions when the outermost of these calls began.
+    static FUNCTION_MODES: Cell<bool> = const { Cell::new(false) };
     /// The outermost of these calls.
     static OUTERMOST: RefCell<Outermost> = RefCell::default();
 }
@@ -40,14 +42,25 @@ struct PassOfCall {
 pub(super) struct Call;
 
 impl Call {
-    pub(super) fn begin(module: &Bound<'_, PyAny>) -> Self {
+    /// `function_modes` returns whether there are modes that see functions.
+    pub(super) fn begin(
+        module: &Bound<'_, PyAny>,
+        function_modes: impl FnOnce() -> PyResult<bool>,
+    ) -> PyResult<Self> {
         let depth = DEPTH.get();
-        DEPTH.set(depth + 1);
         if depth == 0 {
+            FUNCTION_MODES.set(function_modes()?);
             OUTERMOST.with_borrow_mut(|outermost| outermost.module = Some(module.clone().unbind()));
         }
-        Self
+        DEPTH.set(depth + 1);
+        Ok(Self)
     }
+}
+
+/// Returns whether there were modes that see functions, such as those of users, when the outermost
+/// call on this thread began.
+pub(super) fn has_function_modes() -> bool {
+    FUNCTION_MODES.get()
 }
 
 impl Drop for Call {

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from .. import _native
+from ..errors import ModelError
 from . import _tree as tree
 from ._streamed_tensor import CopiedTensor, StreamedTensor, StreamedWeight, replace_weights
 
@@ -64,6 +65,8 @@ def call_if_present(module: nn.Module, *args: Any) -> Any:
         return None
     try:
         return _module_calls.forward_if_present(module, args)
+    except ModelError:
+        raise
     except (TypeError, ValueError, RuntimeError, IndexError):  # it does not accept such arguments
         return None
 

@@ -72,16 +72,16 @@ class StoredWeights:
     def symbolic_all(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a state dict with symbolic tensors instead of stand-ins.
 
-        Names of the same weight have the same symbolic tensor.
+        Names of the same weight have the same symbolic tensor, except names of copies of it.
         """
-        made: dict[int, torch.Tensor] = {}
+        made: dict[tuple[int, int | None], torch.Tensor] = {}
         state_dict = dict(tensors)
         for name, tensor in tensors.items():
             if isinstance(tensor, StreamedTensor) and self.has(tensor):
-                parameter = tensor._ref.weights.parameters[tensor._ref.key]
-                if parameter not in made:
-                    made[parameter] = self.symbolic(tensor)
-                state_dict[name] = made[parameter]
+                owner = _owner(tensor)
+                if owner not in made:
+                    made[owner] = self.symbolic(tensor)
+                state_dict[name] = made[owner]
         return state_dict
 
     def symbolic(self, stand_in: StreamedTensor) -> torch.Tensor:
@@ -98,15 +98,15 @@ class StoredWeights:
         """Returns a weight as a view of a file, whose pages the system can reclaim. Blocks.
 
         The file is that of the checkpoint, or an unnamed one to which the weight is written.
-        Tensors of the same weight share memory, except those of different copies of it. Writes to it do not reach the checkpoint.
+        Tensors of the same weight share memory, except those of copies of it. Writes to it do not
+        reach the checkpoint.
 
         Raises:
             StorageError: Reading or writing failed.
             CheckpointChangedError: The file changed since it was opened.
         """
         weights, key = stand_in._ref.weights, stand_in._ref.key
-        spec, copy = weights.specs[key], copy_of(stand_in)
-        owner = weights.parameters[key], None if copy is None else id(copy)
+        spec, owner = weights.specs[key], _owner(stand_in)
         storage = self._mapped.get(owner)
         if storage is None:
             storage = self._map(weights.sources[key]).untyped_storage()
@@ -150,3 +150,9 @@ class StoredWeights:
 
     def _is_plain(self, part: tuple[int, int, int]) -> bool:
         return self.checkpoint.can_gather([part]) and not self.checkpoint.is_remote(part[0])
+
+
+def _owner(stand_in: StreamedTensor) -> tuple[int, int | None]:
+    """Returns the parameter of a stand-in, and the identity of its copy if it is of a copy."""
+    weights, copy = stand_in._ref.weights, copy_of(stand_in)
+    return weights.parameters[stand_in._ref.key], None if copy is None else id(copy)

@@ -192,20 +192,29 @@ class StreamedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # Parametrizations set a parameter to itself.
-        if func in _COPYING and isinstance(args[0], StreamedTensor) and is_same(*args[:2]):
-            return args[0]
-        if func.overloadpacket is torch.ops.aten.to and _is_unchanged(func, args, kwargs):
-            return args[0]
-        writes = func._schema.is_mutable or func.namespace == _COLLECTIVES
-        if writes and _write_to_copies(func, args, kwargs):
-            args, kwargs = tree_map_only(CopiedTensor, with_memory, (args, kwargs))
-            return func(*args, **kwargs)
-        if func.is_view and isinstance(args[0], StreamedTensor):
-            view = _view(func, args, kwargs)
-            if view is not None:
-                return view
-        return _run(func, args, kwargs)
+        if _native_torch._len_torch_function_stack():
+            # Modes of the user have seen the operation. What follows is not theirs to see.
+            with _native_torch.DisableTorchFunction():
+                return _dispatch(func, args, kwargs)
+        return _dispatch(func, args, kwargs)
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on stand-ins."""
+    # Parametrizations set a parameter to itself.
+    if func in _COPYING and isinstance(args[0], StreamedTensor) and is_same(*args[:2]):
+        return args[0]
+    if func.overloadpacket in _CONVERSIONS and _is_unchanged(func, args, kwargs):
+        return args[0]
+    writes = func._schema.is_mutable or func.namespace == _COLLECTIVES
+    if writes and _write_to_copies(func, args, kwargs):
+        args, kwargs = tree_map_only(CopiedTensor, with_memory, (args, kwargs))
+        return func(*args, **kwargs)
+    if func.is_view and isinstance(args[0], StreamedTensor):
+        view = _view(func, args, kwargs)
+        if view is not None:
+            return view
+    return _run(func, args, kwargs)
 
 
 class CopiedTensor(StreamedTensor):
@@ -254,13 +263,16 @@ class CopiedTensor(StreamedTensor):
 #: An attribute of a stand-in: the weight in a mapped file, once a library has asked for its memory
 #: to write it to a file.
 _MAPPING = "_ref_mapping"
-#: An attribute of a view of a copy: the copy.
-_COPY = "_ref_copy"
+#: Attributes of a view of a copy: the copy, and the position in it of the slice with the view,
+#: in bytes.
+_COPY, _SLICE = "_ref_copy", "_ref_slice"
 #: Attributes of parameters that belong to TensorStream, or mean that PyTorch takes a tensor of this
 #: class for a parameter.
-_OWN_ATTRIBUTES = frozenset({"_ref", "_is_param", _MAPPING, _COPY})
+_OWN_ATTRIBUTES = frozenset({"_ref", "_is_param", _MAPPING, _COPY, _SLICE})
 #: Attributes of the parameters of a model that transformers has built, before they stream.
 _SYMBOLIC_ATTRIBUTES = ("provider", "symbolic_storage", "steps", "_cached_source")
+#: Operations that return their operand if it is already as they are to make it.
+_CONVERSIONS = (torch.ops.aten.to, torch.ops.aten.type_as)
 _COPYING = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
 
 
@@ -323,7 +335,8 @@ def with_memory(tensor: CopiedTensor) -> torch.Tensor:
     if copy is None or isinstance(copy, StreamedTensor | StreamedWeight):
         return tensor
     memory = torch.Tensor.detach(copy)
-    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    shape, strides = tensor.shape, tensor.stride()
+    offset = tensor.storage_offset() + tensor.__dict__.get(_SLICE, 0) // tensor.itemsize
     if tensor.dtype != memory.dtype:
         view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
         return view.set_(memory.untyped_storage(), offset, shape, strides)
@@ -620,18 +633,19 @@ def _view_stand_in(
 ) -> StreamedTensor:
     """Creates a stand-in for a view. If one slice contains the view, uses the key of the slice."""
     weights, key = base._ref.weights, base._ref.key
-    divided = weights.divided(key)
+    divided, slice_offset = weights.divided(key), 0
     if divided is not None and 0 not in shape:
         row = weights.elements(key, dtype) // divided.shape[0]
         last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         index = divided.slice_of(offset // row)
         if index == divided.slice_of(last // row):
             key = divided.first_key + index
-            offset -= divided.first_row(index) * row
-    made = stand_in(weights, key, dtype, shape, strides, offset)
+            slice_offset = divided.first_row(index) * row
+    made = stand_in(weights, key, dtype, shape, strides, offset - slice_offset)
     if isinstance(base, CopiedTensor):
         made.__class__ = CopiedTensor
         made.__dict__[_COPY] = base.__dict__.get(_COPY, base)
+        made.__dict__[_SLICE] = base.__dict__.get(_SLICE, 0) + slice_offset * dtype.itemsize
     return made
 
 
