@@ -145,11 +145,20 @@ def test_graphs_outlive_offloading_and_restoring(tmp_path: Path) -> None:
     while_streamed = model(x)
     before.sum().backward()  # the graph has the memory from before
     ts.restore(model)
+    check_gradients(model, expected)
+    model.zero_grad()
+    seen: list[Any] = []
+    model[0].weight.register_post_accumulate_grad_hook(seen.append)
     while_streamed.sum().backward()  # the graph has the stand-ins
-    assert all(parameter.grad is None for parameter in model.parameters())
+    check_gradients(model, expected)
+    assert seen[0] is model[0].weight and len(seen) == 1
     model(x).sum().backward()
-    for own, wanted in zip(model.parameters(), expected, strict=True):
-        assert own.grad is not None and wanted is not None and torch.equal(own.grad, wanted)
+    check_gradients(model, [2 * gradient for gradient in expected if gradient is not None])
+
+
+def check_gradients(model: nn.Module, expected: list[Any]) -> None:
+    for parameter, wanted in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, wanted)
 
 
 def test_threads_share_parameters(tmp_path: Path) -> None:

@@ -286,6 +286,7 @@ OPERATORS: dict[str, Any] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("what", ["parameter", "data", "detached", "row", "state"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_assignments_with_operators_are_not_lost(what: str, name: str, tmp_path: Path) -> None:
@@ -395,3 +396,51 @@ def test_modes_of_functions_see_what_they_see_in_memory(mode: str, tmp_path: Pat
     assert names[0] == names[1]
     with torch.device("meta"):  # the default device of new tensors is a mode too
         check(memory, streamed)
+
+
+def test_parameters_made_of_copies_share_their_weights(tmp_path: Path) -> None:
+    results = []
+    for model in both(tmp_path):
+        changed: Any = copy.deepcopy(model)
+        new = nn.Linear(128, 128)
+        new.weight = nn.Parameter(changed[0].weight.data)
+        new.bias = nn.Parameter(changed[0].bias.detach())
+        changed[1].weight = nn.Parameter(changed[2].weight)
+        changed.append(new)
+        optimizer = torch.optim.AdamW(changed.parameters(), lr=0.01)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = changed(X).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert torch.equal(new.weight, changed[0].weight)
+        assert torch.equal(changed[1].weight, changed[2].weight)
+        results.append([*losses, *(each.detach() for each in changed.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_shallow_copies_of_parameters_share_their_weights(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    same: Any = copy.copy(streamed[0].weight)
+    assert isinstance(same, nn.Parameter) and same.requires_grad
+    with torch.no_grad(), pytest.raises(ts.ModelError, match="which writes to"):
+        same.mul_(2)
+    changed = [copy.deepcopy(model) for model in (memory, streamed)]
+    with torch.no_grad():
+        for model in changed:
+            copy.copy(model[0].weight).mul_(2)
+    assert all(map(torch.equal, passes(changed[0]), passes(changed[1])))
+    check(memory, streamed)
+
+
+def test_a_write_before_backward_is_noticed_as_in_memory(tmp_path: Path) -> None:
+    for model in both(tmp_path):
+        changed: Any = copy.deepcopy(model)
+        x = X.clone().requires_grad_()
+        loss = changed(x).square().sum()
+        with torch.no_grad():
+            changed[3].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

@@ -76,7 +76,8 @@ def _require_no_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     for group in optimizer.param_groups:
         for each in group["params"]:
-            if isinstance(each, StreamedTensor) and not each._ref.is_copy and each.grad is not None:
+            writes = isinstance(each, StreamedTensor) and not isinstance(each, CopiedTensor)
+            if writes and each.grad is not None:
                 raise ModelError(
                     f"cannot step: the optimizer would write to `{name_of(each)}`: "
                     f"{CHANGE_IN_MEMORY}"

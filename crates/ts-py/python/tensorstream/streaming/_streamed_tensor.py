@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -139,6 +140,15 @@ class StreamedTensor(torch.Tensor):
             values.__dict__.update(attributes_of(self))
         return values.__reduce_ex__(protocol)
 
+    def __copy__(self) -> torch.Tensor:
+        """Returns another tensor object for the same weight."""
+        made: Any = self.detach()
+        _requires_grad.__set__(made, requires_grad(self))
+        if is_parameter(self):
+            made._is_param = True
+            made.__dict__.update(attributes_of(self))
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         known: torch.Tensor | None = memo.get(id(self))
         if known is None:
@@ -253,13 +263,18 @@ class CopiedTensor(StreamedTensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Trains the copy, which gets memory of its own, or freezes it."""
-        if requires_grad:
+        """Trains the copy, which gets memory of its own, or freezes it.
+
+        A view of a copy stays one, also as a parameter: changes of one are those of the other.
+        """
+        if requires_grad and _COPY not in self.__dict__:
             to_memory(self, copied(self))
         _requires_grad.__set__(self, requires_grad)
         return self
 
 
+#: The attribute of a parameter with hooks that run when its gradient was accumulated.
+_GRADIENT_HOOKS = "_post_accumulate_grad_hooks"
 #: An attribute of a stand-in: the weight in a mapped file, once a library has asked for its memory
 #: to write it to a file.
 _MAPPING = "_ref_mapping"
@@ -408,12 +423,15 @@ def to_stand_in(parameter: torch.Tensor, weights: Weights, key: int) -> None:
     streamed._is_param = True
 
 
-def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> None:
+def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> torch.Tensor:
     """Makes a streamed parameter an ordinary one. It stays the same Python object.
 
     Args:
         parameter: The parameter.
         values: Its memory from now on.
+
+    Returns:
+        A tensor with the former implementation, which autograd graphs can have.
     """
     original: Any = parameter._ref.original
     trains = requires_grad(parameter)
@@ -425,24 +443,53 @@ def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> None:
     parameter.__class__ = original or nn.Parameter  # type: ignore[assignment]
     for name in _OWN_ATTRIBUTES:
         parameter.__dict__.pop(name, None)
+    former: torch.Tensor = other
+    return former
 
 
 def _exchange(parameter: torch.Tensor, other: torch.Tensor) -> None:
     """Exchanges the implementations of a parameter and another tensor.
 
-    The gradient and the hooks of the parameter belong to its implementation, so they are moved.
+    The gradient and the hooks of the parameter belong to its implementation, so they are moved. A
+    graph that was recorded before computes the gradient of the former implementation, which is
+    forwarded.
     """
     gradient, hooks = parameter.grad, _hooks_of(parameter)
     _native_torch._swap_tensor_impl(parameter, other)
     if gradient is not None:
         parameter.grad = gradient
+        other.grad = None
     for name, each in hooks.items():
         setattr(parameter, name, each)
+    if requires_grad(other):
+        own: Any = other
+        own._post_accumulate_grad_hooks = {0: _Forward(parameter)}
+
+
+class _Forward:
+    """Adds the gradient of a former implementation of a parameter to that of the parameter."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, other: torch.Tensor) -> None:
+        parameter, gradient = self._parameter(), other.grad
+        other.grad = None
+        if parameter is None or gradient is None:
+            return
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient.requires_grad or parameter.grad.requires_grad:
+            parameter.grad = parameter.grad + gradient
+        else:
+            parameter.grad.add_(gradient)
+        for hook in tuple((_hooks_of(parameter).get(_GRADIENT_HOOKS) or {}).values()):
+            hook(parameter)
 
 
 def _hooks_of(parameter: Any) -> dict[str, Any]:
     """Returns the dictionaries of hooks of a parameter, by the name of the attribute."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    names = ("_backward_hooks", _GRADIENT_HOOKS)
     return {name: each for name in names if (each := getattr(parameter, name, None)) is not None}
 
 
@@ -1064,7 +1111,9 @@ def _write_to_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             )
     for copy in copies:
         if isinstance(copy, StreamedTensor):
-            to_memory(copy, copied(copy))
+            former = to_memory(copy, copied(copy))
+            # Graphs that need the weight must not compute with what is written.
+            torch.autograd.graph.increment_version(former)
     return bool(copies)
 
 
