@@ -23,6 +23,7 @@ from safetensors.torch import save_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.ao import quantization
+from torch.distributed import checkpoint
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import TorchFunctionMode
@@ -155,6 +156,9 @@ def test_a_refused_step_changes_no_parameter(tmp_path: Path) -> None:
     for optimizer in optimizers:
         with pytest.raises(ts.ModelError, match=r"the optimizer would write to `0\.weight`"):
             optimizer.step()
+    streamed.zero_grad()
+    with pytest.raises(ts.ModelError, match=r"the optimizer would write to `0\.weight`"):
+        optimizers[0].step(lambda: (streamed(X) + own).square().mean().backward())
     assert not own.any()
     for parameter in streamed.parameters():
         parameter.grad = None
@@ -444,3 +448,13 @@ def test_a_write_before_backward_is_noticed_as_in_memory(tmp_path: Path) -> None
             changed[3].weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_distributed_checkpoints_have_the_weights(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path / "w")
+    checkpoint.save({"model": streamed.state_dict()}, checkpoint_id=tmp_path / "d", no_dist=True)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in memory.state_dict().items()}
+    checkpoint.load({"model": loaded}, checkpoint_id=tmp_path / "d", no_dist=True)
+    for name, tensor in memory.state_dict().items():
+        assert torch.equal(loaded[name], tensor)
+    check(memory, streamed)

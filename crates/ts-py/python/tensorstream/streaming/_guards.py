@@ -68,16 +68,24 @@ class _Data:
         _data.__set__(parameter, value)
 
 
-def _require_no_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _require_no_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Requires that a step of an optimizer writes to no streamed weight.
+
+    Args:
+        optimizer: The optimizer.
+        args: The optimizer, and the positional arguments of its step.
+        kwargs: The other arguments. A closure computes gradients during the step.
 
     Raises:
         ModelError: It would write to one.
     """
+    has_closure = any(each is not None for each in (*args[1:], kwargs.get("closure")))
     for group in optimizer.param_groups:
         for each in group["params"]:
-            writes = isinstance(each, StreamedTensor) and not isinstance(each, CopiedTensor)
-            if writes and each.grad is not None:
+            is_streamed = isinstance(each, StreamedTensor) and not isinstance(each, CopiedTensor)
+            if is_streamed and (each.grad is not None or (has_closure and each.requires_grad)):
                 raise ModelError(
                     f"cannot step: the optimizer would write to `{name_of(each)}`: "
                     f"{CHANGE_IN_MEMORY}"

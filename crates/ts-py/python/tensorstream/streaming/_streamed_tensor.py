@@ -37,7 +37,9 @@ _NO_MEMORY = (
 )
 
 #: Libraries that read the memory of tensors to write them to files, or compare their addresses.
-_WRITERS = ("accelerate", "huggingface_hub", "peft", "safetensors")
+_WRITERS = (
+    "accelerate", "huggingface_hub", "peft", "safetensors", "torch.distributed.checkpoint",
+)  # fmt: skip
 
 _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
@@ -175,7 +177,7 @@ class StreamedTensor(torch.Tensor):
             ModelError: Another caller wants the memory, and may write to it.
         """
         caller: Any = sys._getframe(2).f_globals.get("__name__", "")
-        if caller.partition(".")[0] not in _WRITERS:
+        if not f"{caller}.".startswith(tuple(f"{writer}." for writer in _WRITERS)):
             raise self._no_memory(what)
         mapping: torch.Tensor | None = self.__dict__.get(_MAPPING)
         if mapping is None:
