@@ -420,14 +420,14 @@ def test_units_used_together_for_the_first_time_count_for_the_smallest_limit(
     smallest = streamer.smallest_limit()
     with torch.no_grad():
         for _ in range(PASSES):
-            own, other = (torch.cat(matrices(each)) for each in models)
+            own, other = (torch.block_diag(*matrices(each)) for each in models)
             assert torch.equal(own, other)
             assert torch.equal(streamed(torch.ones(2, 32)), model(torch.ones(2, 32)))
     assert keeps_leases(streamed)
     assert streamer.smallest_limit() > smallest
     streamer.set_limit(streamer.smallest_limit(), True)
     with torch.no_grad():
-        assert torch.equal(torch.cat(matrices(streamed)), other)
+        assert torch.equal(torch.block_diag(*matrices(streamed)), other)
 
 
 def test_passes_with_kept_leases_are_not_measured(models: tuple[Model, Model]) -> None:
