@@ -130,6 +130,61 @@ def test_every_form_of_lookup(tmp_path: Path, mode: Any) -> None:
     for bad in (-1, ROWS):
         with pytest.raises(IndexError, match=r"`embed\.weight`: it has 20011 rows"):
             model.embed(torch.tensor([0, bad]))
+    assert torch.equal(own.index_select(0, torch.tensor(7)), other[7:8])
+    assert torch.equal(own.index_select(-2, torch.tensor([7, 9])), other[7:10:2])
+    for index in (torch.tensor([-1]), torch.tensor([[1, 2]])):
+        for weight in (own, other):
+            with pytest.raises(IndexError):
+                weight.index_select(0, index)
+    for dtype in (torch.float32, torch.int16, torch.bool):
+        for each in (model, reference):
+            with pytest.raises(RuntimeError, match="indices' to have one of the following scalar"):
+                each(torch.ones(2, dtype=dtype))
+
+
+@pytest.mark.parametrize("rows", [1, None, ROWS + 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_bias_of_a_linear_function_can_have_other_shapes(
+    tmp_path: Path, rows: int | None, mode: Any
+) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        return nn.Sequential(nn.Linear(WIDTH, HEAD_ROWS, bias=False), *layers)
+
+    reference = make().requires_grad_(False)
+    model = streamed(make, stored(reference, tmp_path), "3MiB").requires_grad_(False)
+    x, bias = torch.randn(2, WIDTH), torch.randn([] if rows is None else rows)
+    results = []
+    with mode():
+        for each in (model, reference):
+            if rows == ROWS + 1:
+                with pytest.raises(RuntimeError, match="must match"):
+                    nn.functional.linear(x, each[0].weight, bias)
+            else:
+                results.append(nn.functional.linear(x, each[0].weight, bias))
+    assert not results or torch.allclose(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_bags_are_in_the_rows_that_were_looked_up(tmp_path: Path) -> None:
+    for number, reduction in enumerate(("sum", "mean", "max")):
+
+        def make(reduction: str = reduction) -> nn.Sequential:
+            torch.manual_seed(0)
+            bag = nn.EmbeddingBag(ROWS, WIDTH, mode=reduction, padding_idx=9)
+            return nn.Sequential(bag, *(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+        reference = make()
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        model: Any = ts.offload(make(), checkpoint=stored(reference, directory), budget="3MiB")
+        ids, offsets = torch.tensor([1, 5, 203, 7, 9, 1, 20_000]), torch.tensor([0, 3, 3, 5])
+        for _ in range(3):
+            for each in (model, reference):
+                bags = each[0](ids, offsets)
+                each[1:](bags).square().sum().backward()
+            for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.equal(own.grad, other.grad), reduction
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max"])

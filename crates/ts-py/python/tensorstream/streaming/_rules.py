@@ -41,20 +41,40 @@ def _index(weight: Any, indices: Any) -> Any:
 
 @_rule("index_select")
 def _index_select(weight: Any, dim: int, index: Any) -> Any:
-    return _select(weight, index) if dim == 0 else NotImplemented
+    if dim not in (0, -weight.ndim) or type(index) is not torch.Tensor:
+        return NotImplemented
+    if index.ndim > 1:
+        raise IndexError("index_select(): Index is supposed to be a vector")
+    return _select(weight, index.reshape(-1), negative=False)
 
 
 @_rule("embedding")
 def _embedding(
     weight: Any, indices: Any, padding_idx: int = -1, scale: bool = False, sparse: bool = False
 ) -> Any:
-    # The other arguments only affect the gradient of the weight, which is frozen.
+    # The other arguments only affect the gradient of the weight.
+    _require_integers(indices, "embedding")
     return _select(weight, indices, negative=False)
+
+
+def _require_integers(indices: Any, operation: str) -> None:
+    """Requires a dtype of indices that PyTorch accepts.
+
+    Raises:
+        RuntimeError: It is another one.
+    """
+    if isinstance(indices, torch.Tensor) and indices.dtype not in _INTEGERS:
+        raise RuntimeError(
+            "Expected tensor for argument #1 'indices' to have one of the following scalar types: "
+            f"Long, Int; but got {indices.type()} instead (while checking arguments for "
+            f"{operation})"
+        )
 
 
 def _embedding_bag(operation: Any, weight: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
     """Copies the needed rows to memory outside the budget, and runs the operation on the copy."""
-    if type(indices) is not torch.Tensor or indices.dtype not in _INTEGERS:
+    _require_integers(indices, "embedding_bag")
+    if type(indices) is not torch.Tensor:
         return NotImplemented
     rows, numbers = torch.unique(indices, return_inverse=True)
     if (
@@ -72,7 +92,12 @@ def _embedding_bag(operation: Any, weight: Any, indices: Any, *args: Any, **kwar
         # `embedding_bag` counts negative indices from the end, so -1 would be the last row.
         none = None if operation is aten.embedding_bag.padding_idx else -1
         bound["padding_idx"] = int(at[0]) if at.numel() else none
-    return operation(selected, numbers.to(indices.dtype), **bound)
+    output, bags, sizes, largest = operation(selected, numbers.to(indices.dtype), **bound)
+    if bound.get("mode") == _BAG_MAXIMUM and largest.numel():
+        # The row with each maximum, which backward needs. An empty bag has none.
+        known = rows.to(largest.dtype)[largest.clamp(0)]
+        largest = torch.where(sizes.unsqueeze(-1) > 0, known, largest)
+    return output, bags, sizes, largest
 
 
 for _operation in (
@@ -93,6 +118,8 @@ _BAG_ARGUMENTS = (
     "include_last_offset",
     "padding_idx",
 )
+#: The argument ``mode`` of ``embedding_bag`` for the maximum of each bag.
+_BAG_MAXIMUM = 2
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -179,6 +206,11 @@ def _pieces(weight: StreamedTensor, divided: Divided, rows: torch.Tensor) -> Ite
 def _linear(inputs: Any, weight: Any, bias: Any = None) -> Any:
     if not isinstance(weight, StreamedTensor) or not _has_blocks(weight, transposed=False):
         return NotImplemented
+    if bias is not None and bias.shape != weight.shape[:1]:
+        _on_meta(aten.linear.default, inputs, weight, bias)
+        if bias.numel() != 1:
+            return NotImplemented
+        bias = bias.expand(weight.shape[0])
     return _by_block(weight, bias, lambda own, bias: aten.linear.default(inputs, own, bias))
 
 
@@ -192,14 +224,33 @@ def _mm(inputs: Any, weight: Any) -> Any:
 @_rule("addmm")
 def _addmm(bias: Any, inputs: Any, weight: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     usable = isinstance(weight, StreamedTensor) and _has_blocks(weight, transposed=True)
-    if not usable or bias.ndim != 1:
+    if not usable or bias.ndim > 1:
         return NotImplemented
+    if bias.shape != weight.shape[1:]:
+        _on_meta(aten.addmm.default, bias, inputs, weight)
+        if bias.numel() != 1:
+            return NotImplemented
+        bias = bias.expand(weight.shape[1])
 
     def multiply(own: torch.Tensor, bias: Any) -> torch.Tensor:
         result: torch.Tensor = aten.addmm.default(bias, inputs, own.t(), beta=beta, alpha=alpha)
         return result
 
     return _by_block(weight, bias, multiply)
+
+
+def _on_meta(operation: Any, *operands: torch.Tensor) -> None:
+    """Runs an operation on the shapes of its operands alone.
+
+    Raises:
+        RuntimeError: They do not fit together.
+    """
+    operation(
+        *(
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+            for each in operands
+        )
+    )
 
 
 def _by_block(
