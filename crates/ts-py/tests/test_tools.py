@@ -458,3 +458,33 @@ def test_distributed_checkpoints_have_the_weights(tmp_path: Path) -> None:
     for name, tensor in memory.state_dict().items():
         assert torch.equal(loaded[name], tensor)
     check(memory, streamed)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda w: w.T,
+    "matrix transposed": lambda w: w.mT,
+    "twice": lambda w: w.T.T,
+    "row": lambda w: w[1],
+    "flat": lambda w: w.flatten(),
+    "chunk": lambda w: w.chunk(2)[1],
+    "unbound": lambda w: w.unbind()[3],
+    "expanded": lambda w: w[None].expand(2, -1, -1),
+    "integers": lambda w: w.view(torch.int32),
+    "detached": lambda w: w.detach(),
+    "data": lambda w: w.data,
+    "view of a detached one": lambda w: w.T.detach().T,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_views_require_gradients_as_in_memory(mode: str, tmp_path: Path) -> None:
+    """PyTorch chooses kernels by it."""
+    memory, streamed = both(tmp_path)
+    x = torch.randn(5, 2, 128).transpose(0, 1)
+    for view in VIEWS.values():
+        with MODES[mode]():
+            expected, got = view(memory[0].weight), view(streamed[0].weight)
+        assert (got.requires_grad, got.stride()) == (expected.requires_grad, expected.stride())
+        assert torch.equal(got, expected)
+    with MODES[mode]():
+        assert torch.equal(x @ streamed[0].weight.T, x @ memory[0].weight.T)

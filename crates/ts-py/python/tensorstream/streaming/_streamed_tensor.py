@@ -670,7 +670,20 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     is_sequence, views = known
     made = [_view_stand_in(base, *view) for view in views]
+    if torch.is_inference_mode_enabled() and requires_grad(base) and not _becomes_view(func):
+        for view in made:
+            _requires_grad.__set__(view, view.is_floating_point() or view.is_complex())
     return made if is_sequence else made[0]
+
+
+@functools.cache
+def _becomes_view(func: Any) -> bool:
+    """Returns whether PyTorch makes the result of a function a view, also in inference mode.
+
+    It does for functions that autograd does not decompose. Others would keep ``requires_grad``.
+    """
+    kernel = "ADInplaceOrView"
+    return bool(_native_torch._dispatch_has_kernel_for_dispatch_key(func.name(), kernel))
 
 
 def _view_stand_in(
