@@ -144,11 +144,10 @@ class StreamedTensor(torch.Tensor):
 
     def __copy__(self) -> torch.Tensor:
         """Returns another tensor object for the same weight."""
-        made: Any = self.detach()
+        made = self.detach()
         _requires_grad.__set__(made, requires_grad(self))
         if is_parameter(self):
-            made._is_param = True
-            made.__dict__.update(attributes_of(self))
+            made.__dict__.update({"_is_param": True, **attributes_of(self)})
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -926,7 +925,7 @@ def _concatenated(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor
         like.shape, like.stride(), dtype=like.dtype, device=tensors[0].device
     )
     sizes = [each.shape[dim] for each in tensors]
-    for part, each in zip(result.split(sizes, dim), tensors, strict=True):
+    for part, each in zip(torch.split(result, sizes, dim), tensors, strict=True):
         part.copy_(each)
     return result
 
