@@ -78,7 +78,7 @@ impl ModuleCalls {
         all.push(module.clone());
         all.extend(args.iter());
         let args = &PyTuple::new(py, all)?;
-        let call = Call::begin(module, || Ok(self.function_modes.call0(py)?.is_truthy(py)?))?;
+        let call = Call::begin(module, || self.function_modes.call0(py)?.is_truthy(py))?;
         let result = self.call_announced(module, args, kwargs);
         drop(call);
         match end_passes(py, result.is_ok()) {
