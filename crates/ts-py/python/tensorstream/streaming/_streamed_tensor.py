@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 from .. import _native
 from ..errors import BudgetError, ModelError
+from ._lists import one_by_one
 from ._weights import Weights
 
 RESTORE_FIRST = "a streamed weight cannot be changed; restore(model) first"
@@ -839,9 +839,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves = tree_flatten((args, kwargs))[0] if nested else args
     streamed = [leaf for leaf in leaves if isinstance(leaf, StreamedTensor)]
     if nested and len(streamed) > 1:
-        one_by_one = _CONCATENATIONS.get(func) or _function_for_each(func, args)
-        if one_by_one is not None:
-            return one_by_one(*args, **kwargs)
+        run = one_by_one(func, args)
+        if run is not None:
+            return run(*args, **kwargs)
     if any(each._ref.weights.divided(each._ref.key) for each in streamed):
         rule = rules.get(func)
         result = NotImplemented if rule is None else rule(*args, **kwargs)
@@ -911,58 +911,6 @@ def _keeps_operands(func: Any) -> bool:
     """
     returns_object = any(each.type.kind() == "ClassType" for each in func._schema.returns)
     return returns_object or func.namespace == _FUNCTIONAL_COLLECTIVES
-
-
-def _concatenated(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Concatenates tensors. Leases one weight after the other."""
-    tensors = [each for each in tensors if each.shape != (0,)] or tensors
-    geometries = [
-        torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
-        for each in tensors
-    ]
-    like = torch.cat(geometries, dim)
-    result = torch.empty_strided(
-        like.shape, like.stride(), dtype=like.dtype, device=tensors[0].device
-    )
-    sizes = [each.shape[dim] for each in tensors]
-    for part, each in zip(torch.split(result, sizes, dim), tensors, strict=True):
-        part.copy_(each)
-    return result
-
-
-def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Stacks tensors. Leases one weight after the other."""
-    return _concatenated([each.unsqueeze(dim) for each in tensors], dim)
-
-
-_CONCATENATIONS: dict[Any, Callable[..., torch.Tensor]] = {
-    torch.ops.aten.cat.default: _concatenated,
-    torch.ops.aten.stack.default: _stacked,
-}
-
-
-def _function_for_each(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Returns a function that runs an operation on lists for one element after the other.
-
-    So each weight is leased by itself. Returns ``None`` for other operations.
-    """
-    if not func._schema.name.startswith("aten::_foreach_") or len(func._schema.returns) > 1:
-        return None
-    count = len(args[0])
-    if count < 2 or any(isinstance(each, torch.Tensor) and each.dim() for each in args):
-        return None  # a tensor of scalars has one for each element
-
-    def nth(value: Any, i: int) -> Any:
-        return [value[i]] if isinstance(value, list | tuple) else value
-
-    def run(*args: Any, **kwargs: Any) -> list[Any] | None:
-        results: list[Any] = []
-        for i in range(count):
-            own = [nth(each, i) for each in args]
-            results.append(func(*own, **{name: nth(each, i) for name, each in kwargs.items()}))
-        return None if not func._schema.returns else list(itertools.chain.from_iterable(results))
-
-    return run
 
 
 def _lease(streamed: list[StreamedTensor], uses: dict[Weights, Any]) -> dict[int, torch.Tensor]:
