@@ -488,3 +488,15 @@ def test_views_require_gradients_as_in_memory(mode: str, tmp_path: Path) -> None
         assert torch.equal(got, expected)
     with MODES[mode]():
         assert torch.equal(x @ streamed[0].weight.T, x @ memory[0].weight.T)
+
+
+def test_copies_that_are_written_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    results = []
+    for model in both(tmp_path):
+        changed: Any = copy.deepcopy(model)
+        with torch.inference_mode():
+            changed[0].weight.mul_(0.5)
+            changed[1].weight.data.add_(1)
+        changed(X).square().sum().backward()
+        results.append([changed(X).detach(), *(each.grad for each in changed.parameters())])
+    assert all(map(torch.equal, *results))

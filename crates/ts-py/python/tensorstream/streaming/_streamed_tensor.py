@@ -437,7 +437,8 @@ def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> torch.Tensor:
     original: Any = parameter._ref.original
     trains = requires_grad(parameter)
     with torch.inference_mode(False):
-        other: Any = nn.Parameter(values, trains)
+        # The parameter is used outside of inference mode, too.
+        other: Any = nn.Parameter(values.clone() if values.is_inference() else values, trains)
     _exchange(parameter, other)
     other.__class__ = type(parameter)  # an autograd graph can have it
     other._ref = parameter._ref
