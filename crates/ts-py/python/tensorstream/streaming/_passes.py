@@ -16,7 +16,7 @@ from .. import _native
 from ..errors import ModelError
 from . import _tree as tree
 from ._progress import first_pass
-from ._streamed_tensor import StreamedTensor, require_no_tracing, unguard
+from ._stand_in_memory import require_no_tracing, unprotect
 
 #: Modules whose children are elements, and not parts with a role.
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -43,7 +43,7 @@ class Passes:
         self._device = device
         self._kinds: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._is_first = True
-        self._is_guarded = True
+        self._is_protected = True
 
     def kind(self, module: nn.Module) -> int:
         """Returns 2 if the module is or contains the model, 1 if it is a part, and 0 otherwise.
@@ -66,12 +66,12 @@ class Passes:
 
     def profiled(self) -> None:
         """Prepares the weights for PyTorch's profiler, which asks for the addresses of operands."""
-        if self._is_guarded:
-            self._is_guarded = False
+        if self._is_protected:
+            self._is_protected = False
             for model in list(self.models):
                 for parameter in tree.parameters(model):
-                    if isinstance(parameter, StreamedTensor):
-                        unguard(parameter)
+                    if "_ref" in parameter.__dict__:
+                        unprotect(parameter)
 
     def add_copies(self, memo: dict[int, Any]) -> None:
         """Adds the models that ``copy.deepcopy`` is copying, by its argument ``memo``."""

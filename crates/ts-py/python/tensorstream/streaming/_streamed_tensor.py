@@ -23,17 +23,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from .. import _native
 from ..errors import BudgetError, ModelError
 from ._lists import one_by_one
+from ._stand_in_memory import protect, require_no_tracing
 from ._weights import Weights
 
 RESTORE_FIRST = "a streamed weight cannot be changed; restore(model) first"
 CHANGE_IN_MEMORY = (
     f"{RESTORE_FIRST}, or change a model in memory, save it, and stream the saved model; to merge "
     "adapters of PEFT, call tensorstream.merge(model, directory)"
-)
-
-_NO_MEMORY = (
-    "the streamed weight `{}` has no memory of its own, and this operation reads it past "
-    "TensorStream; use a copy of the weight, such as weight.clone(), or restore(model) first"
 )
 
 #: Libraries that read the memory of tensors to write them to files, or compare their addresses.
@@ -43,16 +39,7 @@ _WRITERS = (
 
 _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
-#: Sets what PyTorch raises when it accesses the memory of a storage. PyTorch 2.10 has no such
-#: function, and ends the process instead.
-_set_access_error: Any = getattr(_native_torch, "_set_storage_data_ptr_access_error_msg", None)
 _NO_COPIES: dict[int, torch.Tensor] = {}
-
-#: The modes of operations in which ``make_fx`` and ``torch.export`` trace.
-_TRACING = (
-    _native_torch._TorchDispatchModeKey.PROXY,
-    _native_torch._TorchDispatchModeKey.FAKE,
-)
 
 #: The namespaces of operations that communicate with other processes. Those of the first one write
 #: to their first argument, but their schemas do not say so.
@@ -314,30 +301,9 @@ def stand_in(
             device=weights.device,
             requires_grad=requires_grad,
         )
-    if _set_access_error is not None and not _native_torch._autograd._profiler_enabled():
-        storage = _native_torch.TensorBase.untyped_storage(made)._cdata
-        _set_access_error(storage, _NO_MEMORY.format(weights.specs[key].name))
+    protect(made, weights.specs[key].name)
     made._ref = _native.WeightRef(weights, key)
     return made
-
-
-def unguard(tensor: StreamedTensor) -> None:
-    """Lets PyTorch ask for the address of a stand-in, which is 0."""
-    if _set_access_error is not None:
-        storage = _native_torch.TensorBase.untyped_storage(tensor)._cdata
-        _native_torch._clear_storage_data_ptr_access_error_msg(storage)
-
-
-def require_no_tracing() -> None:
-    """Requires that operations are not being traced, which would keep weights.
-
-    Raises:
-        ModelError: They are.
-    """
-    if _native_torch._get_tracing_state() is not None or any(
-        _native_torch._get_dispatch_mode(mode) is not None for mode in _TRACING
-    ):
-        raise ModelError("cannot trace a model that streams; restore(model) first")
 
 
 def requires_grad(tensor: torch.Tensor) -> bool:
