@@ -8,6 +8,7 @@ the budget, and three passes are compared.
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -500,3 +501,11 @@ def test_copies_that_are_written_in_inference_mode_can_be_trained(tmp_path: Path
         changed(X).square().sum().backward()
         results.append([changed(X).detach(), *(each.grad for each in changed.parameters())])
     assert all(map(torch.equal, *results))
+
+
+def test_a_model_is_not_passed_to_a_new_process(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    process = multiprocessing.get_context("spawn").Process(target=print, args=(streamed,))
+    with pytest.raises(ts.ModelError, match="load the model in each process"):
+        process.start()
+    check(memory, streamed)

@@ -14,6 +14,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -118,6 +119,11 @@ class StreamedTensor(torch.Tensor):
         return copied(self).__dlpack__(**kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if get_spawning_popen() is not None:
+            raise ModelError(
+                f"cannot pass `{name_of(self)}` to a new process, which would get a copy of the "
+                "weights in shared memory; load the model in each process"
+            )
         weights, key = self._ref.weights, self._ref.key
         spec = weights.specs[key]
         whole = (spec.dtype, spec.shape, spec.strides)
