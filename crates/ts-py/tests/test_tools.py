@@ -453,7 +453,9 @@ def test_a_write_before_backward_is_noticed_as_in_memory(tmp_path: Path) -> None
 
 def test_distributed_checkpoints_have_the_weights(tmp_path: Path) -> None:
     memory, streamed = both(tmp_path / "w")
-    checkpoint.save({"model": streamed.state_dict()}, checkpoint_id=tmp_path / "d", no_dist=True)
+    # With one thread, it asks for streams of the device `ts`, which another test may have loaded.
+    writer = checkpoint.FileSystemWriter(tmp_path / "d", thread_count=2)
+    checkpoint.save({"model": streamed.state_dict()}, storage_writer=writer, no_dist=True)
     loaded = {name: torch.zeros_like(tensor) for name, tensor in memory.state_dict().items()}
     checkpoint.load({"model": loaded}, checkpoint_id=tmp_path / "d", no_dist=True)
     for name, tensor in memory.state_dict().items():
