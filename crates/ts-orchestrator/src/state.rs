@@ -495,7 +495,7 @@ impl<D: Device> EngineState<D> {
         units.filter(|(_, stays)| *stays).map(|(unit, _)| bytes(unit)).sum()
     }
 
-    /// Frees the memory of all units except of those that `stay`, and what is reserved for units.
+    /// Frees the memory of all units that do not `stay`, and all memory that is reserved for units.
     fn empty(&mut self, context: &EngineContext<D>, stay: &[bool]) {
         for (i, stays) in stay.iter().enumerate() {
             self.routed.remove_idle(UnitId(i as u32));

@@ -161,6 +161,8 @@ impl Use {
         unit: usize,
         lent: &[Own<'_>],
     ) -> PyResult<Option<Self>> {
+        // See `for_forward`.
+        let lent = if inner.torch.is_profiler_enabled(py)? { &[] } else { lent };
         let stream = inner.current_stream(py)?;
         if let Some(tensors) = inner.use_kept(unit) {
             return Self::of_forward(py, inner, stream, (tensors, None), lent).map(Some);

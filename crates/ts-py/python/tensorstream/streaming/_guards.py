@@ -46,6 +46,7 @@ def replace_guarded() -> None:
         _is_replaced = True
         nn.Module._apply = _apply(nn.Module._apply)  # type: ignore[method-assign]
         nn.Module.load_state_dict = _load(nn.Module.load_state_dict)  # type: ignore[method-assign]
+        # PyTorch's stub declares a tensor, and not a descriptor.
         nn.Parameter.data = _Data()  # type: ignore[assignment]
         register_optimizer_step_pre_hook(_require_no_step)
 

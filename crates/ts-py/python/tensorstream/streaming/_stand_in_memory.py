@@ -16,8 +16,8 @@ _set_message: Any = getattr(_native_torch, "_set_storage_data_ptr_access_error_m
 _clear_message: Any = getattr(_native_torch, "_clear_storage_data_ptr_access_error_msg", None)
 
 _NO_MEMORY = (
-    "the streamed weight `{}` has no memory of its own, and this operation reads it past "
-    "TensorStream; use a copy of the weight, such as weight.clone(), or restore(model) first"
+    "the streamed weight `{}` has no memory of its own, but this operation accesses it directly; "
+    "use a copy of the weight, such as weight.clone(), or restore(model) first"
 )
 #: The modes of operations in which ``make_fx`` and ``torch.export`` trace.
 _TRACING = (

@@ -197,7 +197,7 @@ class StreamedTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if _native_torch._len_torch_function_stack():
-            # Modes of the user have seen the operation. What follows is not theirs to see.
+            # The user's modes have seen this operation. They must not see how it is run.
             with _native_torch.DisableTorchFunction():
                 return _dispatch(func, args, kwargs)
         return _dispatch(func, args, kwargs)
@@ -257,7 +257,7 @@ class CopiedTensor(StreamedTensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Trains the copy, which gets memory of its own, or freezes it.
+        """Sets whether autograd records operations. A copy that is trained gets its own memory.
 
         A view of a copy stays one, also as a parameter: changes of one are those of the other.
         """
