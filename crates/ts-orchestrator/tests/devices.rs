@@ -611,6 +611,7 @@ fn tensors_on_a_device_outlive_the_engine() {
         (device.create_stream(StreamPriority::Normal).unwrap(), Copies::<SimDevice>::default());
     let lease = engine.acquire(None, UnitId(3)).unwrap();
     drop(engine);
+    lease.record_stream(&stream).unwrap();
     compute(&device, &stream, &lease, &copies).unwrap();
     stream.synchronize().unwrap();
     assert!(copies.lock().unwrap().iter().all(|copy| copy.done && copy.is_right(&model)));
