@@ -52,6 +52,14 @@ def _endpoint() -> str:
     return str(huggingface_hub.constants.ENDPOINT)
 
 
+def _is_unreachable() -> bool:
+    return time.monotonic() < _unreachable_until.get(_endpoint(), 0)
+
+
+def _remember_unreachable() -> None:
+    _unreachable_until[_endpoint()] = time.monotonic() + _RETRY_SECONDS
+
+
 @dataclass(frozen=True)
 class HubModel:
     """A model on the Hub.
@@ -153,8 +161,11 @@ class HubModel:
 
             options = dict(self.options)
             is_forced = bool(options.get("force_download"))
-            if not is_forced and time.monotonic() < _unreachable_until.get(_endpoint(), 0):
-                options["local_files_only"] = True
+            if not is_forced and not options.get("local_files_only"):
+                options["local_files_only"] = _is_unreachable() or (
+                    # Of a file that is not in its cache, huggingface_hub asks again and again.
+                    optional and not self._in_cache(name) and not self._is_answered(name)
+                )
             try:
                 path: str = huggingface_hub.hf_hub_download(
                     self.name,
@@ -165,8 +176,8 @@ class HubModel:
                 )
             except LocalEntryNotFoundError:  # also an EntryNotFoundError
                 if not options.get("local_files_only"):
-                    _unreachable_until[_endpoint()] = time.monotonic() + _RETRY_SECONDS
-                if optional or self._is_known_to_be_absent(name):
+                    _remember_unreachable()
+                if optional or self._in_cache(name) is False:
                     return None
                 raise
             except EntryNotFoundError:
@@ -226,15 +237,31 @@ class HubModel:
                 ]
         return sorted(names)
 
-    def _is_known_to_be_absent(self, name: str) -> bool:
-        """Returns whether the cache knows that the model does not have a file."""
+    def _is_answered(self, name: str) -> bool:
+        """Asks the Hub for a file once. Returns whether it answers, and remembers if not."""
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError
+
+        url = huggingface_hub.hf_hub_url(
+            self.name, name, subfolder=self.subfolder or None, revision=self.revision
+        )
+        try:
+            huggingface_hub.get_hf_file_metadata(url, token=self.options.get("token"))
+        except HfHubHTTPError:  # an answer
+            pass
+        except Exception:  # from an HTTP client that differs between versions
+            _remember_unreachable()
+        return not _is_unreachable()
+
+    def _in_cache(self, name: str) -> bool | None:
+        """Returns whether the model has a file, or ``None`` if the cache does not know it."""
         import huggingface_hub
 
         path = f"{self.subfolder}/{name}" if self.subfolder else name
         known = huggingface_hub.try_to_load_from_cache(
             self.name, path, cache_dir=self.options.get("cache_dir"), revision=self.revision
         )
-        return known is not None and not isinstance(known, str)
+        return None if known is None else isinstance(known, str)
 
     @contextlib.contextmanager
     def _errors(self, file: str) -> Iterator[None]:
