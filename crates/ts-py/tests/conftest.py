@@ -81,20 +81,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(left_out))
 
 
+def pytest_collection_finish() -> None:
+    """Keeps the collector away from what the modules of the tests and their imports have made.
+
+    Many tests collect garbage. It takes most of a second to look at all that PyTorch and
+    transformers have made.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
+
+
 def further_cases(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Returns the cases of products whose pairs of values are all in cases before them."""
-    covered: dict[str, set[Any]] = {}
-    found = set()
+    """Returns the cases of products whose pairs of values are all in other cases."""
+    products: dict[str, dict[pytest.Item, set[Any]]] = {}
     for item in items:
         case = getattr(item, "callspec", None)
-        if case is None or item.get_closest_marker("product") is None:
-            continue
-        values = sorted(case.indices.items())
-        pairs = set(itertools.combinations(values, 2)) or set(values)
-        known = covered.setdefault(item.nodeid.partition("[")[0], set())
-        if pairs <= known:
-            found.add(item)
-        known |= pairs
+        if case is not None and item.get_closest_marker("product") is not None:
+            values = [(name, repr(value)) for name, value in case.params.items()]
+            pairs = set(itertools.combinations(values, 2)) or set(values)
+            products.setdefault(item.nodeid.partition("[")[0], {})[item] = pairs
+    found = set()
+    for cases in products.values():
+        missing = set[Any]().union(*cases.values())
+        further = dict(cases)
+        while missing:
+            best = max(further, key=lambda item: len(cases[item] & missing))
+            missing -= further.pop(best)
+        found |= further.keys()
     return found
 
 

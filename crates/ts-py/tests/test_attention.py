@@ -73,29 +73,27 @@ def transformer(batch_first: bool, norm_first: bool, masked: bool, gelu: bool) -
     return module, tuple(torch.randn(size) for size in sizes), more
 
 
+@pytest.mark.product
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "make", [attention, cross_attention, encoder_layer, encoder, decoder, transformer]
 )
+@pytest.mark.parametrize("flags", itertools.product((True, False), repeat=4), ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_attention_is_bit_identical_on_every_path(
-    make: Callable[..., Case], dtype: torch.dtype, tmp_path: Path
+    make: Callable[..., Case], flags: tuple[bool, ...], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    for flags in itertools.product((True, False), repeat=4):
-        torch.manual_seed(0)
-        model, inputs, more = make(*flags)
-        model, inputs = model.eval().to(dtype), tuple(each.to(dtype) for each in inputs)
-        path = tmp_path / "".join(str(int(flag)) for flag in flags)
-        ts.offload(copy.deepcopy(model), ts.Config(storage_path=path, budget="1GiB"))
-        smallest = smallest_of(model, path)
-        for budget in (smallest, 3 * smallest, 1 << 30):
-            streamed = ts.offload(copy.deepcopy(model), ts.Config(storage_path=path, budget=budget))
-            for mode in (torch.no_grad, torch.inference_mode):
-                with mode():
-                    expected = tree_leaves(model(*inputs, **more))
-                    for _ in range(2):
-                        got = tree_leaves(streamed(*inputs, **more))
-                        for a, b in zip(expected, got, strict=True):
-                            assert a is b is None or torch.equal(
-                                a.nan_to_num(7.0), b.nan_to_num(7.0)
-                            ), flags
+    torch.manual_seed(0)
+    model, inputs, more = make(*flags)
+    model, inputs = model.eval().to(dtype), tuple(each.to(dtype) for each in inputs)
+    ts.offload(copy.deepcopy(model), ts.Config(storage_path=tmp_path, budget="1GiB"))
+    smallest = smallest_of(model, tmp_path)
+    for budget in (smallest, 3 * smallest, 1 << 30):
+        streamed = ts.offload(copy.deepcopy(model), ts.Config(storage_path=tmp_path, budget=budget))
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                expected = tree_leaves(model(*inputs, **more))
+                for _ in range(2):
+                    got = tree_leaves(streamed(*inputs, **more))
+                    for a, b in zip(expected, got, strict=True):
+                        assert a is b is None or torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))

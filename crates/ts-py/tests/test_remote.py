@@ -520,7 +520,7 @@ def test_tensors_use_no_local_memory_and_free_remote_memory(
     assert isinstance(machine._server, ProcessServer)
     process = machine._server.process.pid
     local_before, remote_before = _resident(os.getpid()), _resident(process)
-    tensors = [torch.full((1 << 28,), float(number), device=device) for number in range(10)]
+    tensors = [torch.full((1 << 26,), float(number), device=device) for number in range(10)]
     assert [tensor[-1].item() for tensor in tensors] == [float(number) for number in range(10)]
     assert _resident(os.getpid()) - local_before < 20 << 20
     tensors.clear()

@@ -122,7 +122,7 @@ def test_memory_lives_until_the_last_holder_is_dropped() -> None:
             if isinstance(last, torch.Tensor | np.ndarray):
                 assert int(last.sum()) == 499500
             del last
-            gc.collect()
+            gc.collect(0)
         assert gone() is None
 
 
