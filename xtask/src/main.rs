@@ -169,6 +169,7 @@ fn ci() -> Result<()> {
         || {
             let venv = step("Python packages", python::packages)?;
             step("OpenSSH server", ssh_server::prepare)?;
+            step("Python formatting, lints and types", || python::lint(&venv))?;
             step("stand-in accelerator", || stand_in::prepare(&venv))
         },
         || {
@@ -195,13 +196,10 @@ fn ci() -> Result<()> {
         },
     )?;
     let venv = step("wheel", python::prepared)?;
-    at_once(
+    let in_python = at_once(
+        || step("Python tests", || python::test(&venv, &[&PARALLEL[..], &["--pairs"]].concat())),
         || {
-            step("Python formatting, lints and types", || python::lint(&venv))?;
-            step("documentation site", || python::site(&venv))
-        },
-        || {
-            // Some of these start Python servers.
+            // Some of these start Python servers. Most of the time, they wait.
             step("Rust tests", || {
                 counts += cargo_test(&["--workspace"])?;
                 Ok(())
@@ -215,13 +213,12 @@ fn ci() -> Result<()> {
                 counts += run::models()?;
                 Ok(())
             })?;
-            step("benchmarks, once each", bench::smoke)
+            step("benchmarks, once each", bench::smoke)?;
+            step("types of the package and the examples", || python::installed_types(&venv))?;
+            step("documentation site", || python::site(&venv))
         },
     )?;
-    step("Python tests", || {
-        counts += python::test(&venv, &[&PARALLEL[..], &["--pairs"]].concat())?;
-        Ok(())
-    })?;
+    counts += in_python;
     step("peak memory of the process", || bench::run_script(&venv, "peak", &["minilm"]))?;
     println!("\nci took {:.0} s", began.elapsed().as_secs_f64());
     println!("{counts}");
