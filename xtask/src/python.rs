@@ -332,7 +332,8 @@ pub(crate) fn installed_types(venv: &Venv) -> Result<()> {
     run(venv.tool("mypy").args(["--strict", "../../examples"]))?;
     let python = venv.bin.join("python");
     run(venv.tool("pyright").arg("--pythonpath").arg(python).arg("../../examples"))?;
-    run(venv.tool("mypy.stubtest").arg("tensorstream._native"))
+    let stubs = ["tensorstream._native", "--mypy-config-file", "stubtest.ini"];
+    run(venv.tool("mypy.stubtest").args(stubs))
 }
 
 /// Builds the documentation site offline. Broken links are errors.

@@ -78,7 +78,7 @@ def transformer(batch_first: bool, norm_first: bool, masked: bool, gelu: bool) -
 @pytest.mark.parametrize(
     "make", [attention, cross_attention, encoder_layer, encoder, decoder, transformer]
 )
-@pytest.mark.parametrize("flags", itertools.product((True, False), repeat=4), ids=str)
+@pytest.mark.parametrize("flags", [*itertools.product((True, False), repeat=4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_attention_is_bit_identical_on_every_path(
     make: Callable[..., Case], flags: tuple[bool, ...], dtype: torch.dtype, tmp_path: Path

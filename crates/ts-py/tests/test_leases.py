@@ -180,7 +180,7 @@ def test_a_deleted_model_is_freed_without_the_cycle_collector(
             del model
             if number == 0:  # PyTorch has started its threads
                 before = threads()
-        assert threads() == before
+        assert threads() <= before  # others may end
     finally:
         gc.enable()
 
