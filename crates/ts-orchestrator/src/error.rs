@@ -100,7 +100,7 @@ pub enum Error {
     #[error(
         "no memory for unit `{unit}`: it needs {needed_bytes} bytes, but tensors of evicted units \
          are still referenced and occupy {held_bytes} bytes (copies of units: {holders}); delete \
-         the views or autograd graphs that reference these tensors, or raise the budget"
+         the views, autograd graphs or exceptions that reference these tensors, or raise the budget"
     )]
     StillReferenced {
         /// The name of the unit. Several names are joined by `` ` + ` ``.

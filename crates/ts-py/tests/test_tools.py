@@ -8,6 +8,7 @@ the budget, and three passes are compared.
 from __future__ import annotations
 
 import copy
+import itertools
 import multiprocessing
 import operator
 from collections.abc import Callable
@@ -89,6 +90,23 @@ def test_tracers_of_operations_are_refused(tmp_path: Path) -> None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake, pytest.raises(ts.ModelError, match="cannot trace a model that streams"):
         streamed(fake.from_tensor(X))
+    check(memory, streamed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exceptions_that_are_kept_keep_no_weights(mode: str, tmp_path: Path) -> None:
+    """Notebooks keep the last exception, and pytest keeps all of them."""
+    memory, streamed = both(tmp_path)
+    narrow, kept = X[:, :-1], []
+    failing: list[Callable[[Any], Any]] = [
+        lambda layer: layer(narrow),
+        lambda layer: layer.weight @ narrow,
+        lambda layer: nn.functional.linear(narrow, layer.weight),
+    ]
+    for layer, fail in itertools.product(streamed, failing):
+        with MODES[mode](), pytest.raises(RuntimeError, match="shapes cannot be") as caught:
+            fail(layer)
+        kept.append(caught)
     check(memory, streamed)
 
 

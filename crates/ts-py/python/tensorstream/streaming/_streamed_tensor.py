@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
@@ -218,7 +219,12 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         view = _view(func, args, kwargs)
         if view is not None:
             return view
-    return _run(func, args, kwargs)
+    try:
+        return _run(func, args, kwargs)
+    except BaseException as error:
+        # Whatever keeps the exception, as notebooks do, must not keep the weights.
+        traceback.clear_frames(error.__traceback__)
+        raise
 
 
 class CopiedTensor(StreamedTensor):
