@@ -21,7 +21,6 @@ from ..errors import BudgetError, ModelError
 from . import _tree as tree
 from ._calls import replace_calls
 from ._changed_layers import let_layers_change
-from ._distributed import ignore_streamed
 from ._guards import replace_guarded
 from ._interrupts import deferred
 from ._live import add_live
@@ -130,7 +129,6 @@ def attach(
         if with_device_map or torch.accelerator.is_available():
             # Without one, other libraries would refuse the CPU as a device.
             placement.set_device_map()
-        ignore_streamed(model)
         add_live(model)
         for engine in engines:
             weights = engine.weights

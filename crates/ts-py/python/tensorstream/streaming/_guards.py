@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..errors import ModelError
 from . import _tree as tree
 from ._calls import own_stand_ins, stand_ins_below
+from ._distributed import replace_distributed
 from ._store import memory_order
 from ._streamed_tensor import (
     CHANGE_IN_MEMORY,
@@ -49,6 +50,7 @@ def replace_guarded() -> None:
         # PyTorch's stub declares a tensor, and not a descriptor.
         nn.Parameter.data = _Data()  # type: ignore[assignment]
         register_optimizer_step_pre_hook(_require_no_step)
+        replace_distributed()
 
 
 class _Data:

@@ -21,7 +21,6 @@ from . import _tree as tree
 from ._adapters import adapter_parameters
 from ._attach import attach
 from ._calls import stand_ins_below
-from ._distributed import restore_names
 from ._division import Rows
 from ._interrupts import deferred
 from ._placement import Placement
@@ -361,7 +360,6 @@ def restore(model: M) -> M:
         for restored_model in models:
             if len(streaming.shares) == 1:  # else, its modules stay on their devices
                 restored_model.__dict__.pop("hf_device_map", None)
-            restore_names(restored_model)
     return model
 
 
