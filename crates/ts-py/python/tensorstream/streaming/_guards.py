@@ -38,6 +38,8 @@ _data: Any = torch.Tensor.data
 #: Whether the call of a module around has been checked.
 _is_checked: ContextVar[bool] = ContextVar("tensorstream_is_checked", default=False)
 _is_replaced = False
+#: The key of the hook that an optimizer runs after its others.
+_LAST_HOOK = "tensorstream"
 
 
 def replace_guarded() -> None:
@@ -76,6 +78,9 @@ def _require_no_step(
 ) -> None:
     """Requires that a step of an optimizer writes to no streamed weight.
 
+    Hooks of the optimizer run later and can compute gradients, so this is required again after
+    them.
+
     Args:
         optimizer: The optimizer.
         args: The optimizer, and the positional arguments of its step.
@@ -85,14 +90,22 @@ def _require_no_step(
         ModelError: It would write to one.
     """
     has_closure = any(each is not None for each in (*args[1:], kwargs.get("closure")))
-    for group in optimizer.param_groups:
-        for each in group["params"]:
-            is_streamed = isinstance(each, StreamedTensor) and not isinstance(each, CopiedTensor)
-            if is_streamed and (each.grad is not None or (has_closure and each.requires_grad)):
-                raise ModelError(
-                    f"cannot step: the optimizer would write to `{name_of(each)}`: "
-                    f"{CHANGE_IN_MEMORY}"
-                )
+    writes_to_all = isinstance(optimizer, torch.optim.LBFGS)
+    streamed = [
+        each
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if isinstance(each, StreamedTensor) and not isinstance(each, CopiedTensor)
+    ]
+    for each in streamed:
+        if writes_to_all or each.grad is not None or (has_closure and each.requires_grad):
+            raise ModelError(
+                f"cannot step: the optimizer would write to `{name_of(each)}`: {CHANGE_IN_MEMORY}"
+            )
+    own_hooks: dict[Any, Any] = optimizer._optimizer_step_pre_hooks
+    own_hooks.pop(_LAST_HOOK, None)
+    if streamed and own_hooks:
+        own_hooks[_LAST_HOOK] = _require_no_step
 
 
 def _apply(original: Any) -> Any:
