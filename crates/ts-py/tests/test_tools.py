@@ -8,6 +8,7 @@ the budget, and three passes are compared.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import multiprocessing
 import operator
@@ -272,8 +273,142 @@ def test_collectives_read_weights_and_do_not_write_them(tmp_path: Path) -> None:
         streamed.append(nn.Linear(128, 4))
         with pytest.raises(ts.ModelError, match="would not average the gradients"):
             nn.parallel.DistributedDataParallel(streamed)
+        # A module around a frozen model trains with it.
+        gradients = []
+        for model in (memory, streamed[:12].requires_grad_(False)):
+            torch.manual_seed(0)
+            wrapped = nn.Sequential(model.requires_grad_(False), nn.Linear(128, 4))
+            nn.parallel.DistributedDataParallel(wrapped)(X).sum().backward()
+            gradients.append(wrapped[1].weight.grad)
+        assert torch.equal(*gradients)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "LBFGS"])
+def test_a_refused_step_changes_nothing(name: str, tmp_path: Path) -> None:
+    """Gradients come from a hook of the optimizer, or are zeros that LBFGS adds."""
+    _, streamed = both(tmp_path)
+    streamed.requires_grad_(name != "LBFGS")
+    head = nn.Linear(128, 4)
+    optimizer = getattr(torch.optim, name)([*head.parameters(), *streamed.parameters()])
+
+    def closure() -> torch.Tensor:
+        loss = head(streamed(X)).square().mean()
+        loss.backward()
+        return loss
+
+    def hook(*_: Any) -> None:
+        closure()
+
+    if name != "LBFGS":
+        optimizer.register_step_pre_hook(hook)
+    before = copy.deepcopy(head.state_dict())
+    for _ in range(3):
+        with pytest.raises(ts.ModelError, match="the optimizer would write to"):
+            optimizer.step(closure if name == "LBFGS" else None)
+    assert all(map(torch.equal, head.state_dict().values(), before.values()))
+
+
+class Autoencoder(nn.Module):
+    """Its decoder is the transposed encoder, or has the memory of another parameter."""
+
+    def __init__(self, tie: str) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(64, 64 if tie == "data" else 128)
+        self.middle = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        self.decoder = nn.Linear(self.encoder.out_features, 64)
+        if tie == "data":
+            self.decoder.weight.data = self.encoder.weight.data
+        else:
+            self.decoder.weight = nn.Parameter(self.encoder.weight.t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.decoder(self.encoder(self.middle(x)))
+        return result
+
+
+@pytest.mark.parametrize("tie", ["data", "view"])
+def test_parameters_that_shared_memory_share_it_again(tie: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    memory, x = Autoencoder(tie), torch.randn(3, 64)
+    torch.manual_seed(0)
+    streamed = ts.offload(Autoencoder(tie), ts.Config(storage_path=tmp_path, budget="100KiB"))
+    # Copies of parameters share no memory, also in memory.
+    pairs = [(copy.deepcopy(memory), copy.deepcopy(streamed)), (memory, streamed)]
+    for expected, model in pairs:
+        for _ in range(3):
+            assert torch.equal(model(x), expected(x))
+        for each in (expected, ts.restore(model)):
+            optimizer = torch.optim.SGD(each.parameters(), 0.5)
+            each(x).square().mean().backward()
+            optimizer.step()
+        assert torch.equal(model(x), expected(x))
+
+
+def test_views_of_a_restored_weight_are_views_again(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    results = []
+    for model in (memory, streamed):
+        y = model(X).sum()
+        views = [model[0].weight.data, model[0].weight.detach()[3], model[1].weight.t()]
+        if model is streamed:
+            ts.restore(model)
+        with torch.no_grad():
+            model[0].weight.add_(1)
+            views[0].mul_(2)
+            views[1].sub_(3)
+            results.append([*views, *model.parameters(), model(X), torch.stack([*views[1:2]])])
+        if model is streamed:
+            y.backward()  # a graph computes with the weights of its forward
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+    (untouched, _) = both(tmp_path)
+    untouched(X).sum().backward()
+    for own, other in zip(streamed.parameters(), untouched.parameters(), strict=True):
+        assert own.grad is not None and torch.equal(own.grad, other.grad)
+
+
+def test_references_of_pytorch_are_named_before_anything_changes(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    with profile(profile_memory=True, record_shapes=True, with_stack=True) as kept:
+        streamed(X)
+    with pytest.raises(ts.ModelError, match="results of a profiler"):
+        ts.restore(streamed)
+    check(memory, streamed)
+    del kept
+    gc.collect()
+    assert all(map(torch.equal, ts.restore(streamed).parameters(), memory.parameters()))
+
+
+@pytest.mark.parametrize("what", ["whole", "slices"])
+def test_memory_of_a_buffer_is_not_streamed(what: str, tmp_path: Path) -> None:
+    memory, _ = both(tmp_path / "other")
+    if what == "whole":
+        memory.register_buffer("codebook", memory[3].weight.data)
+    else:
+        flat = torch.cat([each.weight.detach().flatten() for each in memory])
+        memory.register_buffer("flat", flat)
+        for each, part in zip(memory.children(), flat.view(12, 128, 128), strict=True):
+            each.weight = nn.Parameter(part)
+    config = ts.Config(storage_path=tmp_path, budget="400KiB")
+    with pytest.raises(ts.ModelError, match=r"shares memory with `(flat|codebook)`"):
+        ts.offload(memory, config)
+    assert list(tmp_path.iterdir()) == [tmp_path / "other"]
+    assert all(type(each) is nn.Parameter for each in memory.parameters())
+
+
+def test_a_copied_state_dict_keeps_its_ties(tmp_path: Path) -> None:
+    memory, _ = both(tmp_path / "other")
+    memory[5].weight = memory[2].weight
+    config = ts.Config(storage_path=tmp_path, budget="300KiB")
+    streamed = ts.offload(copy.deepcopy(memory), config)
+    states = [copy.deepcopy(model.state_dict()) for model in (memory, streamed)]
+    for state in states:
+        for value in state.values():
+            value.mul_(0.5)
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())
+    check(memory, streamed)
 
 
 def test_a_copied_layer_is_not_tied_to_its_original(llama: Llama, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ..budget import Budget
 from ..config import Config
 from ..errors import BudgetError, ModelError
 from . import _tree as tree
+from ._aliases import places
 from ._calls import replace_calls
 from ._changed_layers import let_layers_change
 from ._guards import replace_guarded
@@ -33,7 +34,13 @@ from ._saving import save_in_pieces
 from ._state_dict import Loaded
 from ._store import DimensionOrders, derived_of, store_derived
 from ._stored_weights import StoredWeights
-from ._streamed_tensor import StreamedTensor, StreamedWeight, new_stand_in, to_stand_in
+from ._streamed_tensor import (
+    StreamedTensor,
+    StreamedWeight,
+    new_stand_in,
+    require_exchangeable,
+    to_stand_in,
+)
 from ._symbolic_tensor import Source, SymbolicTensor
 from ._units import UnitBuilder, units_for_budget
 from ._weights import Weights
@@ -71,6 +78,7 @@ def attach(
         loaded: What the parameters and buffers become, if this was recorded.
     """
     loaded = Loaded() if loaded is None else loaded
+    shared_places = places(model, kept)
     derived = derived_of(model, loaded.parameters)
     if derived:
         main = placement.configs[placement.main]
@@ -110,7 +118,15 @@ def attach(
     moved = _moved(model, placement, kept)
     for number, engine in enumerate(engines):
         engine.weights.number = number
+        keys = engine.units.keys.items()
+        engine.weights.places = {
+            key: shared_places[own] for own, key in keys if own in shared_places
+        }
         engine.weights.passed_over = placement.config.passed_over(placement.main)
+    streamed = {identity for engine in engines for identity in engine.units.keys}
+    require_exchangeable(
+        named for named in tree.named_parameters(model) if id(named[1]) in streamed
+    )
     copies = [(module, target, value.materialize()) for module, target, value in loaded.copies]
     for module, target, value in copies:
         if placement.device(module) != target.device:

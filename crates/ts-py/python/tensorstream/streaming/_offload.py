@@ -29,7 +29,13 @@ from ._state import is_offloaded, streaming_of
 from ._state_dict import load
 from ._stats import Stats, merged
 from ._store import derived_of, store_live
-from ._streamed_tensor import StreamedTensor, StreamedWeight, to_memory
+from ._streamed_tensor import (
+    StreamedTensor,
+    StreamedWeight,
+    name_of,
+    require_exchangeable,
+    to_memory,
+)
 from ._units import TensorSpec, UnitBuilder, units_for_budget
 from ._weights import Divided, Weight, Weights
 
@@ -347,9 +353,12 @@ def restore(model: M) -> M:
             share,
         ).items()
     }
+    storages: dict[int, torch.Tensor] = {}
     restored = [
-        (each, _values_of(each, values[each._ref.weights, each._ref.key])) for each in streamed
+        (each, _values_of(each, values[each._ref.weights, each._ref.key], storages))
+        for each in streamed
     ]
+    require_exchangeable((name_of(each), each) for each in streamed)
     modules = set(tree.modules(model))
     models = {each for share in streaming.shares for each in share.passes.models} & modules
     for share in streaming.shares if models else ():
@@ -363,10 +372,19 @@ def restore(model: M) -> M:
     return model
 
 
-def _values_of(parameter: StreamedTensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns the memory for a parameter, which can be a view or a copy of the restored weight."""
+def _values_of(
+    parameter: StreamedTensor, weight: torch.Tensor, storages: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """Returns the memory for a parameter, which can be a view or a copy of the restored weight.
+
+    Parameters that shared memory before they streamed share it again, in ``storages``.
+    """
     if parameter._ref.is_copy:
         return weight.clone(memory_format=torch.preserve_format)
+    place = parameter._ref.weights.places.get(parameter._ref.key)
+    if place is not None:
+        memory: torch.Tensor = place.memory(weight, storages)
+        return memory
     shape, strides, offset = parameter.shape, parameter.stride(), int(parameter.storage_offset())
     if parameter.dtype == weight.dtype:
         return weight.as_strided(shape, strides, offset)

@@ -28,6 +28,7 @@ from ..errors import (
 )
 from ..files._capsules import NewTensor, as_capsule, dtype_name, write_all
 from . import _tree as tree
+from ._aliases import places
 from ._builder import Builder
 from ._division import (
     FUSED,
@@ -63,6 +64,7 @@ def store_live(
     Returns:
         The checkpoint, and the order of the dimensions of each parameter that is not contiguous.
     """
+    places(model, kept)  # refuses what shares memory with a buffer
     parameters = dict(_distinct(model, kept))
     orders = {name: memory_order(p) for name, p in parameters.items() if not p.is_contiguous()}
     stored = {

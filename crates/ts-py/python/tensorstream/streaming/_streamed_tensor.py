@@ -14,7 +14,7 @@ import functools
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -42,6 +42,9 @@ _WRITERS = (
 _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
 _NO_COPIES: dict[int, torch.Tensor] = {}
+_graph_task: Callable[[], int] = _native_torch._current_graph_task_id
+#: Whether any parameter has memory again, which its views then have, too.
+_have_memory = False
 
 #: The namespaces of operations that communicate with other processes. Those of the first one write
 #: to their first argument, but their schemas do not say so.
@@ -95,9 +98,9 @@ class StreamedTensor(torch.Tensor):
         to_memory(self, value.detach())
 
     def detach(self) -> torch.Tensor:
-        """Returns a stand-in of the same weight without autograd history."""
-        weights, key, offset = self._ref.weights, self._ref.key, int(self.storage_offset())
-        return stand_in(weights, key, self.dtype, self.shape, self.stride(), offset)
+        """Returns a view of the same weight without autograd history."""
+        offset = int(self.storage_offset())
+        return _view_stand_in(self, self.dtype, self.shape, self.stride(), offset)
 
     # PyTorch's own versions of the following methods need the memory of the tensor.
 
@@ -147,7 +150,7 @@ class StreamedTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         known: torch.Tensor | None = memo.get(id(self))
         if known is None:
-            known = _copy_of_parameter(self, memo) if is_parameter(self) else copied(self)
+            known = _copy_of_parameter(self, memo) if is_parameter(self) else _shared(self, memo)
             memo[id(self)] = known
         return known
 
@@ -197,6 +200,12 @@ class StreamedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # A graph computes gradients with the weights of its forward.
+        reads_for_graph = _graph_task() != -1 and not func._schema.is_mutable
+        if (cls is not StreamedTensor or _have_memory) and not reads_for_graph:
+            args, kwargs = tree_map_only(StreamedTensor, with_memory, (args, kwargs))
+            if not any(isinstance(leaf, StreamedTensor) for leaf in tree_leaves((args, kwargs))):
+                return func(*args, **kwargs)
         if _native_torch._len_torch_function_stack():
             # The user's modes have seen this operation. They must not see how it is run.
             with _native_torch.DisableTorchFunction():
@@ -234,25 +243,6 @@ class CopiedTensor(StreamedTensor):
     parameter in memory.
     """
 
-    def detach(self) -> torch.Tensor:
-        """Returns a view of the copy without autograd history."""
-        return _view_stand_in(
-            self, self.dtype, self.shape, self.stride(), int(self.storage_offset())
-        )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        args, kwargs = tree_map_only(CopiedTensor, with_memory, (args, kwargs or {}))
-        if not any(isinstance(leaf, StreamedTensor) for leaf in tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
     @property
     def requires_grad(self) -> bool:
         """Whether autograd records operations on the parameter."""
@@ -267,7 +257,7 @@ class CopiedTensor(StreamedTensor):
 
         A view of a copy stays one, also as a parameter: changes of one are those of the other.
         """
-        if requires_grad and _COPY not in self.__dict__:
+        if requires_grad and _BASE not in self.__dict__:
             to_memory(self, copied(self))
         _requires_grad.__set__(self, requires_grad)
         return self
@@ -278,12 +268,11 @@ _GRADIENT_HOOKS = "_post_accumulate_grad_hooks"
 #: An attribute of a stand-in: the weight in a mapped file, once a library has asked for its memory
 #: to write it to a file.
 _MAPPING = "_ref_mapping"
-#: Attributes of a view of a copy: the copy, and the position in it of the slice with the view,
-#: in bytes.
-_COPY, _SLICE = "_ref_copy", "_ref_slice"
+#: Attributes of a view: the parameter, and the position in it of the slice with the view, in bytes.
+_BASE, _SLICE = "_ref_base", "_ref_slice"
 #: Attributes of parameters that belong to TensorStream, or mean that PyTorch takes a tensor of this
 #: class for a parameter.
-_OWN_ATTRIBUTES = frozenset({"_ref", "_is_param", _MAPPING, _COPY, _SLICE})
+_OWN_ATTRIBUTES = frozenset({"_ref", "_is_param", _MAPPING, _BASE, _SLICE})
 #: Attributes of the parameters of a model that transformers has built, before they stream.
 _SYMBOLIC_ATTRIBUTES = ("provider", "symbolic_storage", "steps", "_cached_source")
 #: Operations that return their operand if it is already as they are to make it.
@@ -323,12 +312,12 @@ def requires_grad(tensor: torch.Tensor) -> bool:
     return bool(_requires_grad.__get__(tensor))
 
 
-def with_memory(tensor: CopiedTensor) -> torch.Tensor:
-    """Returns a view of the memory of a copy, if the copy has memory by now."""
-    copy = tensor.__dict__.get(_COPY)
-    if copy is None or isinstance(copy, StreamedTensor | StreamedWeight):
+def with_memory(tensor: StreamedTensor) -> torch.Tensor:
+    """Returns a view of the memory of a parameter, if it was restored or has its own by now."""
+    parameter = tensor.__dict__.get(_BASE)
+    if parameter is None or isinstance(parameter, StreamedTensor | StreamedWeight):
         return tensor
-    memory = torch.Tensor.detach(copy)
+    memory = torch.Tensor.detach(parameter)
     shape, strides = tensor.shape, tensor.stride()
     offset = tensor.storage_offset() + tensor.__dict__.get(_SLICE, 0) // tensor.itemsize
     if tensor.dtype != memory.dtype:
@@ -339,7 +328,7 @@ def with_memory(tensor: CopiedTensor) -> torch.Tensor:
 
 def copy_of(tensor: StreamedTensor) -> torch.Tensor | None:
     """Returns the copy of a parameter of which a stand-in is, or is a view."""
-    return tensor.__dict__.get(_COPY, tensor) if isinstance(tensor, CopiedTensor) else None
+    return tensor.__dict__.get(_BASE, tensor) if isinstance(tensor, CopiedTensor) else None
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -357,6 +346,18 @@ def copied(tensor: StreamedTensor) -> torch.Tensor:
     """Returns a copy of a weight, or of a view of it, in memory."""
     with torch.no_grad():
         return tensor.clone(memory_format=torch.preserve_format)
+
+
+def _shared(tensor: StreamedTensor, memo: Any) -> torch.Tensor:
+    """Returns a deep copy of a view of a weight. Equal views of a weight get the same memory."""
+    if type(tensor) is not StreamedTensor:
+        return copied(tensor)
+    ref, geometry = tensor._ref, (tensor.dtype, tensor.shape, tensor.stride())
+    key = id(ref.weights), ref.key, tensor.storage_offset(), tensor.__dict__.get(_SLICE), *geometry
+    if key not in memo:
+        memo[key] = copied(tensor)
+    memory: torch.Tensor = memo[key]
+    return memory.detach()
 
 
 def in_memory(tensor: StreamedTensor) -> torch.Tensor:
@@ -412,6 +413,8 @@ def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> torch.Tensor:
     Returns:
         A tensor with the former implementation, which autograd graphs can have.
     """
+    global _have_memory  # noqa: PLW0603
+    _have_memory = True
     original: Any = parameter._ref.original
     trains = requires_grad(parameter)
     with torch.inference_mode(False):
@@ -425,6 +428,25 @@ def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> torch.Tensor:
         parameter.__dict__.pop(name, None)
     former: torch.Tensor = other
     return former
+
+
+def require_exchangeable(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Requires that these parameters, with their names, can begin or cease to stream.
+
+    Raises:
+        ModelError: PyTorch keeps a reference to one of them.
+    """
+    other = torch.empty(0)
+    for name, parameter in parameters:
+        try:
+            # The second exchange undoes the first one.
+            _native_torch._swap_tensor_impl(parameter, other)
+            _native_torch._swap_tensor_impl(parameter, other)
+        except RuntimeError as error:
+            raise ModelError(
+                f"cannot exchange the memory of `{name}`, to which PyTorch keeps a reference: "
+                "delete what holds it, such as the results of a profiler with profile_memory=True"
+            ) from error
 
 
 def _exchange(parameter: torch.Tensor, other: torch.Tensor) -> None:
@@ -682,10 +704,9 @@ def _view_stand_in(
             key = divided.first_key + index
             slice_offset = divided.first_row(index) * row
     made = stand_in(weights, key, dtype, shape, strides, offset - slice_offset)
-    if isinstance(base, CopiedTensor):
-        made.__class__ = CopiedTensor
-        made.__dict__[_COPY] = base.__dict__.get(_COPY, base)
-        made.__dict__[_SLICE] = base.__dict__.get(_SLICE, 0) + slice_offset * dtype.itemsize
+    made.__class__ = type(base)  # a view of a copy is one
+    made.__dict__[_BASE] = base.__dict__.get(_BASE, base)
+    made.__dict__[_SLICE] = base.__dict__.get(_SLICE, 0) + slice_offset * dtype.itemsize
     return made
 
 
@@ -1044,7 +1065,7 @@ def _write_to_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         ModelError: The operation writes to a streamed weight that is no copy.
     """
     written = [each for each in _written(func, args, kwargs) if isinstance(each, StreamedTensor)]
-    copies = [each.__dict__.get(_COPY, each) for each in written]
+    copies = [each.__dict__.get(_BASE, each) for each in written]
     for tensor, copy in zip(written, copies, strict=True):
         if not isinstance(copy, CopiedTensor):
             raise ModelError(

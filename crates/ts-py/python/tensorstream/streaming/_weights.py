@@ -13,6 +13,7 @@ from .. import _native
 
 if TYPE_CHECKING:
     from ..config import Config
+    from ._aliases import Place
     from ._passes import Passes
     from ._profile import Profile
     from ._stored_weights import StoredWeights
@@ -120,6 +121,8 @@ class Weights:
         self.parameters: dict[int, int] = {}
         #: The units of the experts of each layer, by the name of the module that contains them.
         self.expert_units: dict[str, list[int]] = {}
+        #: Where the parameters lay that shared memory with others, by key.
+        self.places: dict[int, Place] = {}
         #: The smallest budget that works, without buffers, in bytes.
         self.smallest = 0
         #: The size of the buffers that a checkpoint has, which are part of the budget.
