@@ -25,7 +25,7 @@ from ._division import Rows
 from ._interrupts import deferred
 from ._placement import Placement
 from ._refusals import refuse_unsupported
-from ._state import is_offloaded, streaming_of
+from ._state import all_streaming, is_offloaded, streaming_of
 from ._state_dict import load
 from ._stats import Stats, merged
 from ._store import derived_of, store_live
@@ -318,7 +318,7 @@ def restore(model: M) -> M:
     """Undoes ``offload``: reads all weights into ordinary parameters. Blocks.
 
     Needs memory for all weights in addition to the budget. If it fails, the model is still
-    offloaded. ``model`` may also contain the offloaded model, as a ``PeftModel`` does.
+    offloaded. ``model`` may also contain the offloaded model, as a ``PeftModel`` does, or several.
 
     Raises:
         ModelError: The model is not offloaded, or a forward is running.
@@ -337,8 +337,9 @@ def restore(model: M) -> M:
         each is not None for module in tree.modules(model) for each in module._parameters.values()
     ):
         return model  # there was nothing to offload
-    streaming = streaming_of(model)
-    if any(share.streamer.in_use() for share in streaming.shares):
+    parts = all_streaming(model)
+    shares = [share for part in parts for share in part.shares]
+    if any(share.streamer.in_use() for share in shares):
         raise ModelError(
             "cannot restore the model while a forward runs: call restore(model) after the forward"
         )
@@ -346,9 +347,10 @@ def restore(model: M) -> M:
     wanted = {(each._ref.weights, each._ref.key) for each in streamed}
     values = {
         (share, key): tensor.detach().to(share.device)
-        for share in streaming.shares
+        for part in parts
+        for share in part.shares
         for key, tensor in _read_all(
-            streaming.checkpoint,
+            part.checkpoint,
             {key: spec for key, spec in share.sources.items() if (share, key) in wanted},
             share,
         ).items()
@@ -360,14 +362,21 @@ def restore(model: M) -> M:
     ]
     require_exchangeable((name_of(each), each) for each in streamed)
     modules = set(tree.modules(model))
-    models = {each for share in streaming.shares for each in share.passes.models} & modules
-    for share in streaming.shares if models else ():
-        share.profile.end()
+    models = {
+        each: len(part.shares) == 1
+        for part in parts
+        for share in part.shares
+        for each in share.passes.models
+        if each in modules
+    }
+    for share in shares:
+        if any(each in modules for each in share.passes.models):
+            share.profile.end()
     with deferred():
         for each, tensor in restored:
             to_memory(each, tensor)
-        for restored_model in models:
-            if len(streaming.shares) == 1:  # else, its modules stay on their devices
+        for restored_model, is_on_one_device in models.items():
+            if is_on_one_device:  # else, its modules stay on their devices
                 restored_model.__dict__.pop("hf_device_map", None)
     return model
 

@@ -13,6 +13,7 @@ from ..devices import device_of
 from ..errors import ConfigurationError, ModelError
 from . import _tree as tree
 from ._calls import own_stand_ins, stand_ins_below
+from ._stored_weights import StoredWeights
 from ._weights import Weights
 
 
@@ -61,6 +62,30 @@ def streaming_of(model: nn.Module) -> Streaming:
     Raises:
         ModelError: Nothing in it streams, or it contains several offloaded models.
     """
+    found = _found(model)
+    names = {weights.stored: _model_name(model, weights, name) for weights, name in found.items()}
+    if len(names) > 1:
+        raise ModelError(
+            f"this {type(model).__name__} contains several offloaded models "
+            f"({', '.join(f'`{name}`' for name in names.values())}); pass one of them"
+        )
+    return Streaming(sorted(found, key=lambda weights: weights.number))
+
+
+def all_streaming(model: nn.Module) -> list[Streaming]:
+    """Returns what streams in a module that may contain several offloaded models.
+
+    Raises:
+        ModelError: Nothing in it streams.
+    """
+    by_model: dict[StoredWeights, list[Weights]] = {}
+    for weights in sorted(_found(model), key=lambda weights: weights.number):
+        by_model.setdefault(weights.stored, []).append(weights)
+    return [Streaming(shares) for shares in by_model.values()]
+
+
+def _found(model: nn.Module) -> dict[Weights, str]:
+    """Returns the weights that stream in a module, with the name of the first module of each."""
     found: dict[Weights, str] = {}
     if isinstance(model, nn.Module):
         for name, module in tree.named_modules(model):
@@ -68,15 +93,7 @@ def streaming_of(model: nn.Module) -> Streaming:
                 found.setdefault(each._ref.weights, name)
     if not found:
         raise ModelError(f"this {type(model).__name__} is not offloaded; call offload(model) first")
-    if len({weights.stored for weights in found}) > 1:
-        names = {
-            weights.stored: _model_name(model, weights, name) for weights, name in found.items()
-        }
-        raise ModelError(
-            f"this {type(model).__name__} contains several offloaded models "
-            f"({', '.join(f'`{name}`' for name in names.values())}); pass one of them"
-        )
-    return Streaming(sorted(found, key=lambda weights: weights.number))
+    return found
 
 
 def _model_name(around: nn.Module, weights: Weights, first: str) -> str:
