@@ -22,6 +22,7 @@ from . import _tree as tree
 from ._aliases import places
 from ._calls import replace_calls
 from ._changed_layers import let_layers_change
+from ._distributed import require_not_averaged
 from ._guards import replace_guarded
 from ._interrupts import deferred
 from ._live import add_live
@@ -124,9 +125,9 @@ def attach(
         }
         engine.weights.passed_over = placement.config.passed_over(placement.main)
     streamed = {identity for engine in engines for identity in engine.units.keys}
-    require_exchangeable(
-        named for named in tree.named_parameters(model) if id(named[1]) in streamed
-    )
+    named = [each for each in tree.named_parameters(model) if id(each[1]) in streamed]
+    require_not_averaged({id(parameter): name for name, parameter in named})
+    require_exchangeable(named)
     copies = [(module, target, value.materialize()) for module, target, value in loaded.copies]
     for module, target, value in copies:
         if placement.device(module) != target.device:

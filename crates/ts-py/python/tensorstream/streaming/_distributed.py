@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Keeps ``DistributedDataParallel`` from sending streamed weights to other processes.
 
-Each process streams them from its own files. The names of the streamed weights are looked up when a
-module is wrapped, since any module around a streamed model can be.
+Each process streams them from its own files, and does not average their gradients. The names of the
+streamed weights are looked up when a module is wrapped, since any module around a streamed model
+can be.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +44,33 @@ def replace_distributed() -> None:
                 module.__dict__[_IGNORED] = own
 
     DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+
+
+def require_not_averaged(parameters: dict[int, str]) -> None:
+    """Requires that no ``DistributedDataParallel`` averages the gradients of these parameters.
+
+    It knows the parameters by nodes of autograd, which are others once the parameters stream.
+
+    Args:
+        parameters: The names, by ``id``.
+
+    Raises:
+        ModelError: One averages the gradients of a parameter.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    # Nothing lists its instances.
+    wrappers: list[Any] = [
+        each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)
+    ]
+    for wrapper in wrappers:
+        for parameter in wrapper.module.parameters():
+            if parameter.requires_grad and id(parameter) in parameters:
+                raise ModelError(
+                    f"cannot stream `{parameters[id(parameter)]}`: a DistributedDataParallel "
+                    "averages its gradients, and no longer would; freeze the weights and offload "
+                    "the model before it is wrapped"
+                )
 
 
 def _streamed_names(module: nn.Module) -> list[str]:
