@@ -281,6 +281,11 @@ def test_collectives_read_weights_and_do_not_write_them(tmp_path: Path) -> None:
             nn.parallel.DistributedDataParallel(wrapped)(X).sum().backward()
             gradients.append(wrapped[1].weight.grad)
         assert torch.equal(*gradients)
+        averaged = nn.parallel.DistributedDataParallel(memory.requires_grad_(True))
+        for model in (averaged, memory):
+            with pytest.raises(ts.ModelError, match="averages its gradients"):
+                ts.offload(model, ts.Config(storage_path=tmp_path / "w", budget="400KiB"))
+            assert type(memory[0].weight) is nn.Parameter
     finally:
         dist.destroy_process_group()
 
@@ -379,6 +384,36 @@ def test_references_of_pytorch_are_named_before_anything_changes(tmp_path: Path)
     del kept
     gc.collect()
     assert all(map(torch.equal, ts.restore(streamed).parameters(), memory.parameters()))
+
+
+def test_a_refused_vector_changes_nothing(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    head = nn.Linear(128, 128)
+    before = head.weight.detach().clone()
+    parameters = [*head.parameters(), *streamed.parameters()]
+    vector = nn.utils.parameters_to_vector(parameters).detach() * 2
+    with pytest.raises(ts.ModelError, match=r"cannot set `0\.weight`"):
+        nn.utils.vector_to_parameters(vector, parameters)
+    assert torch.equal(head.weight, before)
+    copies = [copy.deepcopy(model) for model in (memory, streamed)]
+    for each in copies:
+        nn.utils.vector_to_parameters(vector[128 * 129 :], each.parameters())
+    assert torch.equal(copies[0](X), copies[1](X))
+    check(memory, streamed)
+
+
+def test_models_that_exchanged_layers_are_restored(tmp_path: Path) -> None:
+    (memory, streamed), (other_memory, other) = both(tmp_path / "a"), both(tmp_path / "b")
+    streamed[3], other[3] = other[3], streamed[3]
+    memory[3], other_memory[3] = other_memory[3], memory[3]
+    for _ in range(3):
+        assert torch.equal(streamed(X), memory(X))
+    ts.restore(streamed)
+    assert all(type(each) is nn.Parameter for each in streamed.parameters())
+    assert all(map(torch.equal, streamed.parameters(), memory.parameters()))
+    assert torch.equal(other(X), other_memory(X))
+    ts.restore(other)
+    assert torch.equal(other(X), other_memory(X))
 
 
 @pytest.mark.parametrize("what", ["whole", "slices"])

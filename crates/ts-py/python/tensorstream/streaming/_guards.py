@@ -9,7 +9,7 @@ same reason, steps of all optimizers are checked, and ``data`` of all parameters
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -53,6 +53,9 @@ def replace_guarded() -> None:
         nn.Parameter.data = _Data()  # type: ignore[assignment]
         register_optimizer_step_pre_hook(_require_no_step)
         replace_distributed()
+        utils: Any = nn.utils
+        for module in (utils, utils.convert_parameters):
+            module.vector_to_parameters = _refuse_vector(module.vector_to_parameters)
 
 
 class _Data:
@@ -71,6 +74,20 @@ class _Data:
         if isinstance(value, StreamedTensor):
             value = in_memory(value)
         _data.__set__(parameter, value)
+
+
+def _refuse_vector(original: Any) -> Any:
+    """Returns ``vector_to_parameters``, which sets one parameter after the other."""
+
+    @functools.wraps(original)
+    def vector_to_parameters(vec: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
+        parameters = list(parameters)
+        for each in parameters:
+            if isinstance(each, StreamedTensor) and not isinstance(each, CopiedTensor):
+                raise ModelError(f"cannot set `{name_of(each)}`: {CHANGE_IN_MEMORY}")
+        original(vec, parameters)
+
+    return vector_to_parameters
 
 
 def _require_no_step(
