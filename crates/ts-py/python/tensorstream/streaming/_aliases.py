@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,32 +13,43 @@ from torch import nn
 from ..errors import ModelError
 from . import _tree as tree
 
-#: A parameter or a buffer, with its name.
-Named = tuple[str, torch.Tensor]
+#: Other classes of tensors can have no address.
+_PLAIN = (nn.Parameter, torch.Tensor)
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a parameter lies in memory that it shares with other parameters."""
 
-    #: Identifies the memory, whose size is ``count`` elements.
-    storage: int
+    #: The number of the memory, whose size is ``count`` elements.
+    memory: int
     count: int
     #: The index of the first element of the parameter.
     offset: int
 
-    def memory(self, tensor: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    def filled(self, tensor: torch.Tensor, memories: dict[int, torch.Tensor]) -> torch.Tensor:
         """Returns a copy of a tensor in the memory that it shares.
 
         Args:
             tensor: The values.
-            storages: What has been allocated, by ``storage``.
+            memories: What has been allocated, by number.
         """
-        if self.storage not in storages:
-            storages[self.storage] = tensor.new_empty(self.count)
-        storage = storages[self.storage].untyped_storage()
+        if self.memory not in memories:
+            memories[self.memory] = tensor.new_empty(self.count)
+        storage = memories[self.memory].untyped_storage()
         view = tensor.new_empty(0).set_(storage, self.offset, tensor.shape, tensor.stride())
         return view.copy_(tensor)
+
+
+class _Extent(NamedTuple):
+    """The bytes of a parameter or a buffer."""
+
+    #: The ``id`` of the storage of a tensor without memory, or 0.
+    space: int
+    begin: int
+    end: int
+    name: str
+    tensor: torch.Tensor
 
 
 def places(model: nn.Module, kept: frozenset[int] = frozenset()) -> dict[int, Place]:
@@ -50,50 +62,55 @@ def places(model: nn.Module, kept: frozenset[int] = frozenset()) -> dict[int, Pl
     Raises:
         ModelError: A parameter that is to stream shares memory with a tensor that is not.
     """
-    by_storage: dict[int, list[Named]] = {}
-    for name, each in (*tree.named_parameters(model), *tree.named_buffers(model)):
-        is_plain = type(each) in (nn.Parameter, torch.Tensor) and each.layout is torch.strided
-        if is_plain and each.numel():
-            by_storage.setdefault(each.untyped_storage()._cdata, []).append((name, each))
     found: dict[int, Place] = {}
-    for storage, tensors in by_storage.items():
-        for group in _overlapping(tensors) if len(tensors) > 1 else ():
-            streamed = [
-                (name, each)
-                for name, each in group
-                if isinstance(each, nn.Parameter) and id(each) not in kept
-            ]
-            others = [name for name, each in group if all(each is not own for _, own in streamed)]
-            if streamed and others:
-                raise ModelError(
-                    f"cannot stream `{streamed[0][0]}`: it shares memory with `{others[0]}`, which "
-                    "stays in memory, and a change of one would not reach the other; clone one of "
-                    "them"
-                )
-            for _, each in streamed:
-                count = each.untyped_storage().nbytes() // each.element_size()
-                found[id(each)] = Place(storage, count, int(each.storage_offset()))
+    for number, group in enumerate(_sharing(model)):
+        streamed = [
+            each
+            for each in group
+            if isinstance(each.tensor, nn.Parameter) and id(each.tensor) not in kept
+        ]
+        others = [each.name for each in group if all(each is not own for own in streamed)]
+        if streamed and others:
+            raise ModelError(
+                f"cannot stream `{streamed[0].name}`: it shares memory with `{others[0]}`, which "
+                "stays in memory, and a change of one would not reach the other; clone one of them"
+            )
+        begin, end = group[0].begin, max(each.end for each in group)
+        for each in streamed:
+            size = each.tensor.element_size()
+            place = Place(number, -(-(end - begin) // size), (each.begin - begin) // size)
+            found[id(each.tensor)] = place
     return found
 
 
-def _overlapping(tensors: list[Named]) -> Iterator[list[Named]]:
-    """Yields groups of tensors of one storage that share bytes."""
-
-    def extent(named: Named) -> tuple[int, int]:
-        _, tensor = named
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        return start, start + (last + 1) * tensor.element_size()
-
-    group: list[Named] = []
-    end = 0
-    for named in sorted(tensors, key=extent):
-        start, own_end = extent(named)
-        if start >= end:
+def _sharing(model: nn.Module) -> Iterator[list[_Extent]]:
+    """Yields groups of parameters and buffers that share bytes, in the order of their bytes."""
+    extents = [
+        _extent(name, each)
+        for name, each in (*tree.named_parameters(model), *tree.named_buffers(model))
+        if type(each) in _PLAIN and each.layout is torch.strided
+    ]
+    extents.sort(key=lambda each: each[:3])
+    group: list[_Extent] = []
+    space, end = 0, 0
+    for each in extents:
+        if each.space != space or each.begin >= end:
             if len(group) > 1:
                 yield group
-            group = []
-        group.append(named)
-        end = max(end, own_end)
+            group, space, end = [], each.space, 0
+        if each.begin < each.end:
+            group.append(each)
+            end = max(end, each.end)
     if len(group) > 1:
         yield group
+
+
+def _extent(name: str, tensor: torch.Tensor) -> _Extent:
+    space, begin, size = 0, tensor.data_ptr(), tensor.nbytes
+    if begin == 0 and size:
+        space = tensor.untyped_storage()._cdata
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+    if size and not tensor.is_contiguous():
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (last + 1) * tensor.element_size()
+    return _Extent(space, begin, begin + size, name, tensor)

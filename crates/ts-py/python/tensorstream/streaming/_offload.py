@@ -355,9 +355,9 @@ def restore(model: M) -> M:
             share,
         ).items()
     }
-    storages: dict[int, torch.Tensor] = {}
+    memories: dict[int, torch.Tensor] = {}
     restored = [
-        (each, _values_of(each, values[each._ref.weights, each._ref.key], storages))
+        (each, _values_of(each, values[each._ref.weights, each._ref.key], memories))
         for each in streamed
     ]
     require_exchangeable((name_of(each), each) for each in streamed)
@@ -382,18 +382,18 @@ def restore(model: M) -> M:
 
 
 def _values_of(
-    parameter: StreamedTensor, weight: torch.Tensor, storages: dict[int, torch.Tensor]
+    parameter: StreamedTensor, weight: torch.Tensor, memories: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     """Returns the memory for a parameter, which can be a view or a copy of the restored weight.
 
-    Parameters that shared memory before they streamed share it again, in ``storages``.
+    Parameters that shared memory before they streamed share it again, in ``memories``.
     """
     if parameter._ref.is_copy:
         return weight.clone(memory_format=torch.preserve_format)
     place = parameter._ref.weights.places.get(parameter._ref.key)
     if place is not None:
-        memory: torch.Tensor = place.memory(weight, storages)
-        return memory
+        filled: torch.Tensor = place.filled(weight, memories)
+        return filled
     shape, strides, offset = parameter.shape, parameter.stride(), int(parameter.storage_offset())
     if parameter.dtype == weight.dtype:
         return weight.as_strided(shape, strides, offset)
