@@ -386,6 +386,22 @@ def test_references_of_pytorch_are_named_before_anything_changes(tmp_path: Path)
     assert all(map(torch.equal, ts.restore(streamed).parameters(), memory.parameters()))
 
 
+def test_the_cache_of_autocast_keeps_no_parameters(tmp_path: Path) -> None:
+    memory, streamed = both(tmp_path)
+    copies = [copy.deepcopy(model) for model in (memory, streamed)]
+    with torch.autocast("cpu", torch.bfloat16):
+        for model in copies:
+            model(X)
+            with torch.no_grad():
+                model[0].weight.mul_(2)
+        assert torch.equal(copies[0](X), copies[1](X))
+        check(memory, streamed)
+        ts.restore(streamed)
+        assert torch.equal(streamed(X), memory(X))
+        config = ts.Config(storage_path=tmp_path, budget="400KiB")
+        check(memory, ts.offload(streamed, config))
+
+
 def test_a_refused_vector_changes_nothing(tmp_path: Path) -> None:
     memory, streamed = both(tmp_path)
     head = nn.Linear(128, 128)

@@ -394,7 +394,7 @@ def to_stand_in(parameter: torch.Tensor, weights: Weights, key: int) -> None:
     original = nn.Parameter if "symbolic_storage" in parameter.__dict__ else type(parameter)
     for name in _SYMBOLIC_ATTRIBUTES:
         parameter.__dict__.pop(name, None)
-    _exchange(parameter, other)
+    _exchange(parameter, other, spec.name)
     other.__class__ = original  # type: ignore[assignment]  # an autograd graph can have it
     del other.__dict__["_ref"]
     streamed: Any = parameter
@@ -420,7 +420,7 @@ def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):
         # The parameter is used outside of inference mode, too.
         other: Any = nn.Parameter(values.clone() if values.is_inference() else values, trains)
-    _exchange(parameter, other)
+    _exchange(parameter, other, name_of(parameter))
     other.__class__ = type(parameter)  # an autograd graph can have it
     other._ref = parameter._ref
     parameter.__class__ = original or nn.Parameter  # type: ignore[assignment]
@@ -438,9 +438,17 @@ def require_exchangeable(parameters: Iterable[tuple[str, torch.Tensor]]) -> None
     """
     other = torch.empty(0)
     for name, parameter in parameters:
+        _swap(parameter, other, name)
+        _swap(parameter, other, name)  # undoes the first one
+
+
+def _swap(parameter: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    """Exchanges the implementations of a parameter of this name and another tensor."""
+    try:
+        _native_torch._swap_tensor_impl(parameter, other)
+    except RuntimeError:
+        torch.clear_autocast_cache()  # it refers to parameters
         try:
-            # The second exchange undoes the first one.
-            _native_torch._swap_tensor_impl(parameter, other)
             _native_torch._swap_tensor_impl(parameter, other)
         except RuntimeError as error:
             raise ModelError(
@@ -449,20 +457,20 @@ def require_exchangeable(parameters: Iterable[tuple[str, torch.Tensor]]) -> None
             ) from error
 
 
-def _exchange(parameter: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchanges the implementations of a parameter and another tensor.
+def _exchange(parameter: torch.Tensor, other: torch.Tensor, name: str) -> None:
+    """Exchanges the implementations of a parameter of this name and another tensor.
 
     The gradient and the hooks of the parameter belong to its implementation, so they are moved. A
     graph that was recorded before computes the gradient of the former implementation, which is
     forwarded.
     """
     gradient, hooks = parameter.grad, _hooks_of(parameter)
-    _native_torch._swap_tensor_impl(parameter, other)
+    _swap(parameter, other, name)
     if gradient is not None:
         parameter.grad = gradient
         other.grad = None
-    for name, each in hooks.items():
-        setattr(parameter, name, each)
+    for attribute, each in hooks.items():
+        setattr(parameter, attribute, each)
     if requires_grad(other):
         own: Any = other
         own._post_accumulate_grad_hooks = {0: _Forward(parameter)}
