@@ -57,7 +57,7 @@ pub(crate) fn test() -> Result<()> {
             continue;
         }
         println!("\n== {flag}");
-        match python::test_limited(&venv, &TESTS, limits) {
+        match python::test_limited(&venv, &[&TESTS[..], &python::PARALLEL].concat(), limits) {
             Ok(own) => counts += own,
             Err(error) => failed.push(format!("{flag}: {error}")),
         }

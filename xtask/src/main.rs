@@ -197,7 +197,11 @@ fn ci() -> Result<()> {
     )?;
     let venv = step("wheel", python::prepared)?;
     let in_python = at_once(
-        || step("Python tests", || python::test(&venv, &[&PARALLEL[..], &["--pairs"]].concat())),
+        || {
+            step("Python tests", || {
+                python::test(&venv, &[&python::PARALLEL[..], &["--pairs"]].concat())
+            })
+        },
         || {
             // Some of these start Python servers. Most of the time, they wait.
             step("Rust tests", || {
@@ -239,11 +243,6 @@ fn at_once<T: Send>(
     })
 }
 
-/// Options of pytest to run the tests in two processes, which take about half of the time. The
-/// tests of a file share expensive fixtures, so they stay in one process. conftest.py puts the
-/// files in order.
-const PARALLEL: [&str; 3] = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"];
-
 /// Runs the tests of the device `ts` on the oldest PyTorch that it supports.
 fn oldest_torch() -> Result<()> {
     let venv = python::prepared_oldest()?;
@@ -258,7 +257,7 @@ fn test(tier: &str) -> Result<()> {
     let (rust, python): (&[&str], &[&str]) = match tier {
         "critical" => (&["--workspace", "--lib"], &["-m", "critical"]),
         "fast" => (&["--workspace"], &["-m", "not slow", "--pairs"]),
-        "all" => (&["--workspace"], &PARALLEL),
+        "all" => (&["--workspace"], &python::PARALLEL),
         _ => return Err(format!("unknown tier \"{tier}\": expected critical, fast or all")),
     };
     let venv = python::prepared()?;

@@ -343,6 +343,12 @@ pub(crate) fn site(venv: &Venv) -> Result<()> {
     run(mkdocs.env("NO_MKDOCS_2_WARNING", "1"))
 }
 
+/// Options of pytest to run the tests in two processes, which take about half of the time. The
+/// tests of a file share expensive fixtures, so they stay in one process. conftest.py puts the
+/// files in order.
+pub(crate) const PARALLEL: [&str; 3] =
+    ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"];
+
 /// Runs pytest and counts the tests by outcome.
 pub(crate) fn test(venv: &Venv, args: &[&str]) -> Result<Counts> {
     test_limited(venv, args, &[])

@@ -127,7 +127,6 @@ def attach(
     streamed = {identity for engine in engines for identity in engine.units.keys}
     named = [each for each in tree.named_parameters(model) if id(each[1]) in streamed]
     require_not_averaged({id(parameter): name for name, parameter in named})
-    require_exchangeable(named)
     copies = [(module, target, value.materialize()) for module, target, value in loaded.copies]
     for module, target, value in copies:
         if placement.device(module) != target.device:
@@ -138,6 +137,7 @@ def attach(
     let_layers_change()
     save_in_pieces(model)
     with deferred(), _collector_paused():
+        require_exchangeable(named)
         _stream(model, engines)
         placement.move_inputs()
         for _, target, value in copies:

@@ -360,7 +360,8 @@ def restore(model: M) -> M:
         (each, _values_of(each, values[each._ref.weights, each._ref.key], memories))
         for each in streamed
     ]
-    require_exchangeable((name_of(each), each) for each in streamed)
+    with deferred():
+        require_exchangeable((name_of(each), each) for each in streamed)
     modules = set(tree.modules(model))
     models = {
         each: len(part.shares) == 1

@@ -433,6 +433,8 @@ def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> torch.Tensor:
 def require_exchangeable(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Requires that these parameters, with their names, can begin or cease to stream.
 
+    Must not be interrupted.
+
     Raises:
         ModelError: PyTorch keeps a reference to one of them.
     """
