@@ -34,11 +34,16 @@ class Place:
             tensor: The values.
             memories: What has been allocated, by number.
         """
-        if self.memory not in memories:
-            memories[self.memory] = tensor.new_empty(self.count)
-        storage = memories[self.memory].untyped_storage()
-        view = tensor.new_empty(0).set_(storage, self.offset, tensor.shape, tensor.stride())
-        return view.copy_(tensor)
+        # A parameter cannot keep the memory of a tensor that was made in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            if self.memory not in memories:
+                memories[self.memory] = torch.empty(
+                    self.count, dtype=tensor.dtype, device=tensor.device
+                )
+            storage = memories[self.memory].untyped_storage()
+            view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            view.set_(storage, self.offset, tensor.shape, tensor.stride())
+            return view.copy_(tensor)
 
 
 class _Extent(NamedTuple):

@@ -43,6 +43,7 @@ def replace_distributed() -> None:
             if own is not None:
                 module.__dict__[_IGNORED] = own
 
+    # Type checkers allow no replacement of a method.
     DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
 
 

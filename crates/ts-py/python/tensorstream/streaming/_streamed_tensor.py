@@ -43,7 +43,8 @@ _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
 _NO_COPIES: dict[int, torch.Tensor] = {}
 _graph_task: Callable[[], int] = _native_torch._current_graph_task_id
-#: Whether any parameter has memory again, which its views then have, too.
+#: Whether any parameter has memory again, which its views then have, too. A module variable, since
+#: each operation on a stand-in reads it.
 _have_memory = False
 
 #: The namespaces of operations that communicate with other processes. Those of the first one write
