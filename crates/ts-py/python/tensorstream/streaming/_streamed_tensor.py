@@ -43,9 +43,6 @@ _native_torch: Any = torch._C
 _requires_grad: Any = _native_torch.TensorBase.requires_grad
 _NO_COPIES: dict[int, torch.Tensor] = {}
 _graph_task: Callable[[], int] = _native_torch._current_graph_task_id
-#: Whether any parameter has memory again, which its views then have, too. A module variable, since
-#: each operation on a stand-in reads it.
-_have_memory = False
 
 #: The namespaces of operations that communicate with other processes. Those of the first one write
 #: to their first argument, but their schemas do not say so.
@@ -203,7 +200,7 @@ class StreamedTensor(torch.Tensor):
         kwargs = kwargs or {}
         # A graph computes gradients with the weights of its forward.
         reads_for_graph = _graph_task() != -1 and not func._schema.is_mutable
-        if (cls is not StreamedTensor or _have_memory) and not reads_for_graph:
+        if not reads_for_graph and _any_has_memory((*args, *kwargs.values())):
             args, kwargs = tree_map_only(StreamedTensor, with_memory, (args, kwargs))
             if not any(isinstance(leaf, StreamedTensor) for leaf in tree_leaves((args, kwargs))):
                 return func(*args, **kwargs)
@@ -327,6 +324,18 @@ def with_memory(tensor: StreamedTensor) -> torch.Tensor:
     return memory.as_strided(shape, strides, offset)
 
 
+def _any_has_memory(values: Iterable[Any]) -> bool:
+    """Returns whether ``with_memory`` changes any of the values, or of the elements of lists."""
+    for each in values:
+        if isinstance(each, StreamedTensor):
+            parameter = each.__dict__.get(_BASE)
+            if parameter is not None and not isinstance(parameter, StreamedTensor | StreamedWeight):
+                return True
+        elif isinstance(each, list | tuple) and _any_has_memory(each):
+            return True
+    return False
+
+
 def copy_of(tensor: StreamedTensor) -> torch.Tensor | None:
     """Returns the copy of a parameter of which a stand-in is, or is a view."""
     return tensor.__dict__.get(_BASE, tensor) if isinstance(tensor, CopiedTensor) else None
@@ -414,8 +423,6 @@ def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> torch.Tensor:
     Returns:
         A tensor with the former implementation, which autograd graphs can have.
     """
-    global _have_memory  # noqa: PLW0603
-    _have_memory = True
     original: Any = parameter._ref.original
     trains = requires_grad(parameter)
     with torch.inference_mode(False):
