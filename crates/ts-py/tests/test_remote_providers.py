@@ -66,26 +66,45 @@ def cluster() -> Iterator[RayCluster]:
         yield running
 
 
-@pytest.fixture(params=["mock", "local", "tcp", pytest.param("ssh", marks=needs_sshd), "ray"])
+@pytest.fixture(scope="session")
+def tcp() -> Iterator[Serving]:
+    allowed = {"--weights": "any,http://", "--allow-functions": "any", "--send-to": "any"}
+    with Serving(allowed) as server:
+        yield server
+
+
+KINDS = ["mock", "local", "tcp", pytest.param("ssh", marks=needs_sshd), "ray"]
+
+
+def arguments(kind: str, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Returns the arguments for a machine of a provider."""
+    if kind == "local":
+        return {"threads": 1}
+    if kind == "tcp":
+        return {"address": request.getfixturevalue("tcp").address}
+    if kind in ("ssh", "ray"):
+        server: Sshd | RayCluster = request.getfixturevalue("sshd" if kind == "ssh" else "cluster")
+        return server.options()
+    return {}
+
+
+@pytest.fixture(params=KINDS)
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     """Returns a function that starts a machine of each provider."""
-    kind = request.param
+    options = arguments(request.param, request)
     with ExitStack() as stack:
-        options: dict[str, Any] = {}
-        if kind == "local":
-            options = {"threads": 1}
-        elif kind == "tcp":
-            allowed = {"--weights": "any,http://", "--allow-functions": "any", "--send-to": "any"}
-            options = {"address": stack.enter_context(Serving(allowed)).address}
-        elif kind == "ssh":
-            options = request.getfixturevalue("sshd").options()
-        elif kind == "ray":
-            options = request.getfixturevalue("cluster").options()
-        yield lambda **more: stack.enter_context(RemoteMachine(kind, **options, **more))
+        yield lambda **more: stack.enter_context(RemoteMachine(request.param, **options, **more))
 
 
-def test_a_machine_sends_tensors_to_a_listener(start: Start) -> None:
-    machine = start(device_count=2)
+@pytest.fixture(scope="module", params=KINDS)
+def machine(request: pytest.FixtureRequest) -> Iterator[RemoteMachine]:
+    """A machine of each provider with two devices, which tests share: some take long to start."""
+    options = arguments(request.param, request)
+    with RemoteMachine(request.param, device_count=2, **options) as started:
+        yield started
+
+
+def test_a_machine_sends_tensors_to_a_listener(machine: RemoteMachine) -> None:
     net = nn.Linear(512, 1024).to(machine.device(), torch.bfloat16)
     received: list[ts.Tensor | bytes] = []
 
@@ -114,8 +133,7 @@ def test_a_machine_sends_tensors_to_a_listener(start: Start) -> None:
     assert torch.equal(part.to_torch(), net.weight.cpu().t()[:, ::2])
 
 
-def test_a_machine_trains_and_computes_as_this_process(start: Start) -> None:
-    machine = start(device_count=2)
+def test_a_machine_trains_and_computes_as_this_process(machine: RemoteMachine) -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.0), nn.Linear(64, 4))
     remote = copy.deepcopy(net).to(machine.device())
@@ -138,22 +156,20 @@ def test_a_machine_trains_and_computes_as_this_process(start: Start) -> None:
     assert machine.stats()["operators"] > 0
 
 
-def test_a_machine_generates_the_same_tokens(start: Start, llama: Llama) -> None:
+def test_a_machine_generates_the_same_tokens(machine: RemoteMachine, llama: Llama) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(llama())
     ids = torch.arange(6)[None]
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
-    machine = start()
     model.to(machine.device())
     got = model.generate(ids.to(machine.device()), max_new_tokens=8, do_sample=False)
     assert torch.equal(got.cpu(), expected)
 
 
-def test_a_machine_loads_weights_that_it_has(start: Start, llama: Llama) -> None:
+def test_a_machine_loads_weights_that_it_has(machine: RemoteMachine, llama: Llama) -> None:
     directory = llama()
     expected = ts.load_file(directory)
-    machine = start()
     before = machine.stats()["uploaded_bytes"]
     loaded = ts.load_file(directory, machine.device())
     assert machine.stats()["uploaded_bytes"] == before
@@ -161,11 +177,11 @@ def test_a_machine_loads_weights_that_it_has(start: Start, llama: Llama) -> None
     assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
 
 
-def test_a_machine_loads_weights_from_a_url(start: Start, llama: Llama) -> None:
+def test_a_machine_loads_weights_from_a_url(machine: RemoteMachine, llama: Llama) -> None:
     directory = llama()
     expected = ts.load_file(directory)
     with WebServer(directory) as web:
-        loaded = ts.load_file(f"{web.url}/model.safetensors", start().device())
+        loaded = ts.load_file(f"{web.url}/model.safetensors", machine.device())
         assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
 
 
@@ -177,8 +193,8 @@ def smallest_divisor(number: torch.Tensor) -> int:
     return divisor
 
 
-def test_a_machine_runs_functions(start: Start) -> None:
-    device = start().device()
+def test_a_machine_runs_functions(machine: RemoteMachine) -> None:
+    device = machine.device()
     assert smallest_divisor(torch.tensor(7 * 11, device=device)) == 7
 
 
