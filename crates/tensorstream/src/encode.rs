@@ -87,7 +87,8 @@ mod tests {
                 calls += 1;
                 true
             });
-            assert!(done.is_none() && calls == 1, "{jobs} jobs: {calls} calls");
+            // Other threads may have taken all chunks before.
+            assert!(calls == 1 && (done.is_none() || jobs > 1), "{jobs} jobs: {calls} calls");
             let done = encoders.encode(Dtype::U8, &raw, &mut || false);
             assert_eq!(done.map(|chunks| chunks.len()), Some(5), "{jobs} jobs");
         }

@@ -218,7 +218,12 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// Returns the error that ended the session, if it has ended.
     pub fn read(&self, tensor: TensorRef, memory: S) -> Result<u64, Error> {
         let reply = self.new_reply();
-        self.inner.connection().add_sink(reply, memory);
+        let mut connection = self.inner.connection();
+        if let Err(error) = connection.add_sink(reply, memory) {
+            self.inner.end(&mut connection, &error);
+            return Err(error);
+        }
+        drop(connection);
         self.request(&Request::Read { reply, tensor })?;
         Ok(reply)
     }

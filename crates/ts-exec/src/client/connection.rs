@@ -134,8 +134,16 @@ impl<S: Sink + Send> ConnectionState<S> {
     }
 
     /// Adds memory for the elements that `reply` will deliver.
-    pub(super) fn add_sink(&mut self, reply: u64, sink: S) {
+    ///
+    /// # Errors
+    /// Returns [`Error::Protocol`] if the server has answered already, with unknown elements.
+    pub(super) fn add_sink(&mut self, reply: u64, sink: S) -> Result<(), Error> {
+        if self.answers.contains_key(&reply) {
+            let what = format!("the server sent reply {reply} before it was requested");
+            return Err(Error::Protocol { stream: 0, what });
+        }
         self.sinks.insert(reply, sink);
+        Ok(())
     }
 
     pub(super) fn handle(&mut self, item: Incoming<S>) -> Result<(), Error> {

@@ -3,11 +3,17 @@
 
 use proptest::prelude::*;
 
+use ts_remote::Event;
+
 use super::reconnect::accept;
 use super::*;
 
 /// Accepts a connection, completes the handshake as a server does, and sends these messages.
-fn send_after_handshake(listener: &Listener, messages: &[Vec<u8>]) -> Result<Link<Vec<u8>>, Error> {
+/// Returns the connection and its stream.
+fn send_after_handshake(
+    listener: &Listener,
+    messages: &[Vec<u8>],
+) -> Result<(Link<Vec<u8>>, u32), Error> {
     let mut link = accept(listener)?;
     let stream = link.connection().open_stream()?;
     let mut hello = vec![2];
@@ -17,7 +23,7 @@ fn send_after_handshake(listener: &Listener, messages: &[Vec<u8>]) -> Result<Lin
     for message in messages {
         link.send_message(stream, message.clone().into())?;
     }
-    Ok(link)
+    Ok((link, stream))
 }
 
 fn bind() -> Listener {
@@ -32,7 +38,7 @@ fn a_missing_reply_ends_the_session_when_a_later_one_arrives() {
     // when reply 1 takes long.
     let answer = vec![0, 1, 2, 0];
     let server = thread::spawn(move || {
-        let mut link = send_after_handshake(&listener, &[answer])?;
+        let (mut link, _) = send_after_handshake(&listener, &[answer])?;
         while link.next_event().is_ok() {}
         Ok::<_, Error>(())
     });
@@ -52,7 +58,10 @@ fn an_answer_of_the_wrong_length_ends_the_session() {
         // reply has 8 bytes.
         let answer = [&[0, 2, 1, len][..], &vec![5; len as usize]].concat();
         let server = thread::spawn(move || {
-            let mut link = send_after_handshake(&listener, &[answer])?;
+            let (mut link, stream) = send_after_handshake(&listener, &[])?;
+            // The client's request.
+            while !matches!(link.next_event()?, Event::Message { .. }) {}
+            link.send_message(stream, answer.into())?;
             while link.next_event().is_ok() {}
             Ok::<_, Error>(())
         });
@@ -63,6 +72,24 @@ fn an_answer_of_the_wrong_length_ends_the_session() {
         assert!(error.contains(&format!("sent a tensor of {len} bytes (expected 8")), "{error}");
         server.join().unwrap().unwrap();
     }
+}
+
+#[test]
+fn an_answer_without_a_request_ends_the_session() {
+    let listener = bind();
+    let options = options_for(listener.address());
+    let answer = vec![0, 2, 1, 4, 5, 5, 5, 5];
+    let server = thread::spawn(move || {
+        let (mut link, _) = send_after_handshake(&listener, &[answer])?;
+        while link.next_event().is_ok() {}
+        Ok::<_, Error>(())
+    });
+    let client = Client::connect(options, [95; 16]).unwrap();
+    // Waits for another reply until the answer has arrived.
+    let _ = client.wait(u64::MAX, Duration::from_millis(300));
+    let refused = client.read(tensor(1, &[2]), vec![0; 8]).unwrap_err().to_string();
+    assert!(refused.contains("before it was requested"), "{refused}");
+    server.join().unwrap().unwrap();
 }
 
 #[test]
@@ -103,7 +130,7 @@ proptest! {
             .map(|(kind, reply, rest)| [vec![kind, reply], rest].concat())
             .collect();
         let server = thread::spawn(move || {
-            send_after_handshake(&listener, &messages)?.close("the test is over")
+            send_after_handshake(&listener, &messages)?.0.close("the test is over")
         });
         if let Ok(client) = Client::connect(options, [7; 16]) {
             let (sum, forgotten) = (client.read(tensor(1, &[2]), vec![0; 8]), client.new_reply());
