@@ -349,3 +349,98 @@ def test_deprecated_names_of_timeouts_work_and_warn() -> None:
         ts.listen("127.0.0.1:0", timeout=5).close()
     with pytest.raises(TypeError, match="got both 'stall_timeout' and 'patience'"):
         ts.listen("127.0.0.1:0", patience=5, stall_timeout=5)
+
+
+def test_a_producer_that_dies_has_not_finished() -> None:
+    """Between two tensors, and within a state dict."""
+    for sends_dict in (False, True):
+        with pair() as (near, far):
+            for number in range(3):
+                near.send(torch.ones(10), str(number))
+            thread = in_thread(lambda near=near: _cut(near))
+            thread.join()
+            received = []
+            with pytest.raises(ts.ConnectionLost, match="without closing it"):
+                if sends_dict:
+                    far.recv_state_dict()
+                for tensor in far:
+                    received.append(tensor)
+            if sends_dict:
+                # What had arrived is not lost.
+                assert isinstance(far.recv(), ts.Tensor)
+            else:
+                assert [tensor.name for tensor in received] == ["0", "1", "2"]
+
+
+def _cut(connection: ts.Connection) -> None:
+    connection._native._allow_abort()
+    connection._native._abort()
+
+
+def test_lazy_tensors_arrive_with_their_values() -> None:
+    x = torch.tensor([1 + 2j, 3 + 4j])
+    negated, conjugated = x.conj().imag, x.conj()
+    assert negated.is_neg() and conjugated.is_conj()
+    with pair() as (near, far):
+        near.send(negated, "negated")
+        near.send(conjugated, "conjugated")
+        near.send_state_dict({"x": x, "conjugated": conjugated, "negated": negated})
+        for expected in (negated, conjugated):
+            came = far.recv()
+            assert isinstance(came, ts.Tensor)
+            assert torch.equal(came.to_torch(), expected)
+        together = far.recv_state_dict()
+        assert together is not None
+        assert torch.equal(together["negated"].to_torch(), negated)
+        assert torch.equal(together["conjugated"].to_torch(), conjugated)
+        assert torch.equal(together["x"].to_torch(), x)
+        near.send(torch.ones(2), "real")
+        with pytest.raises(BufferError, match=r"resolve_neg"):
+            far.recv(into=negated)
+
+
+def test_close_ends_calls_of_other_threads() -> None:
+    errors: list[Exception] = []
+
+    def wait(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except ts.ConfigurationError as error:
+            errors.append(error)
+
+    listener = ts.listen("127.0.0.1:0")
+    thread = in_thread(lambda: wait(listener.accept))
+    time.sleep(0.2)
+    listener.close()
+    thread.join(10)
+    with pair() as (near, far):
+        thread = in_thread(lambda: wait(far.recv))
+        time.sleep(0.2)
+        far.close()
+        thread.join(10)
+        assert near.recv() is None
+    assert [str(error) for error in errors] == [
+        "the listener is closed",
+        "the connection is closed",
+    ]
+
+
+def test_the_socket_of_a_server_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(os.fspath(path))
+    stale.close()
+    with ts.listen(f"unix:{path}"):
+        with pytest.raises(ts.ConnectionLost, match="in use"):
+            ts.listen(f"unix:{path}")
+        # The path may be that of another socket when the listener closes.
+        path.unlink()
+        other = socket.socket(socket.AF_UNIX)
+        other.bind(os.fspath(path))
+    assert path.exists()
+    other.close()
+    path.unlink()
+    path.write_text("a file")
+    with pytest.raises(ts.ConnectionLost):
+        ts.listen(f"unix:{path}")
+    assert path.read_text() == "a file"

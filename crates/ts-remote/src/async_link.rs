@@ -165,7 +165,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         self.liveness.begin_wait(&self.connection);
         while self.connection.has_unsent() {
             match self.step().await {
-                Err(Error::Closed { .. }) if !self.connection.has_unsent_user_data() => {
+                Err(end) if end.is_end() && !self.connection.has_unsent_user_data() => {
                     return Ok(());
                 }
                 done => done?,
@@ -174,8 +174,8 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
         self.connection.close(reason);
         while self.connection.plan_writes() {
             match self.step().await {
-                // The peer closed first, so only this end's CLOSE is missing.
-                Err(Error::Closed { .. }) => return Ok(()),
+                // The peer ended it first, so only this end's CLOSE is missing.
+                Err(end) if end.is_end() => return Ok(()),
                 done => done?,
             }
         }
@@ -269,7 +269,7 @@ impl<S: Sink, T: AsyncRead + AsyncWrite + Unpin> AsyncLink<S, T> {
                 let len = into.filled().len();
                 if len == 0 {
                     let end = self.connection.end_of_input().err();
-                    return Err(end.unwrap_or_else(Error::closed_without_reason));
+                    return Err(end.unwrap_or(Error::Abandoned));
                 }
                 self.liveness.update();
                 self.liveness.note_activity();

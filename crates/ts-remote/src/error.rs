@@ -64,6 +64,12 @@ pub enum Error {
         /// The reason of the end that closed the connection.
         reason: String,
     },
+    /// The peer ended the connection between two frames, but did not close it: it may have died
+    /// before it sent everything.
+    #[error(
+        "connection lost: the peer ended it without closing it, so it may not have sent everything"
+    )]
+    Abandoned,
     /// The connection broke, or ended while data was incomplete.
     #[error("connection lost{}", after_colon(what))]
     Lost {
@@ -141,7 +147,7 @@ impl Error {
         match self {
             Self::Protocol { .. } | Self::Damaged { .. } | Self::Tls { .. } => ErrorKind::Peer,
             Self::Cancelled { .. } | Self::Closed { .. } => ErrorKind::Refused,
-            Self::Lost { .. } | Self::Io { .. } => ErrorKind::Network,
+            Self::Abandoned | Self::Lost { .. } | Self::Io { .. } => ErrorKind::Network,
             Self::TimedOut { .. } | Self::Stalled { .. } => ErrorKind::TimedOut,
             Self::Memory { .. } => ErrorKind::Memory,
             Self::Unsendable { .. } | Self::Misuse(_) => ErrorKind::Misuse,
@@ -164,9 +170,9 @@ impl Error {
         }
     }
 
-    /// Returns the error for a byte stream that ended between frames, without CLOSE.
-    pub(crate) fn closed_without_reason() -> Self {
-        Self::Closed { reason: "the peer gave no reason".into() }
+    /// Returns whether the peer has ended the connection between two frames, with CLOSE or without.
+    pub fn is_end(&self) -> bool {
+        matches!(self, Self::Closed { .. } | Self::Abandoned)
     }
 }
 

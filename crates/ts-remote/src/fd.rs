@@ -100,3 +100,12 @@ const SEND_FLAGS: SendFlags = SendFlags::DONTWAIT.union(SendFlags::NOSIGNAL);
 fn receive_flags(wait: bool) -> RecvFlags {
     if wait { RecvFlags::empty() } else { RecvFlags::DONTWAIT }
 }
+
+/// Returns how many connections may be pending at a time: at most `most`, and a quarter of the
+/// descriptors that this process may open. The others are for connections that are established,
+/// and for files.
+pub(crate) fn most_pending(most: usize) -> usize {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    let limit = limit.and_then(|limit| usize::try_from(limit).ok());
+    limit.map_or(most, |limit| most.min((limit / 4).max(1)))
+}

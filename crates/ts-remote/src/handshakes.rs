@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::event::PollFd;
 
 use crate::socket::POLL_INTERVAL;
-use crate::{ConnectionOptions, Error, Listener, Socket};
+use crate::{ConnectionOptions, Error, Listener, Socket, fd};
 
 /// The maximum number of pending handshakes. If another client connects, the oldest is dropped.
 const MAX_PENDING: usize = 128;
@@ -49,11 +49,13 @@ pub(crate) enum Progress<T> {
 pub(crate) struct Handshakes<H> {
     options: ConnectionOptions,
     pending: Vec<H>,
+    /// The maximum number of pending handshakes.
+    most: usize,
 }
 
 impl<H: Handshake> Handshakes<H> {
     pub(crate) fn new(options: ConnectionOptions) -> Self {
-        Self { options, pending: Vec::new() }
+        Self { options, pending: Vec::new(), most: fd::most_pending(MAX_PENDING) }
     }
 
     /// Returns the next connection whose handshake is complete, or `None` after `time`. `start`
@@ -114,10 +116,10 @@ impl<H: Handshake> Handshakes<H> {
                 Ok(handshake) => self.pending.push(handshake),
                 Err(error) => log("a new connection", &error),
             }
-            if self.pending.len() > MAX_PENDING {
+            if self.pending.len() > self.most {
                 let oldest = self.pending.remove(0);
                 let reason =
-                    format!("handshake dropped: more than {MAX_PENDING} handshakes are pending");
+                    format!("handshake dropped: more than {} handshakes are pending", self.most);
                 log(oldest.peer(), &Error::Misuse(reason));
             }
         }

@@ -278,7 +278,7 @@ impl<S: Sink> Link<S> {
         while self.connection.has_unsent() || self.socket.wants_write() {
             match self.step(POLL_INTERVAL) {
                 // The socket has taken all user data, and the peer needs no more control frames.
-                Err(Error::Closed { .. }) if !self.connection.has_unsent_user_data() => break,
+                Err(end) if end.is_end() && !self.connection.has_unsent_user_data() => break,
                 done => done?,
             }
         }
@@ -334,8 +334,8 @@ impl<S: Sink> Link<S> {
             return Ok(());
         }
         match self.send_close(reason) {
-            // The peer closed first, so only this end's CLOSE is missing.
-            Err(Error::Closed { .. }) => Ok(()),
+            // The peer ended it first, so only this end's CLOSE is missing.
+            Err(end) if end.is_end() => Ok(()),
             done => done,
         }
     }
@@ -370,7 +370,9 @@ impl<S: Sink> Link<S> {
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => {}
                     // The peer has closed the connection, usually because of this end's CLOSE.
-                    io::ErrorKind::ConnectionReset | io::ErrorKind::UnexpectedEof => return Ok(()),
+                    io::ErrorKind::ConnectionReset
+                    | io::ErrorKind::BrokenPipe
+                    | io::ErrorKind::UnexpectedEof => return Ok(()),
                     _ => return Err(self.socket.failed("closing", error)),
                 },
             }
@@ -520,7 +522,7 @@ impl<S: Sink> Link<S> {
         match read {
             Ok(0) => {
                 let end = self.connection.end_of_input().err();
-                Err(end.unwrap_or_else(Error::closed_without_reason))
+                Err(end.unwrap_or(Error::Abandoned))
             }
             Ok(len) => {
                 self.ready.read = self.socket.may_have_more(len, wanted);

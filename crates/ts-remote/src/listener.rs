@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Sockets that accept connections.
 
+use std::fs;
 use std::io::{self, IoSliceMut};
 use std::net::TcpListener;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::net::AddressFamily;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 
 use crate::fd;
 use crate::{Address, Error, Socket};
@@ -34,12 +37,14 @@ pub struct Listener {
 #[derive(Debug)]
 enum ConnectionSource {
     Tcp(TcpListener),
-    Unix(UnixListener),
+    /// The socket, and the device and the inode of its file.
+    Unix(UnixListener, (u64, u64)),
     Handoffs(OwnedFd),
 }
 
 impl Listener {
     /// Listens on an address. Port 0 selects a free port, which [`address`](Self::address) returns.
+    /// Replaces the file of a Unix socket on which no process listens any more.
     ///
     /// On Linux, accepted TCP connections break if the peer's machine does not acknowledge data for
     /// `timeout`.
@@ -56,8 +61,8 @@ impl Listener {
                 (ConnectionSource::Tcp(listener), Address::Tcp(local.to_string()))
             }
             Address::Unix(path) => {
-                let listener = UnixListener::bind(path).map_err(failed)?;
-                (ConnectionSource::Unix(listener), address.clone())
+                let (listener, file) = bind_unix(path).map_err(failed)?;
+                (ConnectionSource::Unix(listener, file), address.clone())
             }
         };
         Ok(Self { source, address, timeout })
@@ -79,7 +84,7 @@ impl Listener {
     pub(crate) fn set_nonblocking(&self) -> Result<(), Error> {
         let done = match &self.source {
             ConnectionSource::Tcp(listener) => listener.set_nonblocking(true),
-            ConnectionSource::Unix(listener) => listener.set_nonblocking(true),
+            ConnectionSource::Unix(listener, _) => listener.set_nonblocking(true),
             ConnectionSource::Handoffs(channel) => {
                 rustix::io::ioctl_fionbio(channel, true).map_err(Into::into)
             }
@@ -105,7 +110,7 @@ impl Listener {
                 let (stream, peer) = listener.accept().map_err(failed)?;
                 Socket::from_tcp(stream, peer.to_string(), self.timeout).map_err(failed)
             }
-            ConnectionSource::Unix(listener) => {
+            ConnectionSource::Unix(listener, _) => {
                 let (stream, _) = listener.accept().map_err(failed)?;
                 Socket::from_unix(stream, self.address.to_string()).map_err(failed)
             }
@@ -200,6 +205,34 @@ impl Listener {
     }
 }
 
+/// Binds a Unix socket. Returns it with the device and the inode of its file.
+fn bind_unix(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
+    let bound = match UnixListener::bind(path) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
+            fs::remove_file(path)?;
+            UnixListener::bind(path)?
+        }
+        bound => bound?,
+    };
+    Ok((bound, file_id(path)?))
+}
+
+fn file_id(path: &Path) -> io::Result<(u64, u64)> {
+    fs::symlink_metadata(path).map(|found| (found.dev(), found.ino()))
+}
+
+/// Returns whether a path is a socket whose process has ended without removing it.
+fn is_stale(path: &Path) -> bool {
+    let refuses = || {
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None)?;
+        // Otherwise, a process that accepts too slowly would block this one.
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)
+    };
+    fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
+        && refuses() == Err(Errno::CONNREFUSED)
+}
+
 /// Returns whether the process or the system has run out of descriptors or memory.
 fn is_shortage(error: &io::Error) -> bool {
     let shortages = [Errno::NFILE, Errno::MFILE, Errno::NOMEM, Errno::NOBUFS];
@@ -220,7 +253,7 @@ impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.source {
             ConnectionSource::Tcp(listener) => listener.as_fd(),
-            ConnectionSource::Unix(listener) => listener.as_fd(),
+            ConnectionSource::Unix(listener, _) => listener.as_fd(),
             ConnectionSource::Handoffs(channel) => channel.as_fd(),
         }
     }
@@ -228,9 +261,12 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let (ConnectionSource::Unix(_), Address::Unix(path)) = (&self.source, &self.address) {
-            // The file may already have been removed.
-            let _ = std::fs::remove_file(path);
+        // The file may be that of another socket by now.
+        if let (ConnectionSource::Unix(_, file), Address::Unix(path)) =
+            (&self.source, &self.address)
+            && file_id(path).is_ok_and(|found| found == *file)
+        {
+            let _ = fs::remove_file(path);
         }
     }
 }

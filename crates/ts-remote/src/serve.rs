@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::tls::TlsServer;
 use crate::{
     Connection, ConnectionOptions, ConnectionStats, Error, Event, Link, Listener, Role, Sink,
-    Socket,
+    Socket, fd,
 };
 
 /// Handles one connection of [`serve`].
@@ -149,7 +149,7 @@ pub struct ServerStats {
     pub open: usize,
     /// Connections dropped because the handshake took too long or too many were pending.
     pub failed_handshakes: u64,
-    /// Connections that ended with an error other than [`Error::Closed`].
+    /// Connections that ended with an error, other than that [the client ended it](Error::is_end).
     pub failed: u64,
     /// Bytes written to clients.
     pub sent_bytes: u64,
@@ -271,6 +271,7 @@ pub fn serve<H: Handler>(
     mut log: impl FnMut(&str, &Error),
 ) -> Result<ServerStats, Error> {
     listener.set_nonblocking()?;
+    let most_pending = fd::most_pending(options.max_pending);
     let mut stats = ServerStats::default();
     let mut clients: Vec<Client<H>> = Vec::new();
     let mut busy = false;
@@ -306,11 +307,13 @@ pub fn serve<H: Handler>(
                     Ok(client) => clients.push(client),
                     Err(error) => log("a new connection", &error),
                 }
+                // While many clients wait, those that were accepted first must not keep the
+                // descriptors for the others.
+                drop_excess_pending(&mut clients, most_pending, &mut stats);
                 if clients.len() >= options.max_connections {
                     break;
                 }
             }
-            drop_excess_pending(&mut clients, options, &mut stats);
         }
         busy = false;
         let mut number = 0;
@@ -333,7 +336,7 @@ pub fn serve<H: Handler>(
                 }
                 Err(error) => {
                     stats.count(&client.link.stats());
-                    stats.failed += u64::from(!matches!(error, Error::Closed { .. }));
+                    stats.failed += u64::from(!error.is_end());
                     log(client.link.peer(), &error);
                     false
                 }
@@ -345,11 +348,11 @@ pub fn serve<H: Handler>(
 /// Drops the oldest pending handshakes if there are too many.
 fn drop_excess_pending<H: Handler>(
     clients: &mut Vec<Client<H>>,
-    options: &ServerOptions,
+    most: usize,
     stats: &mut ServerStats,
 ) {
     let pending = clients.iter().filter(|client| !client.is_connected).count();
-    let mut excess = pending.saturating_sub(options.max_pending);
+    let mut excess = pending.saturating_sub(most);
     clients.retain(|client| {
         let drops = excess > 0 && !client.is_connected;
         if drops {

@@ -225,10 +225,13 @@ impl Socket {
             Stream::Unix(stream, _) => stream.shutdown(Shutdown::Write),
             Stream::Layered(transport) => transport.shutdown(),
         };
-        // The peer may already have closed the connection.
-        done.or_else(
-            |error| if error.kind() == io::ErrorKind::NotConnected { Ok(()) } else { Err(error) },
-        )
+        done.or_else(|error| match error.kind() {
+            // The peer has closed the connection already. TLS would tell it that this end closes.
+            io::ErrorKind::NotConnected
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::ConnectionReset => Ok(()),
+            _ => Err(error),
+        })
     }
 
     /// Returns how many written bytes the peer's system has not acknowledged, or `None` if this

@@ -99,7 +99,7 @@ impl<S: Sink + Send> ClientInner<S> {
         loop {
             match connection.connect(options, session) {
                 Ok(()) => return Ok(connection),
-                Err(Error::Lost { .. }) if Instant::now() < end => {
+                Err(Error::Lost { .. } | Error::Abandoned) if Instant::now() < end => {
                     thread::sleep(backoff.next_delay());
                 }
                 Err(error) => return Err(error),

@@ -2,6 +2,7 @@
 //! Imports tensors of other libraries through DLPack, without a copy.
 
 use pyo3::exceptions::{PyBufferError, PyTypeError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tensorstream::remote::TensorInfo;
@@ -14,10 +15,16 @@ use crate::memory::Memory;
 ///
 /// # Errors
 /// TypeError if the object does not support DLPack; BufferError if the tensor is not on the host or
-/// has a dtype or strides that are not supported; ConfigurationError if it has more than 64
+/// has a dtype or strides that are not supported, or is lazily negated; ConfigurationError if it has more than 64
 /// dimensions. Also the exceptions of `__dlpack__`.
 pub(super) fn import(value: &Bound<'_, PyAny>) -> PyResult<(TensorInfo, Memory)> {
     let py = value.py();
+    // PyTorch exports the memory of such a view, which has other values.
+    if value.call_method0(intern!(py, "is_neg")).is_ok_and(|is| is.is_truthy().unwrap_or(false)) {
+        return Err(PyBufferError::new_err(
+            "cannot import a lazily negated tensor: call its resolve_neg() first",
+        ));
+    }
     let capsule = if let Ok(export) = value.getattr("__dlpack__") {
         let newest = PyDict::new(py);
         newest.set_item("max_version", VERSION)?;

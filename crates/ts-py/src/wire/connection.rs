@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use parking_lot::{Mutex, MutexGuard};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use tensorstream::format::Compression;
@@ -16,7 +16,7 @@ use tensorstream::remote::{AbortHandle, Bytes, Error, Link, Role, SendOptions, S
 use super::incoming::{ConnectionState, Incoming};
 use super::place::moved;
 use super::settings::{Settings, address, tls_client};
-use super::wait::{POLL_INTERVAL, deadline, is_over, poll_time, try_lock};
+use super::wait::{Closable, POLL_INTERVAL, deadline, is_over, poll_time};
 use crate::accelerator::Accelerator;
 use crate::errors::{configuration_error, pool_error, timeout_error, wire_error};
 use crate::memory::Payload;
@@ -28,8 +28,7 @@ const TENSORS_PER_FLUSH: usize = 64;
 /// One side of a connection. One thread can use it at a time.
 #[pyclass(frozen, weakref, module = "tensorstream", name = "Connection")]
 pub(crate) struct PyConnection {
-    /// None after the connection was closed.
-    state: Mutex<Option<ConnectionState>>,
+    state: Closable<ConnectionState>,
     peer: String,
     /// Set by `_allow_abort`.
     abort: OnceLock<AbortHandle>,
@@ -77,11 +76,7 @@ impl PyConnection {
     /// Creates a connection whose handshake is done.
     pub(super) fn new(state: ConnectionState) -> Self {
         let peer = state.link.peer().to_string();
-        Self { state: Mutex::new(Some(state)), peer, abort: OnceLock::new() }
-    }
-
-    fn state<'a>(&'a self, py: Python<'_>) -> PyResult<MutexGuard<'a, Option<ConnectionState>>> {
-        try_lock(py, &self.state)
+        Self { state: Closable::new("connection", state), peer, abort: OnceLock::new() }
     }
 
     /// Returns the next received item and the number of its stream, or None at the end of the
@@ -97,8 +92,7 @@ impl PyConnection {
         request: &Request<'_>,
         progress: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Option<(u32, Incoming)>> {
-        let mut state = self.state(py)?;
-        let state = open(py, &mut state)?;
+        let state = &mut *self.state.begin(py)?;
         let mut last_check = Instant::now();
         loop {
             let is_requested = |(stream, _): &(u32, Incoming)| {
@@ -122,6 +116,7 @@ impl PyConnection {
             if last_check.elapsed() >= POLL_INTERVAL {
                 last_check = Instant::now();
                 py.check_signals()?;
+                self.state.check(py)?;
                 if let Some(progress) = progress {
                     let stats = state.link.connection().stats();
                     progress.call1((stats.received_bytes,))?;
@@ -152,6 +147,7 @@ impl PyConnection {
                 return Ok(());
             }
             py.check_signals()?;
+            self.state.check(py)?;
             if let (Some(progress), Some(stats)) =
                 (progress, state.link.connection().stream_stats(stream))
             {
@@ -192,8 +188,7 @@ impl PyConnection {
     ) -> PyResult<()> {
         let compression = parse_compression(py, compression)?;
         let to_python = |error| wire_error(py, &error);
-        let mut state = self.state(py)?;
-        let state = open(py, &mut state)?;
+        let state = &mut *self.state.begin(py)?;
         let stream =
             if apart { state.link.connection().open_stream() } else { state.default_stream() }
                 .map_err(to_python)?;
@@ -227,8 +222,7 @@ impl PyConnection {
     /// Sends a message of at most 64 KiB. Blocks until the operating system has accepted it.
     fn send_message(&self, py: Python<'_>, message: &[u8]) -> PyResult<()> {
         let to_python = |error| wire_error(py, &error);
-        let mut state = self.state(py)?;
-        let state = open(py, &mut state)?;
+        let state = &mut *self.state.begin(py)?;
         let stream = state.default_stream().map_err(to_python)?;
         let message = Bytes::copy_from_slice(message);
         state.link.connection().send_message(stream, message).map_err(to_python)?;
@@ -322,10 +316,15 @@ impl PyConnection {
             let next = match self.next(py, &request, progress) {
                 Ok(next) => next,
                 Err(error) => {
-                    // The next call returns these tensors, if the connection can still be used.
-                    if let (Some(stream), Some(state)) = (request.stream, &mut *self.state(py)?) {
+                    let Some(stream) = request.stream else { return Err(error) };
+                    let note = format!(
+                        "{} tensors of the stream have arrived: recv() returns them",
+                        tensors.len()
+                    );
+                    if let Ok(state) = &mut self.state.begin(py) {
                         let received = tensors.into_iter().rev().map(Incoming::Tensor);
                         received.for_each(|tensor| state.ready.push_front((stream, tensor)));
+                        error.value(py).call_method1(intern!(py, "add_note"), (note,))?;
                     }
                     return Err(error);
                 }
@@ -364,8 +363,7 @@ impl PyConnection {
     /// Returns the statistics of the connection and of its pool, with the keys of
     /// ``ConnectionStats``.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let mut state = self.state(py)?;
-        let state = open(py, &mut state)?;
+        let state = &mut *self.state.begin(py)?;
         let (stats, dict) = (state.link.stats(), PyDict::new(py));
         dict.set_item("sent_bytes", stats.sent_bytes)?;
         dict.set_item("received_bytes", stats.received_bytes)?;
@@ -384,8 +382,7 @@ impl PyConnection {
 
     /// Allows other threads to call ``_abort``.
     fn _allow_abort(&self, py: Python<'_>) -> PyResult<()> {
-        let mut state = self.state(py)?;
-        let handle = open(py, &mut state)?.link.abort_handle();
+        let handle = self.state.begin(py)?.link.abort_handle();
         // If there is a handle already, it stays.
         let _ = self.abort.set(handle.map_err(|error| wire_error(py, &error))?);
         Ok(())
@@ -400,7 +397,8 @@ impl PyConnection {
     }
 
     /// Closes the connection after everything that was sent. Does nothing if the connection is
-    /// already closed.
+    /// already closed. Ends the call of another thread that uses it, which raises
+    /// ConfigurationError.
     ///
     /// Blocks until the operating system of the other side has received everything. On systems
     /// other than Linux, blocks until the other side has closed the connection.
@@ -409,7 +407,7 @@ impl PyConnection {
     ///     reason: A reason, which is sent to the other side and appears in its errors.
     #[pyo3(signature = (reason="the peer called close()"))]
     fn close(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
-        let Some(state) = self.state(py)?.take() else { return Ok(()) };
+        let Some(state) = self.state.close(py)? else { return Ok(()) };
         py.detach(|| state.link.close(reason)).map_err(|error| wire_error(py, &error))
     }
 }
@@ -434,17 +432,6 @@ fn move_all(
         tensor.info.device = tensor.memory.device_name();
     }
     Ok(())
-}
-
-/// Returns the state of a connection.
-///
-/// # Errors
-/// ConfigurationError if the connection is closed.
-fn open<'a>(
-    py: Python<'_>,
-    state: &'a mut Option<ConnectionState>,
-) -> PyResult<&'a mut ConnectionState> {
-    state.as_mut().ok_or_else(|| configuration_error(py, "the connection is closed"))
 }
 
 /// Returns the bytes of a tensor's storage for sending. Copies them if they are on a GPU.

@@ -3,7 +3,6 @@
 
 use std::path::PathBuf;
 
-use parking_lot::Mutex;
 use pyo3::prelude::*;
 use tensorstream::remote::{Acceptor, Error, Listener};
 
@@ -11,13 +10,13 @@ use super::connection::PyConnection;
 use super::incoming::ConnectionState;
 use super::place::Place;
 use super::settings::{Settings, acceptor};
-use super::wait::{deadline, is_over, poll_time, try_lock};
-use crate::errors::{configuration_error, timeout_error, wire_error};
+use super::wait::{Closable, deadline, is_over, poll_time};
+use crate::errors::{timeout_error, wire_error};
 
 /// A listening socket that accepts connections.
 #[pyclass(frozen, module = "tensorstream", name = "Listener")]
 pub(crate) struct PyListener {
-    listener: Mutex<Option<(Listener, Acceptor<Place>)>>,
+    listener: Closable<(Listener, Acceptor<Place>)>,
     settings: Settings,
     address: String,
 }
@@ -36,7 +35,8 @@ pub(crate) fn listen(
     let options = settings.options(py)?;
     let tls = [ca.as_ref(), cert.as_ref(), key.as_ref()];
     let (listener, acceptor, address) = acceptor(py, at, options, tls, insecure)?;
-    Ok(PyListener { listener: Mutex::new(Some((listener, acceptor))), settings, address })
+    let listener = Closable::new("listener", (listener, acceptor));
+    Ok(PyListener { listener, settings, address })
 }
 
 #[pymethods]
@@ -55,7 +55,8 @@ impl PyListener {
     ///
     /// Raises:
     ///     ConnectionTimeout: No client completed a handshake within ``timeout``.
-    ///     ConfigurationError: The listener is closed or in use.
+    ///     ConfigurationError: The listener is in use, or is closed, also by another thread during
+    ///         the call.
     #[pyo3(signature = (timeout=None, log=None))]
     fn accept(
         &self,
@@ -64,9 +65,8 @@ impl PyListener {
         log: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyConnection> {
         let deadline = deadline(timeout);
-        let mut listener = try_lock(py, &self.listener)?;
-        let (listener, acceptor) =
-            listener.as_mut().ok_or_else(|| configuration_error(py, "the listener is closed"))?;
+        let mut call = self.listener.begin(py)?;
+        let (listener, acceptor) = &mut *call;
         loop {
             let (time, mut refused) = (poll_time(deadline), Vec::new());
             let accepted = py.detach(|| {
@@ -85,6 +85,7 @@ impl PyListener {
                 return Ok(PyConnection::new(state));
             }
             py.check_signals()?;
+            self.listener.check(py)?;
             if is_over(deadline) {
                 let message = format!(
                     "no client completed a handshake with {} within {} s",
@@ -96,12 +97,11 @@ impl PyListener {
         }
     }
 
-    /// Stops listening. Connections stay open.
+    /// Stops listening. Connections stay open. Ends an ``accept`` that waits on another thread.
     ///
     /// Raises:
-    ///     ConfigurationError: The listener is in use, for example by ``accept`` on another thread.
+    ///     ConfigurationError: It is called by the ``log`` of ``accept``.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        *try_lock(py, &self.listener)? = None;
-        Ok(())
+        self.listener.close(py).map(drop)
     }
 }

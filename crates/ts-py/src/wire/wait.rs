@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Timeouts of blocking calls, and locks that do not block.
+//! Blocking calls: their timeouts, and how other threads end them.
 
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 use pyo3::prelude::*;
 
 use crate::errors::configuration_error;
@@ -31,17 +34,94 @@ pub(super) fn is_over(deadline: Option<Instant>) -> bool {
     deadline.is_some_and(|deadline| Instant::now() >= deadline)
 }
 
-/// Locks a value without blocking.
-///
-/// # Errors
-/// ConfigurationError if another call has locked the value: a call on another thread, or the call
-/// that runs the current Python callback.
-pub(super) fn try_lock<'a, T>(py: Python<'_>, value: &'a Mutex<T>) -> PyResult<MutexGuard<'a, T>> {
-    value.try_lock().ok_or_else(|| {
-        configuration_error(
-            py,
-            "this connection or listener is in use: another thread, or a call that runs this \
-             callback, has not returned yet",
-        )
-    })
+/// A connection or listener: one call at a time uses it, and any thread can close it.
+pub(super) struct Closable<T> {
+    /// What it is, for error messages.
+    what: &'static str,
+    /// None after it was closed.
+    value: Mutex<Option<T>>,
+    /// The thread whose call uses the value.
+    user: Mutex<Option<ThreadId>>,
+    closes: AtomicBool,
+}
+
+impl<T: Send> Closable<T> {
+    pub(super) fn new(what: &'static str, value: T) -> Self {
+        Self {
+            what,
+            value: Mutex::new(Some(value)),
+            user: Mutex::new(None),
+            closes: AtomicBool::new(false),
+        }
+    }
+
+    /// Begins a call, without blocking.
+    ///
+    /// # Errors
+    /// ConfigurationError if it is closed, or if another call uses it: on another thread, or the
+    /// call that runs the current Python callback.
+    pub(super) fn begin(&self, py: Python<'_>) -> PyResult<Call<'_, T>> {
+        self.check(py)?;
+        let value = self.value.try_lock().ok_or_else(|| self.in_use(py))?;
+        let value = MutexGuard::try_map(value, Option::as_mut).map_err(|_| self.closed(py))?;
+        *self.user.lock() = Some(thread::current().id());
+        Ok(Call { value, user: &self.user })
+    }
+
+    /// Returns an error if it was closed. A call that waits calls this every [`POLL_INTERVAL`].
+    pub(super) fn check(&self, py: Python<'_>) -> PyResult<()> {
+        if self.closes.load(Ordering::Acquire) { Err(self.closed(py)) } else { Ok(()) }
+    }
+
+    /// Closes it, and returns the value, unless it is closed already. Blocks until the call of
+    /// another thread has ended: that call raises an error.
+    ///
+    /// # Errors
+    /// ConfigurationError if the call that runs the current Python callback uses it.
+    pub(super) fn close(&self, py: Python<'_>) -> PyResult<Option<T>> {
+        if *self.user.lock() == Some(thread::current().id()) {
+            return Err(self.in_use(py));
+        }
+        self.closes.store(true, Ordering::Release);
+        Ok(py.detach(|| self.value.lock().take()))
+    }
+
+    fn closed(&self, py: Python<'_>) -> PyErr {
+        configuration_error(py, &format!("the {} is closed", self.what))
+    }
+
+    fn in_use(&self, py: Python<'_>) -> PyErr {
+        let what = format!(
+            "this {} is in use: another thread, or a call that runs this callback, has not \
+             returned yet",
+            self.what
+        );
+        configuration_error(py, &what)
+    }
+}
+
+/// A call that uses a [`Closable`].
+pub(super) struct Call<'a, T> {
+    value: MappedMutexGuard<'a, T>,
+    user: &'a Mutex<Option<ThreadId>>,
+}
+
+impl<T> Deref for Call<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T> DerefMut for Call<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
+    }
+}
+
+impl<T> Drop for Call<'_, T> {
+    fn drop(&mut self) {
+        *self.user.lock() = None;
+    }
 }

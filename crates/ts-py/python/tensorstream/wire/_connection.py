@@ -322,10 +322,11 @@ class Connection:
             ConnectionTimeout: No complete tensor or message arrived within ``timeout``; the
                 connection stays usable. Also raised if the other side is silent, or makes no
                 progress.
-            ConnectionLost: The connection was lost, or the other side cancelled the transfer.
+            ConnectionLost: The connection was lost, the other side ended it without closing it, or
+                it cancelled the transfer. What it sent before was received.
             ConfigurationError: ``into`` has another size than the tensor; the tensor can still be
-                received. Also raised if the device cannot be used, and if the connection is closed
-                or in use.
+                received. Also raised if the device cannot be used, if the connection is in use, and
+                if it is closed, also by another thread during the call.
             OutOfMemoryError: There is not enough memory for the tensor, or it exceeds
                 ``limit_bytes``. The connection stays usable.
             ChecksumError: The tensor differs from its checksums.
@@ -353,6 +354,8 @@ class Connection:
 
         Raises:
             ConfigurationError: A message arrived instead of a tensor.
+            ConnectionLost: The other side ended the connection before the set was complete. The
+                tensors that had arrived are returned by ``recv``.
         """
         tensors = self._native._recv_all(
             device=_accelerator(device), timeout=timeout, progress=progress
@@ -368,7 +371,8 @@ class Connection:
 
         Blocks until the operating system of the other side has received everything. The program
         there may read it later. On systems other than Linux, blocks until the other side has closed
-        the connection. Does nothing if the connection is already closed.
+        the connection. Does nothing if the connection is already closed. A call that waits on
+        another thread ends with ConfigurationError.
 
         Args:
             reason: A reason, which is sent to the other side and appears in its errors.
@@ -430,12 +434,17 @@ class Listener:
 
         Raises:
             ConnectionTimeout: No client completed a handshake within ``timeout``.
-            ConfigurationError: The listener is closed or in use.
+            ConfigurationError: The listener is in use, or is closed, also by another thread during
+                the call.
         """
         return Connection(self._native.accept(timeout, _log_refusal))
 
     def close(self) -> None:
-        """Stops listening. Connections stay open."""
+        """Stops listening. Connections stay open. Ends an ``accept`` that waits on another thread.
+
+        Raises:
+            ConfigurationError: The call that runs this callback uses the listener.
+        """
         self._native.close()
 
     def __enter__(self) -> Listener:
@@ -459,6 +468,16 @@ def _detached(tensor: Any) -> Any:
     return tensor.detach() if hasattr(tensor, "detach") else tensor
 
 
+def _is_lazy(tensor: Any) -> bool:
+    """Returns whether the elements of a PyTorch tensor differ from those of its memory."""
+    return hasattr(tensor, "resolve_neg") and (tensor.is_conj() or tensor.is_neg())
+
+
+def _resolved(tensor: Any) -> Any:
+    """Copies tensors that are lazily conjugated or negated. Returns others as they are."""
+    return tensor.resolve_conj().resolve_neg() if _is_lazy(tensor) else tensor
+
+
 def _tensor(tensor: Any, name: str | None, metadata: Mapping[str, str] | None = None) -> Tensor:
     """Describes a tensor to send.
 
@@ -472,7 +491,9 @@ def _tensor(tensor: Any, name: str | None, metadata: Mapping[str, str] | None = 
             "machine.connect(ADDRESS).send(tensor), or copy it to the host first, with tensor.cpu()"
         )
     return Tensor.from_dlpack(
-        _detached(tensor), name=name, metadata=None if metadata is None else dict(metadata)
+        _resolved(_detached(tensor)),
+        name=name,
+        metadata=None if metadata is None else dict(metadata),
     )
 
 
@@ -485,7 +506,11 @@ def _by_storage(tensors: Mapping[str, Any]) -> Iterator[tuple[Tensor, int, bool]
     """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
-        shared = hasattr(tensor, "untyped_storage") and tensor.device.type == "cpu"
+        shared = (
+            hasattr(tensor, "untyped_storage")
+            and tensor.device.type == "cpu"
+            and not _is_lazy(tensor)
+        )
         key = tensor.untyped_storage().data_ptr() if shared else 0
         groups.setdefault(key or name, []).append(name)
     for number, names in enumerate(groups.values(), 1):

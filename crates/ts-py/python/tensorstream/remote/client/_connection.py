@@ -29,7 +29,7 @@ class MachineConnection:
     It only sends; what the program sends is dropped. The connection ends with the session of the
     machine, and if sending fails. A tensor that the program refuses, for example because of its
     ``limit_bytes``, is reported by a later call. Delivery is only certain after ``close``, or after
-    the end of a ``with`` block.
+    the end of a ``with`` block. Without these, the program gets ``ConnectionLost`` at the end.
 
     Attributes:
         peer: The address of the other side.
