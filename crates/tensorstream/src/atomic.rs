@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Files that are created or appended to atomically.
 
+mod attributes;
+
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,11 +18,19 @@ use crate::Error;
 /// Delay between attempts to lock a file.
 const POLL: Duration = Duration::from_millis(20);
 
+/// The number of bytes at the start of a file without which it is no checkpoint: the length of a
+/// safetensors header, and the magic of a `.ts` file.
+const START: usize = 8;
+
 /// The exclusive right to write the file at a path. Other processes wait until the claim is
 /// dropped.
 ///
 /// The claim is a lock on `NAME.partial` in the same directory. A process that is killed leaves
-/// that file, and the next process reuses it.
+/// that file, and the next process reuses it. On a file system without locks, only one process may
+/// write a file at a time.
+///
+/// A file that is replaced keeps its owner, permissions and access control list, as far as the
+/// system allows. If the path is a symbolic link, its target is replaced.
 #[derive(Debug)]
 pub(crate) struct Claim {
     file: File,
@@ -29,6 +39,8 @@ pub(crate) struct Claim {
     /// Whether dropping the claim leaves the partial file in place. True if the file has been
     /// renamed or can be resumed.
     keep: bool,
+    /// Whether links at the target are replaced, instead of what they refer to.
+    replaces_links: bool,
     faults: WriteFaults,
     /// The process that owns the claim. A copy of the claim in a forked child must not remove the
     /// file.
@@ -43,37 +55,57 @@ impl Claim {
         faults: &WriteFaults,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Result<Self, Error> {
-        let partial = partial_path(target).ok_or_else(|| {
+        let target = resolved(target).map_err(|source| Error::write(target, source))?;
+        let partial = next_to(&target).ok_or_else(|| {
             let reason = "the path has no file name";
-            Error::write(target, std::io::Error::new(ErrorKind::InvalidInput, reason))
+            Error::write(&target, std::io::Error::new(ErrorKind::InvalidInput, reason))
         })?;
-        let failed = |source| Error::write(&partial, source);
+        if fs::metadata(&target).is_ok_and(|found| !found.is_file()) {
+            let reason = "the path exists and is not a regular file";
+            return Err(Error::write(&target, std::io::Error::other(reason)));
+        }
         loop {
-            // Opening a link would overwrite its target, and opening a pipe would block.
-            if fs::symlink_metadata(&partial).is_ok_and(|found| !found.is_file()) {
-                return Err(failed(std::io::Error::other(
-                    "the path exists and is not a regular file; remove it",
-                )));
-            }
-            let mut options = OpenOptions::new();
-            let file = options.create(true).truncate(false).read(true).write(true).open(&partial);
-            let file = file.map_err(failed)?;
-            match file.try_lock() {
-                // If the previous writer renamed or removed the file after this call opened it,
-                // the lock is on the wrong file.
-                Ok(()) if is_file_at(&file, &partial) => {
-                    let (target, process) = (target.to_path_buf(), std::process::id());
-                    let faults = faults.clone();
-                    return Ok(Self { file, partial, target, keep: false, faults, process });
-                }
-                Ok(()) | Err(TryLockError::WouldBlock) => {}
-                Err(TryLockError::Error(source)) => return Err(failed(source)),
+            if let Some(file) = try_claim(&partial).map_err(|e| Error::write(&partial, e))? {
+                return Ok(Self {
+                    file,
+                    partial,
+                    target,
+                    keep: false,
+                    replaces_links: false,
+                    faults: faults.clone(),
+                    process: std::process::id(),
+                });
             }
             std::thread::sleep(POLL);
             if interrupt() {
                 return Err(Error::Interrupted);
             }
         }
+    }
+
+    /// Claims the entry of a directory. A symbolic link or another name of a file that is there
+    /// will be replaced, so that nothing outside of the directory changes. `target` has a file name.
+    ///
+    /// Returns `None` if another process has claimed it.
+    #[cfg(feature = "remote")]
+    pub(crate) fn of_entry(target: &Path) -> Result<Option<Self>, Error> {
+        let partial = next_to(target).unwrap_or_default();
+        let claimed = try_claim(&partial).map_err(|e| Error::write(&partial, e))?;
+        Ok(claimed.map(|file| Self {
+            file,
+            partial,
+            target: target.to_path_buf(),
+            keep: false,
+            replaces_links: true,
+            faults: WriteFaults::default(),
+            process: std::process::id(),
+        }))
+    }
+
+    /// Returns the partial file.
+    #[cfg(feature = "remote")]
+    pub(crate) fn file(&self) -> &File {
+        &self.file
     }
 
     /// Returns the path of the partial file.
@@ -111,10 +143,7 @@ impl Claim {
         let file = opened.map_err(|e| Error::open(&self.target, e))?;
         // On systems other than Unix, the lock would exclude readers.
         #[cfg(unix)]
-        while let Err(error) = file.try_lock() {
-            if let TryLockError::Error(source) = error {
-                return Err(self.failed(source));
-            }
+        while !try_lock(&file).map_err(|source| self.failed(source))? {
             std::thread::sleep(POLL);
             if interrupt() {
                 return Err(Error::Interrupted);
@@ -167,11 +196,18 @@ impl Claim {
         }
     }
 
-    fn failed(&self, source: std::io::Error) -> Error {
+    pub(crate) fn failed(&self, source: std::io::Error) -> Error {
         Error::write(&self.target, source)
     }
 
-    /// Renames the partial file to the target, durably.
+    /// Makes the partial file durable, and renames it to the target.
+    #[cfg(feature = "remote")]
+    pub(crate) fn commit(&mut self) -> Result<(), Error> {
+        self.file.sync_all().and_then(|()| self.publish()).map_err(|e| self.failed(e))
+    }
+
+    /// Renames the partial file to the target, durably. If the target has several names, copies the
+    /// bytes to it instead, so that all of its names keep meaning the same file.
     fn publish(&mut self) -> std::io::Result<()> {
         // The directory is opened before the rename, so that a failure to open it changes nothing.
         let directory = Directory::open_parent(&self.target)?;
@@ -181,10 +217,36 @@ impl Claim {
             ));
         }
         self.faults.check(&self.target, WriteCall::Rename(&self.target))?;
+        if !self.replaces_links {
+            if attributes::names(&self.target) > 1 {
+                return self.copy_to_target();
+            }
+            attributes::take_over(&self.file, &self.target)?;
+        }
         fs::rename(&self.partial, &self.target)?;
         self.keep = true;
         self.faults.check(&self.target, WriteCall::SyncDirectory)?;
         directory.sync()
+    }
+
+    /// Copies the partial file to the target. Until the last bytes are written, the target is no
+    /// valid file. A process that is killed in between leaves the complete partial file.
+    fn copy_to_target(&mut self) -> std::io::Result<()> {
+        let mut target = OpenOptions::new().write(true).open(&self.target)?;
+        let mut start = [0; START];
+        self.file.seek(SeekFrom::Start(0))?;
+        self.file.read_exact(&mut start)?;
+        self.keep = true;
+        target.write_all(&[0; START])?;
+        target.sync_data()?;
+        let copied = std::io::copy(&mut self.file, &mut target)?;
+        target.set_len(START as u64 + copied)?;
+        target.sync_data()?;
+        target.seek(SeekFrom::Start(0))?;
+        target.write_all(&start)?;
+        target.sync_all()?;
+        self.keep = false;
+        Ok(())
     }
 }
 
@@ -305,16 +367,80 @@ pub(crate) fn replaced() -> std::io::Error {
     std::io::Error::other("the file was replaced or removed after it was opened")
 }
 
-/// Returns the path of the partial file of `target`.
+/// Returns the path of the partial file of `target`, next to the file that `target` refers to.
 pub(crate) fn partial_path(target: &Path) -> Option<PathBuf> {
+    next_to(&resolved(target).ok()?)
+}
+
+fn next_to(target: &Path) -> Option<PathBuf> {
     let mut name = target.file_name().map(OsString::from)?;
     name.push(".partial");
     Some(target.with_file_name(name))
 }
 
+/// Removes the partial files in a directory that no process is writing, such as those of processes
+/// that were killed. `is_own` decides by the name of the finished file.
+///
+/// Files that cannot be removed are left. On a file system without locks, so are all.
+pub fn remove_unfinished(directory: &Path, is_own: &dyn Fn(&str) -> bool) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let finished = name.to_str().and_then(|name| name.strip_suffix(".partial"));
+        if !finished.is_some_and(is_own) {
+            continue;
+        }
+        let path = entry.path();
+        let opened = attributes::open_without_following(OpenOptions::new().write(true), &path);
+        if opened.is_ok_and(|file| file.try_lock().is_ok() && is_file_at(&file, &path)) {
+            let _ = fs::remove_file(&path);
+        }
+    }
+}
+
+/// Opens the file at `path` to write it, and creates it if it does not exist. Locks it.
+///
+/// Returns `None` if another process has locked it, or has just renamed or removed it.
+///
+/// # Errors
+/// Returns an error if the path is a link, a pipe or another thing that is not a regular file. Also
+/// if the file has other names, or another user has put it there, who could change what is written.
+fn try_claim(path: &Path) -> std::io::Result<Option<File>> {
+    let mut options = OpenOptions::new();
+    options.create(true).truncate(false).read(true).write(true);
+    let file = attributes::open_without_following(&mut options, path)?;
+    // If the previous writer renamed or removed the file after this call opened it, the lock is on
+    // the wrong file.
+    Ok((try_lock(&file)? && is_file_at(&file, path)).then_some(file))
+}
+
+/// Locks a file. Returns whether no other process has locked it. A file system without locks does
+/// not say, and is taken for one that nobody else writes to.
+fn try_lock(file: &File) -> std::io::Result<bool> {
+    match file.try_lock() {
+        Ok(()) => Ok(true),
+        Err(TryLockError::WouldBlock) => Ok(false),
+        Err(TryLockError::Error(error)) if attributes::has_no_locks(&error) => Ok(true),
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+/// Returns the path to which a path leads if it is a symbolic link, also if nothing is there yet.
+fn resolved(path: &Path) -> std::io::Result<PathBuf> {
+    const MAX_LINKS: usize = 40;
+    let mut path = path.to_path_buf();
+    for _ in 0..MAX_LINKS {
+        if !fs::symlink_metadata(&path).is_ok_and(|found| found.is_symlink()) {
+            return Ok(path);
+        }
+        // A relative target is relative to the directory of the link.
+        path = path.parent().unwrap_or(Path::new("")).join(fs::read_link(&path)?);
+    }
+    Err(std::io::Error::other("too many levels of symbolic links"))
+}
+
 /// Returns whether `path` refers to the open file `file`.
 #[cfg(unix)]
-pub(crate) fn is_file_at(file: &File, path: &Path) -> bool {
+fn is_file_at(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
     let same = |a: &fs::Metadata, b: &fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
     matches!((file.metadata(), fs::metadata(path)), (Ok(a), Ok(b)) if same(&a, &b))
@@ -323,7 +449,7 @@ pub(crate) fn is_file_at(file: &File, path: &Path) -> bool {
 /// Returns whether `path` exists. On systems other than Unix, the standard library cannot tell
 /// whether `path` refers to the open file.
 #[cfg(not(unix))]
-pub(crate) fn is_file_at(_: &File, path: &Path) -> bool {
+fn is_file_at(_: &File, path: &Path) -> bool {
     path.exists()
 }
 

@@ -35,7 +35,7 @@ use std::time::Instant;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use self::arguments::CheckpointPath;
-use self::console::{Console, error_json, say};
+use self::console::{Console, error_json, note_output, output_error, say, warn};
 use crate::Error;
 
 /// Inspects, converts, streams and serves checkpoints.
@@ -151,14 +151,32 @@ pub fn run_with(
     serve_device: Option<ServeDevice<'_>>,
 ) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().map(Into::into).collect();
-    let parsed = match Arguments::try_parse_from(&arguments) {
+    let status = run_command(&arguments, interrupt, serve_device);
+    match output_error() {
+        Some(error) => {
+            warn(format_args!("cannot write to standard output: {error}"));
+            if status == 0 { 1 } else { status }
+        }
+        None => status,
+    }
+}
+
+/// Runs a command line. Returns the exit status if the output could be written.
+fn run_command(
+    arguments: &[OsString],
+    interrupt: &mut dyn FnMut() -> bool,
+    serve_device: Option<ServeDevice<'_>>,
+) -> u8 {
+    let parsed = match Arguments::try_parse_from(arguments) {
         Ok(parsed) => parsed,
         Err(error) => {
             // This includes --help and --version, whose exit code is 0.
             if error.exit_code() != 0 && arguments.iter().any(|argument| argument == "--json") {
                 say(error_json("usage", &error.to_string()));
             } else {
-                let _ = error.print();
+                // A usage error goes to standard error, whose errors are ignored.
+                let printed = error.print();
+                note_output(if error.use_stderr() { Ok(()) } else { printed });
             }
             return error.exit_code() as u8;
         }

@@ -100,6 +100,7 @@ mod verify;
 mod write;
 
 #[cfg(feature = "cli")]
+pub use atomic::remove_unfinished;
 pub use bar::Bar;
 pub use checkpoint::{Checkpoint, checkpoint_file, checkpoint_source};
 pub use compact::{Compacted, compact};

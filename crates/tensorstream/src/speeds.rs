@@ -3,7 +3,6 @@
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use ts_io::ReadPath;
@@ -246,7 +245,7 @@ fn cached_share(checkpoint: &Checkpoint) -> f64 {
 
 /// Returns the lines `key = value name` of a file. Leaves out those that are damaged.
 fn lines(path: &Path) -> Vec<(String, f64, String)> {
-    let text = fs::read_to_string(path).unwrap_or_default();
+    let text = ts_io::read_cached(path).unwrap_or_default();
     let line = |line: &str| {
         let (key, rest) = line.split_once(" = ")?;
         let (value, name) = rest.split_once(' ').unwrap_or((rest, ""));
@@ -258,14 +257,8 @@ fn lines(path: &Path) -> Vec<(String, f64, String)> {
 }
 
 fn write(path: &Path, text: &str) -> std::io::Result<()> {
-    let Some(directory) = path.parent() else { return Ok(()) };
-    fs::create_dir_all(directory)?;
-    let partial = path.with_extension(format!("{}.partial", std::process::id()));
-    fs::write(
-        &partial,
-        format!("# Measured by tensorstream. Remove this file to forget it.\n{text}"),
-    )?;
-    fs::rename(partial, path)
+    let text = format!("# Measured by tensorstream. Remove this file to forget it.\n{text}");
+    ts_io::write_cached(path, &text)
 }
 
 #[cfg(test)]

@@ -179,7 +179,7 @@ fn a_signal_shuts_down_a_weight_server() {
 
     let directory = tempfile::tempdir().unwrap();
     write(&directory.path().join("model.safetensors"), 2);
-    for name in ["-INT", "-TERM"] {
+    for name in ["-INT", "-TERM", "-HUP"] {
         let path = directory.path().to_str().unwrap();
         let mut running = start(&["serve-weights", path, "--listen", "127.0.0.1:0"]);
         let mut output = BufReader::new(running.stdout.take().unwrap());
@@ -190,6 +190,83 @@ fn a_signal_shuts_down_a_weight_server() {
         let mut rest = String::new();
         output.read_to_string(&mut rest).unwrap();
         assert!(rest.contains("connections"), "{rest}");
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    use std::fs::File;
+
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("m.safetensors");
+    write(&path, 3);
+    let path = path.to_str().unwrap();
+    for arguments in [&["info", path][..], &["--json", "verify", path], &["--help"]] {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let done = Command::new(PROGRAM).args(arguments).stdout(full).output().unwrap();
+        assert_eq!(done.status.code(), Some(1), "{arguments:?}");
+        assert!(text(&done.stderr).contains("cannot write to standard output"), "{arguments:?}");
+        // Messages are less important than the work.
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let done = Command::new(PROGRAM).args(arguments).stderr(full).output().unwrap();
+        assert_eq!(done.status.code(), Some(0), "{arguments:?}");
+    }
+    // It is no error that a reader has seen enough.
+    let mut reading = Command::new(PROGRAM).args(["info", path]).stdout(Stdio::piped()).spawn();
+    drop(reading.as_mut().unwrap().stdout.take());
+    assert_eq!(reading.unwrap().wait().unwrap().code(), Some(0));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_server_whose_log_cannot_be_written_goes_on() {
+    use std::fs::File;
+    use std::io::{BufRead, BufReader, Write};
+    use std::net::TcpStream;
+
+    let directory = tempfile::tempdir().unwrap();
+    let full = File::options().write(true).open("/dev/full").unwrap();
+    let served = directory.path().to_str().unwrap();
+    let mut running = Command::new(PROGRAM)
+        .args(["serve-weights", served, "--listen", "127.0.0.1:0", "-v"])
+        .stdout(Stdio::piped())
+        .stderr(full)
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let mut output = BufReader::new(running.stdout.take().unwrap());
+    output.read_line(&mut line).unwrap();
+    let address = line.trim().rsplit_once("ts://").unwrap().1.trim_end_matches('/').to_string();
+    for _ in 0..3 {
+        let mut stranger = TcpStream::connect(&address).unwrap();
+        stranger.write_all(&[b'x'; 100]).unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    assert!(running.try_wait().unwrap().is_none());
+    signal(&running, "-HUP");
+    assert_eq!(ends_within(running, Duration::from_secs(5)).status.code(), Some(0));
+}
+
+#[test]
+fn tokens_with_invisible_characters_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let token = directory.path().join("token");
+    for (content, reason) in [
+        (&b"\xef\xbb\xbfsecret\n"[..], "byte-order mark"),
+        (b"sec\0ret\n", "control characters"),
+        (b"\nsecret\n", "empty"),
+        (b"\xff\xfe", "UTF-8"),
+    ] {
+        std::fs::write(&token, content).unwrap();
+        let refused = run(&[
+            "serve-weights",
+            directory.path().to_str().unwrap(),
+            "--token-file",
+            token.to_str().unwrap(),
+        ]);
+        assert_ne!(refused.status.code(), Some(0));
+        assert!(text(&refused.stderr).contains(reason), "{}", text(&refused.stderr));
     }
 }
 

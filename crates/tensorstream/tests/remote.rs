@@ -447,3 +447,57 @@ fn transfers_are_cut_after_the_grace_period() {
     assert!(began.elapsed() > Duration::from_millis(600), "{:?}", began.elapsed());
     server.end();
 }
+
+/// Fetches everything to a new directory, and returns the error as text.
+fn fetch_error(url: &str, directory: &Path) -> String {
+    fetch(url, directory, &FetchOptions::default(), &mut quiet).unwrap_err().to_string()
+}
+
+#[cfg(unix)]
+#[test]
+fn fetched_files_stay_in_their_directory() {
+    let (served, outside) = (directory(), tempfile::tempdir().unwrap());
+    let server = Server::start(served.path(), ANY, ServeOptions::default());
+    let precious = outside.path().join("precious");
+    std::fs::write(&precious, "mine").unwrap();
+    let partial = "model.safetensors.partial";
+    let link: fn(&Path, &Path) = |from, to| std::os::unix::fs::symlink(from, to).unwrap();
+    let name: fn(&Path, &Path) = |from, to| std::fs::hard_link(from, to).unwrap();
+    for make in [link, name] {
+        let target = tempfile::tempdir().unwrap();
+        make(&precious, &target.path().join(partial));
+        let error = fetch_error(&server.url(""), target.path());
+        assert!(error.contains(partial) && error.contains("remove"), "{error}");
+        // A link at the name itself is replaced.
+        std::fs::remove_file(target.path().join(partial)).unwrap();
+        make(&precious, &target.path().join("model.safetensors"));
+        fetch(&server.url(""), target.path(), &FetchOptions::default(), &mut quiet).unwrap();
+        assert_same(&Checkpoint::open(target.path()).unwrap());
+        assert_eq!(std::fs::read_dir(target.path()).unwrap().count(), 1);
+    }
+    assert_eq!(std::fs::read_to_string(precious).unwrap(), "mine");
+}
+
+#[cfg(unix)]
+#[test]
+fn what_a_server_does_not_offer_is_not_fetched() {
+    let (served, target) = (directory(), tempfile::tempdir().unwrap());
+    for name in ["empty", "hidden/.git", "target"] {
+        std::fs::create_dir_all(served.path().join(name)).unwrap();
+    }
+    std::fs::write(served.path().join("hidden/.git/config"), "").unwrap();
+    let made = std::process::Command::new("mkfifo").arg(served.path().join("pipe")).status();
+    assert!(made.unwrap().success());
+    let server = Server::start(served.path(), ANY, ServeOptions::default());
+    for (name, reason) in [
+        ("empty", "no files"),
+        ("hidden", "no files"),
+        ("hidden/.git/config", "not a file"),
+        ("pipe", "not a regular file"),
+        ("none", "does not exist"),
+    ] {
+        let error = fetch_error(&server.url(name), target.path());
+        assert!(error.contains(reason), "{name}: {error}");
+    }
+    assert_eq!(std::fs::read_dir(target.path()).unwrap().count(), 0);
+}

@@ -72,6 +72,7 @@
 
 mod adaptive;
 mod backend;
+mod cached;
 pub mod conformance;
 mod descriptors;
 mod direct;
@@ -112,6 +113,7 @@ pub use backend::{
     Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadPath, ReadRequest,
     Rejected, Transfer, completion_queue, monotonic_ns,
 };
+pub use cached::{cache_directory, read_cached, write_cached};
 pub use direct::DirectReader;
 pub use error::{Error, ErrorKind, SharedIoError};
 pub use file::FileHandles;
@@ -122,13 +124,14 @@ pub use gpu_read::GpuRead;
 #[cfg(target_os = "linux")]
 pub use measure::measure_mapped_views;
 pub use measure::{Measurement, Workload, measure, measure_memcpy};
+pub use open::hide_passwords;
 pub use provider::{Availability, BackendProvider};
 pub use registry::{Choice, Registry};
 #[cfg(unix)]
 pub use relay::{Relay, RelayClient};
 pub use remote::RemoteSource;
 pub use source::{Fingerprint, Source};
-pub use tune::{Trial, Tuner, Tuning, cache_directory, file_system};
+pub use tune::{Trial, Tuner, Tuning, file_system};
 #[cfg(target_os = "linux")]
 pub use view::MappedView;
 pub use write::Writer;

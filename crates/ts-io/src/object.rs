@@ -2,6 +2,7 @@
 //! Objects of S3, Google Cloud Storage, Azure and web servers, and the backend `object`, which
 //! reads them with ranged GETs. Nothing outside this file uses the async runtime.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
 use std::io;
@@ -22,6 +23,7 @@ use crate::backend::{
     Rejected, Transfer, monotonic_ns, take_matching,
 };
 use crate::hook::{Interception, ReadHook};
+use crate::open::hide_passwords;
 use crate::provider::{Availability, BackendProvider};
 use crate::scatter::copy_to;
 use crate::source::{Fingerprint, Origin};
@@ -38,6 +40,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 pub(crate) struct ObjectOrigin {
     store: Arc<dyn ObjectStore>,
     object: ObjectPath,
+    /// Without a password.
     url: PathBuf,
     fingerprint: Fingerprint,
 }
@@ -45,7 +48,8 @@ pub(crate) struct ObjectOrigin {
 impl ObjectOrigin {
     /// Requests the object's length and version. Blocks for at most `timeout`.
     pub(crate) fn open(url: &str, timeout: Duration) -> Result<Self, Error> {
-        let failed = |e: io::Error| Error::Open { path: url.into(), source: e.into() };
+        let shown = PathBuf::from(&*hide_passwords(url));
+        let failed = |e: io::Error| Error::Open { path: shown.clone(), source: e.into() };
         let (store, object) = store_of(url).map_err(failed)?;
         let (head_store, head_object) = (Arc::clone(&store), object.clone());
         let head = async move {
@@ -71,7 +75,7 @@ impl ObjectOrigin {
                  download the object and open the file",
             )));
         }
-        Ok(Self { store, object, url: url.into(), fingerprint })
+        Ok(Self { store, object, url: shown, fingerprint })
     }
 
     /// Returns the object that `source` reads, if it reads an object.
@@ -283,7 +287,11 @@ fn io_error(error: object_store::Error) -> io::Error {
         E::InvalidPath { .. } => io::ErrorKind::InvalidInput,
         _ => io::ErrorKind::Other,
     };
-    io::Error::new(kind, error)
+    let text = error.to_string();
+    match hide_passwords(&text) {
+        Cow::Owned(shown) if shown != text => io::Error::new(kind, shown),
+        _ => io::Error::new(kind, error),
+    }
 }
 
 /// Returns the store and the object that a URL names. Environment variables configure the store.

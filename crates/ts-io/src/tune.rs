@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,6 +6,7 @@ use std::time::{Duration, Instant};
 use ts_pool::{Budget, HostPool};
 
 use crate::backend::BackendOptions;
+use crate::cached::{cache_directory, read_cached, write_cached};
 use crate::file::FileOrigin;
 use crate::measure::{DEFAULT_REQUEST_BYTES, Workload, measure};
 use crate::provider::{Availability, BackendProvider};
@@ -114,15 +113,6 @@ impl Default for Tuner {
     fn default() -> Self {
         Self { cache_dir: cache_directory().map(|caches| caches.join("io")), measures: true }
     }
-}
-
-/// Returns the directory for files that make later runs faster: `tensorstream` under
-/// `$XDG_CACHE_HOME` or `~/.cache`. `None` if neither variable is an absolute path.
-pub fn cache_directory() -> Option<PathBuf> {
-    let variable =
-        |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let caches = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
-    caches.map(|caches| caches.join("tensorstream"))
 }
 
 /// Returns a name for the file system of a local file, made of its type and its id. Returns `None`
@@ -278,7 +268,7 @@ fn choose(trials: &[Trial]) -> Tuning {
 }
 
 fn load_cached(path: &Path) -> Option<Tuning> {
-    let text = fs::read_to_string(path).ok()?;
+    let text = read_cached(path)?;
     let value = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(" = "))?;
         line.parse::<usize>().ok()
@@ -294,21 +284,18 @@ fn load_cached(path: &Path) -> Option<Tuning> {
 }
 
 fn store_cached(path: &Path, tuning: Tuning) -> std::io::Result<()> {
-    let Some(directory) = path.parent() else { return Ok(()) };
-    fs::create_dir_all(directory)?;
-    let partial = path.with_extension(format!("{}.partial", std::process::id()));
-    let mut file = fs::File::create(&partial)?;
-    writeln!(
-        file,
-        "# Measurement by tensorstream for one file system. Remove this file to measure again."
-    )?;
-    writeln!(file, "choice = {CHOICE}")?;
-    writeln!(file, "request_bytes = {}\nin_flight = {}", tuning.request_bytes, tuning.in_flight)?;
-    fs::rename(partial, path)
+    let Tuning { request_bytes, in_flight } = tuning;
+    let text = format!(
+        "# Measurement by tensorstream for one file system. Remove this file to measure again.\n\
+         choice = {CHOICE}\nrequest_bytes = {request_bytes}\nin_flight = {in_flight}\n"
+    );
+    write_cached(path, &text)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn trial(mib: usize, in_flight: usize, gib_per_s: f64) -> Trial {

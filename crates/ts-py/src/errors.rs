@@ -4,6 +4,7 @@
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 use tensorstream::exec::OpFailureKind;
+use tensorstream::io::hide_passwords;
 use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
 /// Converts an error of the crate `tensorstream` to a Python exception.
@@ -118,7 +119,7 @@ fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
         .and_then(|errors| errors.getattr(name))
         .and_then(|class| Ok(class.cast_into::<PyType>()?));
     match class {
-        Ok(class) => PyErr::from_type(class, (message.to_string(),)),
+        Ok(class) => PyErr::from_type(class, (hide_passwords(message).into_owned(),)),
         Err(missing) => missing,
     }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Checkpoints: reading, writing and converting their files.
 
+mod cached;
 pub(crate) mod checkpoint;
 mod conversion;
 mod convert;
@@ -22,6 +23,10 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<passing::PassedSource>()?;
     m.add_class::<passing::Relay>()?;
     m.add_class::<passing::RelayClient>()?;
+    m.add_function(wrap_pyfunction!(cached::cache_directory, m)?)?;
+    m.add_function(wrap_pyfunction!(cached::read_cached, m)?)?;
+    m.add_function(wrap_pyfunction!(cached::write_cached, m)?)?;
+    m.add_function(wrap_pyfunction!(cached::remove_unfinished, m)?)?;
     m.add_function(wrap_pyfunction!(passing::open_file, m)?)?;
     m.add_function(wrap_pyfunction!(passing::checkpoint_file, m)?)?;
     m.add_function(wrap_pyfunction!(checkpoint::trim, m)?)?;

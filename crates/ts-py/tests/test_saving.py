@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 import threading
@@ -254,3 +255,53 @@ print((peak() - before) * 1024, ts.stats(model)["reserved_high_water_bytes"])
     size = (tmp_path / "saved" / "model.safetensors").stat().st_size
     assert size > 180_000_000
     assert size == (tmp_path / "source" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "ts"])
+def test_files_that_are_saved_over_stay_what_they_are(suffix: str, tmp_path: Path) -> None:
+    """Their permissions, symbolic links and other names."""
+    target, link, other = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}", tmp_path / "other"
+    ts.save_file({"a": torch.zeros(3)}, target)
+    target.chmod(0o600)
+    link.symlink_to(target.name)
+    ts.save_file({"a": torch.ones(2)}, link)
+    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o600
+    os.link(target, other)
+    ts.save_file({"a": torch.full((1,), 7.0)}, target)
+    assert target.samefile(other) and other.stat().st_nlink == 2
+    assert ts.load_file(link)["a"].tolist() == [7.0]
+    dangling = tmp_path / f"c.{suffix}"
+    dangling.symlink_to(f"new.{suffix}")
+    ts.save_file({"a": torch.ones(1)}, dangling)
+    assert dangling.is_symlink() and (tmp_path / f"new.{suffix}").is_file()
+    expected = {target.name, link.name, "other", dangling.name, f"new.{suffix}"}
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    loop = tmp_path / f"loop.{suffix}"
+    loop.symlink_to(loop.name)
+    with pytest.raises(ts.StorageError, match="symbolic links"):
+        ts.save_file({"a": torch.ones(1)}, loop)
+    pipe = tmp_path / f"pipe.{suffix}"
+    os.mkfifo(pipe)
+    with pytest.raises(ts.StorageError, match="not a regular file"):
+        ts.save_file({"a": torch.ones(1)}, pipe)
+
+
+def test_a_file_that_another_user_prepared_is_not_written_to(tmp_path: Path) -> None:
+    target, outside = tmp_path / "a.safetensors", tmp_path / "outside"
+    outside.write_bytes(b"precious")
+    partial = tmp_path / "a.safetensors.partial"
+    for make in (os.symlink, os.link):
+        make(outside, partial)
+        with pytest.raises(ts.StorageError, match="remove"):
+            ts.save_file({"a": torch.ones(1)}, target)
+        partial.unlink()
+    assert outside.read_bytes() == b"precious" and not target.exists()
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    left = [tmp_path / f"{'0' * 32}.ts.partial", tmp_path / f"converted-{'a' * 32}-zstd.ts.partial"]
+    kept = [tmp_path / "model.ts.partial", tmp_path / f"{'0' * 32}.partial", tmp_path / "a.partial"]
+    for path in (*left, *kept):
+        path.write_bytes(b"x")
+    ts.offload(nn.Sequential(nn.Linear(8, 8)), ts.Config(storage_path=tmp_path))
+    assert not any(path.exists() for path in left) and all(path.exists() for path in kept)

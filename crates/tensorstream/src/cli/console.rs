@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The output of commands.
 
+use std::cell::Cell;
 use std::fmt::Display;
-use std::io::Write;
+use std::io::{self, ErrorKind, Write};
 use std::time::Instant;
 
 use serde_json::json;
+use ts_io::hide_passwords;
 
 use crate::{Bar, Error, Progress, Watch};
 
@@ -53,14 +55,14 @@ impl Console {
     /// Prints to standard error, unless the command is quiet.
     pub(super) fn note(self, text: impl Display) {
         if !self.quiet {
-            eprintln!("tensorstream: {text}");
+            warn(text);
         }
     }
 
     /// Prints to standard error if the command is verbose.
     pub(super) fn detail(self, text: impl Display) {
         if self.verbose {
-            eprintln!("tensorstream: {text}");
+            warn(text);
         }
     }
 
@@ -69,16 +71,16 @@ impl Console {
         if self.json {
             say(error_json("usage", message));
         } else {
-            eprintln!("tensorstream: {message}");
+            warn(message);
         }
     }
 
     /// Prints the error that ended the command and, if the command is verbose, its causes.
     pub(super) fn error(self, error: &Error) {
         if self.json {
-            say(error_json(kind(error), &error.to_string()));
+            say(error_json(kind(error), &hide_passwords(&error.to_string())));
         } else {
-            eprintln!("tensorstream: {error}");
+            warn(hide_passwords(&error.to_string()));
         }
         let mut cause = std::error::Error::source(error);
         while let Some(error) = cause {
@@ -88,9 +90,35 @@ impl Console {
     }
 }
 
-/// Prints to standard output. Ignores errors, because the reader may have closed the pipe.
+thread_local! {
+    /// The first error of standard output, except that its reader has closed it.
+    static OUTPUT_ERROR: Cell<Option<io::Error>> = const { Cell::new(None) };
+}
+
+/// Prints to standard output. See [`output_error`] for errors.
 pub(super) fn say(text: impl Display) {
-    let _ = writeln!(std::io::stdout(), "{text}");
+    note_output(writeln!(io::stdout(), "{text}"));
+}
+
+/// Keeps the error of a write to standard output, if it is the first one.
+pub(super) fn note_output(written: io::Result<()>) {
+    if let Err(error) = written
+        && error.kind() != ErrorKind::BrokenPipe
+    {
+        let first = OUTPUT_ERROR.take().unwrap_or(error);
+        OUTPUT_ERROR.set(Some(first));
+    }
+}
+
+/// Returns the first error of standard output since the last call on this thread. It is no error
+/// that the reader of a pipe has closed it, as `head` does.
+pub(super) fn output_error() -> Option<io::Error> {
+    OUTPUT_ERROR.take()
+}
+
+/// Prints to standard error. Ignores errors: what is reported must not fail because of them.
+pub(super) fn warn(text: impl Display) {
+    let _ = writeln!(io::stderr(), "tensorstream: {text}");
 }
 
 /// Formats an error as JSON.
@@ -128,8 +156,8 @@ fn kind(error: &Error) -> &'static str {
             _ => "failed",
         },
         Error::Write { source, .. } => match source.kind() {
-            std::io::ErrorKind::NotFound => "not_found",
-            std::io::ErrorKind::PermissionDenied => "permission_denied",
+            ErrorKind::NotFound => "not_found",
+            ErrorKind::PermissionDenied => "permission_denied",
             _ => "io",
         },
         Error::UnknownSuffix { .. } | Error::Compression { .. } | Error::NoBudget => "misuse",

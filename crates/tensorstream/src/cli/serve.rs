@@ -131,13 +131,19 @@ impl ServerArguments {
 /// Returns the token in a file: its first line, without surrounding white space.
 fn read_token(path: &Path) -> Result<String, Error> {
     let text = std::fs::read_to_string(path).map_err(|e| Error::open(path, e))?;
-    match text.lines().next().map(str::trim).filter(|line| !line.is_empty()) {
+    let refused = |reason: &str| {
+        let reason = format!("{}: cannot read the token: {reason}", path.display());
+        Err(ts_remote::Error::Misuse(reason).into())
+    };
+    // Clients would not send what an editor has added invisibly.
+    let is_invisible = |letter: char| letter.is_control() || letter == '\u{feff}';
+    match text.lines().next().map(str::trim) {
+        None | Some("") => refused("the first line is empty"),
+        Some(line) if line.contains(is_invisible) => refused(
+            "the first line has control characters or a byte-order mark; save the file as plain \
+             text",
+        ),
         Some(line) => Ok(line.into()),
-        None => {
-            let reason =
-                format!("{}: cannot read the token: the first line is empty", path.display());
-            Err(ts_remote::Error::Misuse(reason).into())
-        }
     }
 }
 
@@ -198,9 +204,9 @@ pub(super) fn serve(
 ) -> Result<u8, Error> {
     let options = arguments.server.options()?.with_follow_symlinks(arguments.follow_symlinks);
     let scheme = if options.server.tls.is_some() { "tss" } else { "ts" };
-    let log = |peer: &str, error: &ts_remote::Error| match error {
-        ts_remote::Error::Closed { .. } => console.detail(format_args!("{peer}: {error}")),
-        error => console.note(format_args!("{peer}: {error}")),
+    let log = |peer: &str, error: &ts_remote::Error| match error.is_end() {
+        true => console.detail(format_args!("{peer}: {error}")),
+        false => console.note(format_args!("{peer}: {error}")),
     };
     let state = Arc::new(Mutex::new(State::default()));
     let on_listening = |address: &Address| {

@@ -20,9 +20,9 @@ use ts_remote::{
 };
 
 use super::serve_weights::{PoolBytes, ServeOptions};
-use super::source::{RemotePath, WeightServer, path_in};
+use super::source::{RemotePath, WeightServer, is_private, path_in};
 use crate::Error;
-use crate::atomic::{is_file_at, partial_path};
+use crate::atomic::Claim;
 use crate::progress::{Progress, Watch};
 
 /// Length of a piece in bytes. Files are requested, written and served in pieces. Each peer of a
@@ -113,8 +113,8 @@ impl Drop for PeerServer {
 /// atomically. Blocks.
 ///
 /// # Errors
-/// - [`Error::Io`] if the server refuses a file, or a read fails. The error contains the reason
-///   that the server gave.
+/// - [`Error::Io`] if the server offers no files there or refuses one, or a read fails. The error
+///   contains the reason that the server gave.
 /// - [`Error::Write`] if a file cannot be written.
 /// - [`Error::Remote`] if the URL or an address is invalid, the server lists an invalid file name,
 ///   or the files cannot be served.
@@ -133,6 +133,12 @@ pub fn fetch(
     let timeout = ts_io::BackendOptions::default().timeout;
     let listed =
         path.server.list(&path.name, timeout).map_err(|error| error.into_open_error(url))?;
+    if listed.is_empty() {
+        let reason = "the server offers no files there; it leaves out hidden files, unfinished \
+                      ones, and links to other directories";
+        let source = std::io::Error::new(std::io::ErrorKind::NotFound, reason);
+        return Err(Error::open(Path::new(url), source));
+    }
     fs::create_dir_all(directory).map_err(|source| Error::write(directory, source))?;
     let download = Arc::new(Download::new(&path.server, directory, &listed, timeout, url)?);
     let server = match &options.serve {
@@ -253,8 +259,9 @@ struct FileDownload {
     /// Identifies the version of the file on the server.
     version: Vec<u8>,
     target: PathBuf,
-    partial: PathBuf,
+    /// The partial file. Peers read from it, also when it is complete.
     file: File,
+    claim: Mutex<Claim>,
     /// Whether each piece is written to the partial file.
     written: Vec<AtomicBool>,
     /// Number of pieces that are not written.
@@ -299,8 +306,8 @@ impl FileDownload {
         timeout: Duration,
         url: &str,
     ) -> Result<Self, Error> {
-        let is_partial = listed.name.ends_with(".partial");
-        let target = path_in(directory, &listed.name).filter(|_| !is_partial);
+        let is_offered = !listed.name.split('/').any(is_private);
+        let target = path_in(directory, &listed.name).filter(|_| is_offered);
         let target = target.ok_or_else(|| {
             let reason = format!("the server listed an invalid file name {:?}", listed.name);
             Error::Remote(ts_remote::Error::Misuse(reason))
@@ -311,19 +318,11 @@ impl FileDownload {
         if let Some(parent) = target.parent() {
             fs::create_dir_all(parent).map_err(failed)?;
         }
-        let partial = partial_path(&target).expect("`path_in` returns paths with a file name");
-        let file =
-            File::options().read(true).write(true).create(true).truncate(false).open(&partial);
-        let file = file.map_err(failed)?;
-        let busy = || {
+        let claim = Claim::of_entry(&target)?.ok_or_else(|| {
             let reason = "another process is writing this file";
             failed(std::io::Error::new(std::io::ErrorKind::WouldBlock, reason))
-        };
-        file.try_lock().map_err(|_| busy())?;
-        // Another process may have renamed or removed the file before it was locked.
-        if !is_file_at(&file, &partial) {
-            return Err(busy());
-        }
+        })?;
+        let file = claim.file().try_clone().map_err(failed)?;
         file.set_len(opened.len).map_err(failed)?;
         let pieces = usize::try_from(opened.len.div_ceil(PIECE)).unwrap_or(usize::MAX);
         if pieces > MAX_PIECES {
@@ -335,8 +334,8 @@ impl FileDownload {
             len: opened.len,
             version: opened.version,
             target,
-            partial,
             file,
+            claim: Mutex::new(claim),
             written: (0..pieces).map(|_| AtomicBool::new(false)).collect(),
             missing: AtomicUsize::new(pieces),
         })
@@ -348,25 +347,7 @@ impl FileDownload {
 
     /// Makes the complete file durable, and renames it to its target.
     fn commit(&self) -> Result<(), Error> {
-        self.file.sync_all().map_err(|error| self.write_error(error))?;
-        fs::rename(&self.partial, &self.target).map_err(|error| self.write_error(error))?;
-        let parent = self.target.parent().map(File::open).transpose();
-        parent
-            .and_then(|parent| parent.map_or(Ok(()), |parent| parent.sync_all()))
-            .map_err(|error| self.write_error(error))
-    }
-
-    fn is_complete(&self) -> bool {
-        self.missing.load(Ordering::Acquire) == 0
-    }
-}
-
-impl Drop for FileDownload {
-    fn drop(&mut self) {
-        if !self.is_complete() {
-            // Peers that read this file continue with another peer or the server.
-            let _ = fs::remove_file(&self.partial);
-        }
+        self.claim.lock().commit()
     }
 }
 

@@ -14,7 +14,7 @@ use ts_remote::{
     ServerOptions, ServerStats, TlsServer, serve,
 };
 
-use super::source::path_in;
+use super::source::{is_private, path_in};
 use crate::Error;
 
 /// Maximum number of open files of a connection.
@@ -219,11 +219,6 @@ fn refusal(kind: RefusalKind, reason: impl Into<String>) -> Refusal {
     Refusal { kind, reason: reason.into() }
 }
 
-/// Returns whether a component of a name belongs to a hidden or unfinished file.
-fn is_private(component: &str) -> bool {
-    component.starts_with('.') || component.ends_with(".partial")
-}
-
 impl Directory {
     /// Returns the path of a file or directory that may be served. The empty name is the whole
     /// directory.
@@ -330,6 +325,13 @@ impl Files for Directory {
             let Ok(meta) = std::fs::metadata(&path) else { continue };
             if meta.is_file() {
                 files.push(ListedFile { name, len: meta.len() });
+                continue;
+            }
+            if !meta.is_dir() {
+                if name == requested {
+                    let reason = format!("{name:?} is not a regular file or directory");
+                    return Err(refusal(RefusalKind::NotFound, reason));
+                }
                 continue;
             }
             let Ok(entries) = std::fs::read_dir(&path) else { continue };

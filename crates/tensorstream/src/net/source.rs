@@ -453,3 +453,9 @@ pub(crate) fn path_in(root: &Path, name: &str) -> Option<PathBuf> {
         Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)));
     (inside && !name.is_empty() && !name.contains('\0')).then(|| root.join(name))
 }
+
+/// Returns whether a component of a name belongs to a hidden or unfinished file. Servers do not
+/// offer them, and clients do not accept them.
+pub(crate) fn is_private(component: &str) -> bool {
+    component.starts_with('.') || component.ends_with(".partial")
+}

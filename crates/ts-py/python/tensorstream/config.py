@@ -649,15 +649,27 @@ class Config:
         return [(backend, reason) for reason in reasons]
 
     def conversion_directory(self) -> Path:
-        """Returns the directory to which ``from_pretrained`` writes converted tensors."""
-        if self.storage_path is not None:
-            return Path(self.storage_path)
-        return cache_directory()
+        """Returns the directory to which ``from_pretrained`` writes converted tensors.
+
+        Raises:
+            ConfigurationError: There is none, because the user has no home directory.
+        """
+        directory = cache_directory() if self.storage_path is None else Path(self.storage_path)
+        if directory is None:
+            raise ConfigurationError(
+                "the user has no home directory for converted weights: set `storage_path`, or the "
+                "environment variable XDG_CACHE_HOME to an absolute path"
+            )
+        return directory
 
 
-def cache_directory() -> Path:
-    """Returns the directory for files that make later runs faster."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tensorstream"
+def cache_directory() -> Path | None:
+    """Returns the directory for files that make later runs faster.
+
+    It is in ``$XDG_CACHE_HOME`` if that is an absolute path, or else in ``.cache`` in the home
+    directory. None if the user has no home directory.
+    """
+    return _native.cache_directory()
 
 
 #: Settings of former versions that no longer exist, with advice.

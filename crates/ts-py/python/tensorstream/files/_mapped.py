@@ -10,7 +10,7 @@ import os
 import torch
 
 from .. import _native
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, StorageError
 
 #: Offsets from this one on refer to decoded bytes of compressed tensors, not to bytes of the file.
 _DECODED = 1 << 63
@@ -34,6 +34,7 @@ class MappedFiles:
         Raises:
             ConfigurationError: The file is remote.
             CheckpointChangedError: The file was truncated or written to.
+            StorageError: The file system does not support mappings.
         """
         ((file, offset, length),) = self._checkpoint.entry(name)[2]
         if length == 0 or offset >= _DECODED or offset % dtype.itemsize:
@@ -55,6 +56,11 @@ class MappedFiles:
         descriptor = self._checkpoint.descriptor(file)
         try:
             mapping = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise StorageError(
+                f"{path}: cannot map the file into memory: {error.strerror}; load it without "
+                "mapped=True"
+            ) from error
         finally:
             os.close(descriptor)
         self._checkpoint.require_unchanged(file)

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import math
 import os
-import tempfile
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,9 +39,8 @@ class Profile:
         self._units = {name: unit for unit, (name, routed) in enumerate(units) if routed}
         files = [(Path(path).name, size) for path, size, _ in checkpoint.files()]
         key = hashlib.sha256(json.dumps([files, list(self._units)]).encode()).hexdigest()[:32]
-        self._path: Path | None = None
-        with contextlib.suppress(RuntimeError):  # the user has no home directory
-            self._path = cache_directory() / "routing" / f"{key}.json"
+        directory = cache_directory()
+        self._path = None if directory is None else directory / "routing" / f"{key}.json"
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def load(self) -> list[tuple[int, float]]:
@@ -50,10 +48,19 @@ class Profile:
         if not self._units or self._path is None:
             return []
         try:
-            saved = json.loads(self._path.read_text())
-            return [(self._units[name], _EARLIER * float(score)) for name, score in saved.items()]
-        except (OSError, ValueError, ArithmeticError, TypeError, AttributeError, KeyError):
+            saved = json.loads(_native.read_cached(self._path) or "{}")
+            scores = [(self._units[name], _EARLIER * float(score)) for name, score in saved.items()]
+        # Other programs may have written the file.
+        except (
+            ValueError,
+            ArithmeticError,
+            TypeError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+        ):
             return []
+        return scores if all(0 <= score < math.inf for _, score in scores) else []
 
     def save_at_end(self, weights: object, streamer: _native.Streamer) -> None:
         """Saves everything when the weights are deleted or the process exits."""
@@ -78,9 +85,4 @@ class Profile:
         }
         if not scores:
             return
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._path.parent) as directory:
-                new = Path(directory, "scores.json")
-                new.write_text(json.dumps(scores))
-                new.replace(self._path)
+        _native.write_cached(self._path, json.dumps(scores))

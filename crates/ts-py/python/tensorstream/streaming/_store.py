@@ -7,6 +7,7 @@ content, so the same weights are written once and then reused.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -149,11 +150,14 @@ def store_derived(
                 needed,
             )
         total = sum(tensor.nbytes for tensor in wanted.values())
-        print(
-            f"tensorstream: converting {len(wanted)} tensors ({total / 2**20:.1f} MiB) to {path}; "
-            "later runs reuse the file",
-            file=sys.stderr,
-        )
+        # What is reported must not fail because standard error is closed or full.
+        with contextlib.suppress(OSError, ValueError):
+            print(
+                f"tensorstream: converting {len(wanted)} tensors ({total / 2**20:.1f} MiB) to "
+                f"{path}; later runs reuse the file",
+                file=sys.stderr,
+                flush=True,
+            )
         write_all(writer, _pieces(wanted, builder), total, "converting")
     return checkpoint.overlaid(_native.Checkpoint(path))
 
@@ -233,6 +237,8 @@ def _check_budget(model: nn.Module, config: Config, kept: frozenset[int]) -> Non
 def _directory(path: Path) -> Path:
     """Creates a directory if necessary, and returns it.
 
+    Removes what processes that were killed have left there.
+
     Raises:
         ConfigurationError: The path is not a directory.
         CheckpointPermissionError: The process has no permission to create the directory.
@@ -240,6 +246,7 @@ def _directory(path: Path) -> Path:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _native.remove_unfinished(path)
     except FileExistsError as error:
         raise invalid("storage_path", str(path), "a directory") from error
     except PermissionError as error:

@@ -8,6 +8,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,13 +137,13 @@ class StoredWeights:
                 return torch.frombuffer(
                     mapping, dtype=torch.uint8, count=length, offset=offset - begin
                 )
-            directory = cache_directory()
+            directory = cache_directory() or Path(tempfile.gettempdir())
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as unnamed:
                 # Reserves the space: without space, a write to the mapping would end the process.
                 os.posix_fallocate(unnamed.fileno(), 0, length)
                 mapping = mmap.mmap(unnamed.fileno(), length)
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        except OSError as error:
             raise StorageError(f"cannot map `{stored[0]}`: {error}") from error
         target = torch.frombuffer(mapping, dtype=torch.uint8)
         self.checkpoint.read_into(parts, as_capsule(target))
