@@ -11,6 +11,7 @@ import sys
 from types import FrameType
 
 from ._native import main as run
+from ._signals import ending_signals
 from .errors import TensorStreamError
 
 #: The return value of ``run`` after an interrupt.
@@ -18,14 +19,14 @@ _INTERRUPTED = 130
 
 
 class _Signals:
-    """Handles SIGINT and SIGTERM.
+    """Handles SIGINT, SIGTERM and SIGHUP.
 
     The first signal stops the command cleanly. A second signal exits at once.
     """
 
     def __init__(self) -> None:
         self.received = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from .. import _native
+from .._signals import ending_signals
 from ..errors import TensorStreamError
 from ._broker import Broker, broker_of
 from ._status import StatusPages
@@ -85,7 +86,7 @@ def serve(text: str) -> int:
         except (TensorStreamError, RuntimeError, OSError, ValueError) as error:
             print(f"tensorstream serve: {_with_options(str(error))}", file=sys.stderr)
             return 2
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending_signals():
             signal.signal(number, lambda *_: broker.stop())
         _warn_of_open_doors(options, broker)
         print(f"listening at {address}", flush=True)

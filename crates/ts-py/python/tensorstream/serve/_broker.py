@@ -191,7 +191,9 @@ class Broker:
 
     def refuses(self) -> str:
         """Returns why new clients are refused, or an empty string."""
-        return "" if self._until is None else "the server is stopping"
+        if self._until is not None:
+            return "the server is stopping"
+        return "" if self._processes.is_ready else "the process that starts sessions is starting"
 
     def metrics(self) -> str:
         """Returns counters in the text format of Prometheus."""

@@ -75,6 +75,8 @@ class Processes:
         self.restrictions: list[str] = []
         self._next = self._start()
         self._await_ready(self._next)
+        #: Whether a session can start now.
+        self.is_ready = True
 
     def _start(self) -> socket.socket:
         """Starts a zygote. Returns the socket for requests to it."""
@@ -136,6 +138,7 @@ class Processes:
             elif "over" in report:
                 self._over(report)
         if self._next is orders:
+            self.is_ready = False
             with self._lock:
                 # Forgets the processes whose descriptors the ended zygote did not send.
                 self._pidfds = {
@@ -155,6 +158,7 @@ class Processes:
                 time.sleep(1.0)
             else:
                 self._next = orders
+                self.is_ready = True
                 return
 
     def _began(self, number: int, pidfd: int, process: int) -> None:
@@ -213,6 +217,7 @@ class Processes:
         """
         send(self._next, {"begin": number}, handoffs.fileno(), requests.fileno())
         if self._once:
+            self.is_ready = False
             self._next.shutdown(socket.SHUT_WR)
             threading.Thread(target=self._replace, daemon=True).start()
 
