@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Compares operators and modules of PyTorch on the device ``ts`` with the CPU, bit for bit.
 
-usage: opdb.py [--only NAME ...] [--modules] [--every] [--served] [--device cpu] [--samples 6]
-[--jobs 2] [--json] [--verbose]
+usage: opdb.py [--only NAME ...] [--modules] [--every] [--relaid] [--served] [--device cpu]
+[--samples 6] [--jobs 2] [--json] [--verbose]
 
 The entries are those of PyTorch's own test tables: op_db for operators and module_db for modules.
 Each sample of an entry runs on the device and on the CPU. The outputs of both must have the same
@@ -16,6 +16,8 @@ bits. If the entry is differentiable, the gradients must have the same bits too.
 --only: the entries to compare, by name. The default is all entries.
 --modules: compare modules instead of operators, in training mode and in evaluation mode.
 --every: compare seven dtypes, and every set of up to four inputs that require gradients.
+--relaid: compare inputs whose elements lie in memory in other orders, such as channels_last, and
+compare the strides of results and gradients too.
 --served: use ``tensorstream serve``, whose sessions are sandboxed, instead of a local machine.
 --device: the device that ``--served`` serves and that results are compared with, such as cuda.
 --samples: the maximum number of samples of each operator.
@@ -376,6 +378,107 @@ def _every(info: Any, device: Any, most: int) -> int:
     return count
 
 
+#: The orders of elements in memory of --relaid.
+LAYOUTS = ("channels_last", "transposed", "reversed", "sliced", "expanded")
+
+
+def _relaid(tensor: Any, layout: str) -> Any:
+    """Returns a tensor with the same shape whose elements lie in memory in another order.
+
+    An expanded tensor has the elements of the first row in all rows. Returns tensors to which the
+    layout does not apply as they are.
+    """
+    import torch
+
+    if tensor.dim() < 2 or tensor.layout != torch.strided or not tensor.numel():
+        return tensor
+    if layout == "channels_last":
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+        format_of = formats.get(tensor.dim(), torch.contiguous_format)
+        return tensor.contiguous(memory_format=format_of)
+    if layout == "transposed":
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "reversed":
+        order = tuple(reversed(range(tensor.dim())))
+        return tensor.permute(order).contiguous().permute(order)
+    if layout == "sliced":
+        return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
+    return tensor[:1].expand(tensor.shape)
+
+
+def _with_strides(value: Any, to: Any, name: str) -> Any:
+    """Copies arguments to a device, with the same strides and offsets."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    def move(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            if name in _INDICES_ON_HOST and item is not value[0]:
+                return item
+            whole = torch.empty(0, dtype=item.dtype).set_(item.untyped_storage()).detach()
+            view = whole.to(to).as_strided(item.shape, item.stride(), item.storage_offset())
+            return view.requires_grad_(item.requires_grad)
+        return to if isinstance(item, torch.device) or item == "cpu" else item
+
+    return tree_map(move, value)
+
+
+def _strides(value: Any) -> Any:
+    """Returns the strides of all tensors that matter: those of dimensions with several elements."""
+    return [
+        tuple(step for n, step in zip(leaf.shape, leaf.stride(), strict=True) if n > 1)
+        for leaf in _leaves(value)
+        if leaf.numel()
+    ]
+
+
+def _layouts(info: Any, device: Any, most: int) -> int:
+    """Compares results, gradients and their strides for each of `LAYOUTS`.
+
+    Returns the number of compared calls.
+    """
+    import torch
+    from torch.utils._pytree import tree_map
+
+    dtype, count, failed = _dtype(info), 0, []
+    if dtype is None:
+        raise NotImplementedError("the operator supports none of the tested dtypes on the CPU")
+    grad = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+    for sample, layout in itertools.product(_samples(info, "cpu", dtype, False, most), LAYOUTS):
+
+        def change(item: Any, layout: str = layout) -> Any:
+            if not isinstance(item, torch.Tensor):
+                return item
+            differentiable = grad and (item.dtype.is_floating_point or item.is_complex())
+            return _relaid(item.detach(), layout).requires_grad_(differentiable)
+
+        here = tree_map(change, (sample.input, tuple(sample.args), dict(sample.kwargs)))
+        there = _with_strides(here, device, info.name)
+
+        def run(values: Any) -> Any:
+            return _gradients(lambda i, a, k: info.op(i, *a, **k), values)
+
+        try:
+            expected = run(here)
+        except Exception:
+            continue
+        try:
+            actual = run(there)
+            _compare(info.name, expected, actual)
+            assert _strides(actual) == _strides(expected), (
+                f"expected strides {_strides(expected)}, got {_strides(actual)}"
+            )
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            failed.append(f"{layout}: {type(error).__name__}: {lines[0]}")
+        count += 1
+    if failed:
+        raise AssertionError(
+            f"{len(failed)} of {count} calls failed: " + "\n".join(dict.fromkeys(failed))
+        )
+    return count
+
+
 def _module(info: Any, device: Any, training: bool) -> int:
     """Compares results, gradients and buffers of a module. Returns the number of compared calls."""
     import torch
@@ -444,6 +547,7 @@ def _attempt(run: Any, *arguments: Any) -> tuple[str, str]:
 _PARTS = {
     "operators": {"forward": _forward, "backward": _backward},
     "every": {"every dtype": _every},
+    "relaid": {"other layouts": _layouts},
     "modules": {"training": _training, "evaluation": _evaluation},
 }
 
@@ -537,13 +641,17 @@ def main() -> int:
         help="compare seven dtypes, and every set of up to four inputs that require gradients",
     )
     parser.add_argument(
+        "--relaid", action="store_true", help="compare inputs with other layouts, and strides"
+    )
+    parser.add_argument(
         "--served", action="store_true", help="use `tensorstream serve`, not a local machine"
     )
     parser.add_argument("--device", default="cpu", help="the device to serve and to compare with")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
-    what = "modules" if options.modules else "every" if options.every else "operators"
+    chosen = [name for name in ("modules", "every", "relaid") if getattr(options, name)]
+    what = chosen[0] if chosen else "operators"
     table = _table(options.modules)
     names = [info.formatted_name for info in table]
     wanted = [
@@ -551,8 +659,10 @@ def main() -> int:
         for at, info in enumerate(table)
         if not options.only or info.name in options.only or names[at] in options.only
     ]
-    if options.device != "cpu" and (not options.served or options.modules or options.every):
-        parser.error("--device needs --served, and neither --modules nor --every")
+    if len(chosen) > 1:
+        parser.error("--modules, --every and --relaid exclude each other")
+    if options.device != "cpu" and (not options.served or chosen):
+        parser.error("--device needs --served, without --modules, --every and --relaid")
     os.environ[_REFERENCE] = options.device
     server = served("--device", options.device) if options.served else contextlib.nullcontext()
     with server as address:

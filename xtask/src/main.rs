@@ -63,6 +63,7 @@ cargo xtask bench sessions           one process for each session, compared with
 cargo xtask opdb                     compare PyTorch's operators on the device ts and on the CPU
 cargo xtask opdb modules             the same for PyTorch's modules
 cargo xtask opdb every               the same with seven dtypes and more inputs with gradients
+cargo xtask opdb relaid              the same with inputs in channels_last and other layouts
 cargo xtask opdb served              the same in a sandbox of `tensorstream serve`
 cargo xtask attack                   send 200,000 hostile requests to `tensorstream serve`
 cargo xtask models [NAME...]         stream small models of transformers and diffusers, and train
@@ -125,6 +126,9 @@ fn main() -> ExitCode {
         ["soak"] => python::prepared().and_then(|venv| bench::run_script(&venv, "soak", &[])),
         ["opdb", "every"] => {
             python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &["--every"]))
+        }
+        ["opdb", "relaid"] => {
+            python::prepared().and_then(|venv| bench::run_script(&venv, "opdb", &["--relaid"]))
         }
         ["isa"] => isa::test(),
         ["oldest-torch"] => oldest_torch(),

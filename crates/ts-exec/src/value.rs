@@ -41,6 +41,8 @@ pub enum Value {
     Bool(bool),
     /// An integer.
     Int(i64),
+    /// An integer of 64 bits that exceeds the range of `Int`.
+    Unsigned(u64),
     /// A floating-point number.
     Float(f64),
     /// A complex number: real and imaginary part.
@@ -82,6 +84,7 @@ const TENSOR: u8 = 10;
 const LIST: u8 = 11;
 const SCALAR: u8 = 12;
 const CONJUGATE: u8 = 13;
+const UNSIGNED: u8 = 14;
 
 impl Value {
     pub(crate) fn encode(&self, into: &mut Vec<u8>) {
@@ -91,6 +94,10 @@ impl Value {
             Self::Int(value) => {
                 into.push(INT);
                 put_number(into, zigzag(*value));
+            }
+            Self::Unsigned(value) => {
+                into.push(UNSIGNED);
+                put_number(into, *value);
             }
             Self::Float(value) => {
                 into.push(FLOAT);
@@ -146,6 +153,7 @@ impl Value {
             FALSE => Self::Bool(false),
             TRUE => Self::Bool(true),
             INT => Self::Int(unzigzag(from.number()?)),
+            UNSIGNED => Self::Unsigned(from.number()?),
             FLOAT => Self::Float(from.float()?),
             COMPLEX => Self::Complex(from.float()?, from.float()?),
             TEXT => Self::Text(from.text()?.into()),
@@ -171,7 +179,7 @@ impl Value {
             }
             tag => {
                 return Err(
-                    from.error(format!("unknown value tag {tag} (expected {NONE} to {CONJUGATE})"))
+                    from.error(format!("unknown value tag {tag} (expected {NONE} to {UNSIGNED})"))
                 );
             }
         })
@@ -190,6 +198,7 @@ pub(crate) mod tests {
             Just(Value::None),
             any::<bool>().prop_map(Value::Bool),
             any::<i64>().prop_map(Value::Int),
+            any::<u64>().prop_map(Value::Unsigned),
             (-1e300..1e300).prop_map(Value::Float),
             (-1.0..1.0, -1.0..1.0).prop_map(|(real, imaginary)| Value::Complex(real, imaginary)),
             ".*".prop_map(Value::Text),

@@ -80,6 +80,16 @@ impl StorageView {
         Self { dtype, sizes, strides, offset: 0 }
     }
 
+    /// Returns whether the elements are in row-major order without gaps.
+    pub fn is_contiguous(&self) -> bool {
+        let mut step = 1;
+        self.sizes.iter().zip(&self.strides).rev().all(|(&size, &stride)| {
+            let fits = size == 1 || stride == step;
+            step = step.saturating_mul(i64::try_from(size.max(1)).unwrap_or(i64::MAX));
+            fits
+        }) || self.sizes.contains(&0)
+    }
+
     /// Returns whether the elements are complex numbers.
     pub fn is_complex(&self) -> bool {
         // The numbers of complex32, complex64 and complex128.

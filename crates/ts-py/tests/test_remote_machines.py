@@ -646,6 +646,7 @@ def test_results_are_tensors_of_the_machine_with_own_storage(
         False,
         True,
         False,
+        False,
         None,
         [0],
         ["tensor"],

@@ -49,6 +49,7 @@ __all__ = [
     "__version__",
     "available_memory",
     "backends",
+    "cache_directory",
     "checkpoint_file",
     "compact",
     "connect",
@@ -63,7 +64,9 @@ __all__ = [
     "open_file",
     "parse_bytes",
     "plan",
+    "read_cached",
     "remote_cache_stats",
+    "remote_create_with",
     "remote_download",
     "remote_empty",
     "remote_forked",
@@ -73,6 +76,7 @@ __all__ = [
     "remote_trace",
     "remote_upload",
     "remote_whole",
+    "remove_unfinished",
     "requirement",
     "sandbox",
     "set_share",
@@ -80,6 +84,7 @@ __all__ = [
     "shared_directory",
     "smallest_budget",
     "trim",
+    "write_cached",
 ]
 
 __version__: str
@@ -97,6 +102,18 @@ _Descriptors: TypeAlias = tuple[int, tuple[int, int] | None]
 _NewTensorSpec: TypeAlias = tuple[str, str, list[int], int | None]
 
 def parse_bytes(text: str) -> int: ...
+def cache_directory() -> Path | None:
+    """Returns the directory for files that make later runs faster, if there is a home directory."""
+
+def read_cached(path: Path) -> str | None:
+    """Reads a file that ``write_cached`` has written. None if it is no such file."""
+
+def write_cached(path: Path, text: str) -> None:
+    """Writes a small file atomically, and creates its directory. Ignores failures."""
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes unfinished files of weights that no process is writing."""
+
 def available_memory() -> int | None: ...
 def backends() -> list[str]:
     """Returns the names of the I/O backends in this build. The preferred one is first.
@@ -878,6 +895,7 @@ class Listener:
 
 def remote_setup(hooks: SimpleNamespace) -> None: ...
 def remote_forked() -> None: ...
+def remote_create_with(class_: type, create: object, only_numbers: bool) -> None: ...
 def remote_cache_stats() -> tuple[int, int, int]: ...
 def remote_empty(
     index: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
@@ -900,6 +918,7 @@ class RemoteKernel:
         by_value: bool,
         takes_host: bool,
         from_machine: bool,
+        strides_from_machine: bool,
         writes: bool,
         generator: int | None,
         tensors: Sequence[int],

@@ -4,6 +4,7 @@
 mod arguments;
 mod call_site;
 mod connector;
+mod creation;
 mod devices;
 mod kernel;
 mod machine;
@@ -24,6 +25,7 @@ pub(super) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<peer::PeerSession>()?;
     m.add_function(wrap_pyfunction!(torch::remote_setup, m)?)?;
     m.add_function(wrap_pyfunction!(torch::remote_forked, m)?)?;
+    m.add_function(wrap_pyfunction!(creation::remote_create_with, m)?)?;
     m.add_function(wrap_pyfunction!(plan::remote_cache_stats, m)?)?;
     m.add_function(wrap_pyfunction!(storage::remote_empty, m)?)?;
     m.add_function(wrap_pyfunction!(storage::remote_whole, m)?)?;

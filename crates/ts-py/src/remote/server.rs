@@ -2,7 +2,6 @@
 //! The server: accepts clients and runs their operators with PyTorch.
 
 mod arguments;
-mod default_dtype;
 mod dispatcher;
 mod executor;
 mod failures;
@@ -12,6 +11,7 @@ mod listener;
 mod outputs;
 mod sandbox;
 mod schedule;
+mod settings;
 mod storages;
 mod streamed;
 mod transfers;

@@ -18,13 +18,20 @@ from typing import Any
 
 import torch
 
+from .. import _native
+from .._exchange import exchange
 from ..errors import ConfigurationError
 from . import _registry
+from .client import _encoder
 from .client._views import is_ours
 
 
-def apply() -> None:
-    """Applies all patches."""
+def apply(numbered: str) -> None:
+    """Applies all patches.
+
+    Args:
+        numbered: The type of ``torch.device(0)`` before ``ts`` was registered.
+    """
     _patch_backward()
     _patch_untyped_storage()
     _patch_linear_cross_entropy()
@@ -32,7 +39,13 @@ def apply() -> None:
     _patch_load_state_dict()
     _patch_safetensors()
     _patch_generator()
+    _patch_numbered_devices(numbered)
+    _patch_available_device()
+    _patch_storages()
+    _patch_tensor_data()
+    _patch_swap_tensors()
     _patch_distributed()
+    _encoder.patch()
 
 
 def _patch_backward() -> None:
@@ -95,6 +108,8 @@ def _patch_module_moves() -> None:
         def move_module(
             self: torch.nn.Module, *args: Any, _move: Any = move, **kwargs: Any
         ) -> torch.nn.Module:
+            # A number is that of the device that other functions of PyTorch mean by it.
+            args = tuple(torch.device(each) if type(each) is int else each for each in args)
             future = torch.__future__
             current = next((p.device for p in self.parameters() if is_ours(p)), None)
             devices = {
@@ -193,40 +208,108 @@ def _patch_load_state_dict() -> None:
 def _patch_generator() -> None:
     """Makes ``torch.Generator(device="ts:0")`` return a generator of the CPU, for CPU machines.
 
-    Changes ``torch.Generator`` to a class whose instances are those of the original, because
-    PyTorch cannot create generators of devices that are implemented in Python. Such a machine draws
-    the numbers of the CPU, and operators accept its generators.
+    Changes how objects of ``torch.Generator`` are created, because PyTorch cannot create generators
+    of devices that are implemented in Python. Such a machine draws the numbers of the CPU, and
+    operators accept its generators.
     """
-    original = torch.Generator
 
-    class Meta(type):
-        def __instancecheck__(cls, instance: Any) -> bool:
-            return isinstance(instance, original)
+    def create(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        device: Any = args[0] if args else (kwargs or {}).get("device")
+        if not _names_device(device) or torch.device(device).type != "ts":
+            return NotImplemented
+        index = _registry.index_of(torch.device(device))
+        if not _registry.runs_on_cpu(index):
+            raise ConfigurationError(
+                f"the device ts:{index} runs operators on {_registry.KINDS[index]}, whose "
+                "generators this computer cannot create: use torch.manual_seed, which also "
+                "seeds machines"
+            )
+        return torch.Generator()
 
-        def __subclasscheck__(cls, subclass: type) -> bool:
-            return issubclass(subclass, original)
+    _native.remote_create_with(torch.Generator, create, False)
 
-        def __getattr__(cls, name: str) -> Any:
-            return getattr(original, name)
 
-    class Generator(metaclass=Meta):
-        __doc__ = original.__doc__
+def _patch_numbered_devices(kind: str) -> None:
+    """Makes ``torch.device(0)`` mean what it meant before ``ts`` was registered.
 
-        def __new__(cls, device: Any = "cpu") -> Any:
-            if not _names_device(device) or torch.device(device).type != "ts":
-                return original(device)
-            index = _registry.index_of(torch.device(device))
-            if not _registry.runs_on_cpu(index):
-                raise ConfigurationError(
-                    f"the device ts:{index} runs operators on {_registry.KINDS[index]}, whose "
-                    "generators this computer cannot create: use torch.manual_seed, which also "
-                    "seeds machines"
-                )
-            return original()
+    Changes how objects of ``torch.device`` are created from a number. PyTorch would take the number
+    for that of a device ``ts``. Where other functions get a number for a device, it does so still.
 
-    Generator.__module__, Generator.__qualname__ = original.__module__, original.__qualname__
-    # PyTorch has no hook for this. mypy does not allow assignments to a class.
-    torch.Generator = Generator  # type: ignore[misc]
+    Args:
+        kind: The type of ``torch.device(0)`` before.
+    """
+
+    def create(args: tuple[int], kwargs: None) -> Any:
+        return NotImplemented if args[0] < 0 else torch.device(kind, args[0])
+
+    _native.remote_create_with(torch.device, create, True)
+
+
+def _patch_available_device() -> None:
+    """Hides ``ts`` from ``DataParallel`` and other functions that choose a type of device.
+
+    Changes ``torch._utils._get_available_device_type``, which names a registered device if CUDA is
+    not available.
+    """
+    find = torch._utils._get_available_device_type
+
+    @functools.wraps(find)
+    def find_other() -> Any:
+        kind = find()
+        return None if kind == "ts" else kind
+
+    # Each module has its own reference to the function.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.") and vars(module).get("_get_available_device_type") is find:
+            vars(module)["_get_available_device_type"] = find_other
+
+
+def _patch_storages() -> None:
+    """Adds ``is_ts`` to the classes of storages, as ``is_cuda``."""
+    for kind in (torch.UntypedStorage, torch.TypedStorage):
+        # mypy does not know these attributes.
+        kind.is_ts = property(lambda self: self.device.type == "ts")  # type: ignore[union-attr]
+
+
+def _patch_tensor_data() -> None:
+    """Makes ``parameter.data = tensor`` work between ``ts`` and other devices.
+
+    Changes ``torch.Tensor.data``. PyTorch can only replace the memory of a tensor by that of the
+    same kind of tensor, and tensors of ``ts`` are another kind. The patch exchanges the whole
+    implementation.
+    """
+    base = torch._C.TensorBase
+    original: Any = base.data
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        try:
+            original.__set__(self, value)
+        except RuntimeError:
+            if not isinstance(value, torch.Tensor) or is_ours(self) == is_ours(value):
+                raise
+            exchange(self, value.detach().requires_grad_(self.requires_grad))
+
+    # mypy does not allow assignments to a property.
+    torch.Tensor.data = property(original.__get__, set_data)  # type: ignore[assignment]
+
+
+def _patch_swap_tensors() -> None:
+    """Makes modules move to and from ``ts`` while something else refers to their parameters.
+
+    Changes ``torch.utils.swap_tensors``, with which ``nn.Module.to`` replaces parameters. PyTorch's
+    function refuses parameters to which a graph, a view or another module refers.
+    """
+    swap_tensors = torch.utils.swap_tensors
+
+    @functools.wraps(swap_tensors)
+    def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        if is_ours(t1) or is_ours(t2):
+            exchange(t1, t2)
+        else:
+            swap_tensors(t1, t2)
+
+    # PyTorch has no hook for this.
+    torch.utils.swap_tensors = swap
 
 
 def _patch_distributed() -> None:

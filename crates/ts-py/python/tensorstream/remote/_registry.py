@@ -57,8 +57,14 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Sets this thread's current device. Does nothing if the index is negative or missing."""
+    """Sets this thread's current device. Does nothing if the index is negative or missing.
+
+    Raises:
+        RuntimeError: There is no such device.
+    """
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
+    if index is not None and index >= max(count(), 1):
+        raise RuntimeError(f"invalid device ts:{index}: this process has {count()} devices")
     if index is not None and index >= 0:
         _current.index = index
 

@@ -34,7 +34,6 @@ from ._streamed_tensor import (
     with_memory,
 )
 
-_data: Any = torch.Tensor.data
 #: Whether the call of a module around has been checked.
 _is_checked: ContextVar[bool] = ContextVar("tensorstream_is_checked", default=False)
 _is_replaced = False
@@ -66,14 +65,19 @@ class _Data:
     """
 
     def __get__(self, parameter: Any, owner: type | None = None) -> Any:
-        return self if parameter is None else _data.__get__(parameter)
+        return self if parameter is None else _original_data().__get__(parameter)
 
     def __set__(self, parameter: Any, value: Any) -> None:
         if isinstance(value, CopiedTensor):
             value = with_memory(value)
         if isinstance(value, StreamedTensor):
             value = in_memory(value)
-        _data.__set__(parameter, value)
+        _original_data().__set__(parameter, value)
+
+
+def _original_data() -> Any:
+    """Returns the descriptor of tensors. Remote machines replace it when the first one starts."""
+    return torch.Tensor.data
 
 
 def _refuse_vector(original: Any) -> Any:

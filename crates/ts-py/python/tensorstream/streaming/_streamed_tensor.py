@@ -13,7 +13,6 @@ import contextlib
 import functools
 import sys
 import traceback
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -23,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from .. import _native
+from .._exchange import exchange, swap
 from ..errors import BudgetError, ModelError
 from ._lists import one_by_one
 from ._stand_in_memory import protect, require_no_tracing
@@ -261,8 +261,6 @@ class CopiedTensor(StreamedTensor):
         return self
 
 
-#: The attribute of a parameter with hooks that run when its gradient was accumulated.
-_GRADIENT_HOOKS = "_post_accumulate_grad_hooks"
 #: An attribute of a stand-in: the weight in a mapped file, once a library has asked for its memory
 #: to write it to a file.
 _MAPPING = "_ref_mapping"
@@ -404,7 +402,8 @@ def to_stand_in(parameter: torch.Tensor, weights: Weights, key: int) -> None:
     original = nn.Parameter if "symbolic_storage" in parameter.__dict__ else type(parameter)
     for name in _SYMBOLIC_ATTRIBUTES:
         parameter.__dict__.pop(name, None)
-    _exchange(parameter, other, spec.name)
+    with _exchanging(spec.name):
+        exchange(parameter, other)
     other.__class__ = original  # type: ignore[assignment]  # an autograd graph can have it
     del other.__dict__["_ref"]
     streamed: Any = parameter
@@ -428,7 +427,8 @@ def to_memory(parameter: StreamedTensor, values: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):
         # The parameter is used outside of inference mode, too.
         other: Any = nn.Parameter(values.clone() if values.is_inference() else values, trains)
-    _exchange(parameter, other, name_of(parameter))
+    with _exchanging(name_of(parameter)):
+        exchange(parameter, other)
     other.__class__ = type(parameter)  # an autograd graph can have it
     other._ref = parameter._ref
     parameter.__class__ = original or nn.Parameter  # type: ignore[assignment]
@@ -448,69 +448,21 @@ def require_exchangeable(parameters: Iterable[tuple[str, torch.Tensor]]) -> None
     """
     other = torch.empty(0)
     for name, parameter in parameters:
-        _swap(parameter, other, name)
-        _swap(parameter, other, name)  # undoes the first one
+        with _exchanging(name):
+            swap(parameter, other)
+        swap(parameter, other)  # undoes the first one
 
 
-def _swap(parameter: torch.Tensor, other: torch.Tensor, name: str) -> None:
-    """Exchanges the implementations of a parameter of this name and another tensor."""
+@contextlib.contextmanager
+def _exchanging(name: str) -> Iterator[None]:
+    """Explains why the implementation of a parameter of this name cannot be exchanged."""
     try:
-        _native_torch._swap_tensor_impl(parameter, other)
-    except RuntimeError:
-        torch.clear_autocast_cache()  # it refers to parameters
-        try:
-            _native_torch._swap_tensor_impl(parameter, other)
-        except RuntimeError as error:
-            raise ModelError(
-                f"cannot exchange the memory of `{name}`, to which PyTorch keeps a reference: "
-                "delete what holds it, such as the results of a profiler with profile_memory=True"
-            ) from error
-
-
-def _exchange(parameter: torch.Tensor, other: torch.Tensor, name: str) -> None:
-    """Exchanges the implementations of a parameter of this name and another tensor.
-
-    The gradient and the hooks of the parameter belong to its implementation, so they are moved. A
-    graph that was recorded before computes the gradient of the former implementation, which is
-    forwarded.
-    """
-    gradient, hooks = parameter.grad, _hooks_of(parameter)
-    _swap(parameter, other, name)
-    if gradient is not None:
-        parameter.grad = gradient
-        other.grad = None
-    for attribute, each in hooks.items():
-        setattr(parameter, attribute, each)
-    if requires_grad(other):
-        own: Any = other
-        own._post_accumulate_grad_hooks = {0: _Forward(parameter)}
-
-
-class _Forward:
-    """Adds the gradient of a former implementation of a parameter to that of the parameter."""
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self._parameter = weakref.ref(parameter)
-
-    def __call__(self, other: torch.Tensor) -> None:
-        parameter, gradient = self._parameter(), other.grad
-        other.grad = None
-        if parameter is None or gradient is None:
-            return
-        if parameter.grad is None:
-            parameter.grad = gradient
-        elif gradient.requires_grad or parameter.grad.requires_grad:
-            parameter.grad = parameter.grad + gradient
-        else:
-            parameter.grad.add_(gradient)
-        for hook in tuple((_hooks_of(parameter).get(_GRADIENT_HOOKS) or {}).values()):
-            hook(parameter)
-
-
-def _hooks_of(parameter: Any) -> dict[str, Any]:
-    """Returns the dictionaries of hooks of a parameter, by the name of the attribute."""
-    names = ("_backward_hooks", _GRADIENT_HOOKS)
-    return {name: each for name in names if (each := getattr(parameter, name, None)) is not None}
+        yield
+    except RuntimeError as error:
+        raise ModelError(
+            f"cannot exchange the memory of `{name}`, to which PyTorch keeps a reference: delete "
+            "what holds it, such as the results of a profiler with profile_memory=True"
+        ) from error
 
 
 def _copy_of_parameter(original: StreamedTensor, memo: dict[int, Any]) -> torch.Tensor:

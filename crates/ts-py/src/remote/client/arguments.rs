@@ -46,7 +46,7 @@ impl<'a, 'py> Arguments<'a, 'py> {
     /// Converts an argument, and adds its tensors and its device to those of the call.
     ///
     /// # Errors
-    /// TypeError if objects of this type cannot be sent, or if an int exceeds a signed 64-bit int.
+    /// TypeError if objects of this type cannot be sent, or if an int exceeds 64 bits.
     /// RuntimeError or CrossMachineError if the argument is on another device than the earlier
     /// arguments. ConfigurationError if its device does not exist.
     pub(super) fn value(&mut self, object: &Bound<'py, PyAny>) -> PyResult<Value> {
@@ -61,7 +61,7 @@ impl<'a, 'py> Arguments<'a, 'py> {
             return Ok(Value::Bool(value.is_true()));
         }
         if let Some(value) = integer(object) {
-            return Ok(Value::Int(value));
+            return Ok(value);
         }
         if let Ok(value) = object.cast::<PyFloat>() {
             return Ok(Value::Float(value.value()));
@@ -96,7 +96,7 @@ impl<'a, 'py> Arguments<'a, 'py> {
         }
         Err(PyTypeError::new_err(format!(
             "{}: cannot send an argument of type {} to a machine: expected None, a tensor, bool, \
-             signed 64-bit int, float, complex, string, dtype, device, layout or memory format, or \
+             64-bit int, float, complex, string, dtype, device, layout or memory format, or \
              a list of these",
             self.op,
             object.get_type().name()?

@@ -50,6 +50,8 @@ pub(crate) struct Kernel {
     /// Whether the plan comes from an earlier reply of the machine, because the results on the
     /// machine have other shapes than on meta tensors.
     from_machine: bool,
+    /// The same if an argument is not contiguous, because the results have other strides then.
+    strides_from_machine: bool,
     /// Whether the operator may write to arguments.
     writes: bool,
     /// The position of a generator among positional arguments.
@@ -81,6 +83,7 @@ impl Kernel {
         by_value: bool,
         takes_host: bool,
         from_machine: bool,
+        strides_from_machine: bool,
         writes: bool,
         generator: Option<usize>,
         tensors: Vec<usize>,
@@ -111,6 +114,7 @@ impl Kernel {
             scalars,
             takes_host,
             from_machine,
+            strides_from_machine,
             writes,
             generator,
             tensors,
@@ -144,7 +148,13 @@ impl Kernel {
             let is_number = |position: &usize| {
                 matches!(
                     values.get(*position),
-                    Some(Value::Int(_) | Value::Float(_) | Value::Bool(_) | Value::Complex(..))
+                    Some(
+                        Value::Int(_)
+                            | Value::Unsigned(_)
+                            | Value::Float(_)
+                            | Value::Bool(_)
+                            | Value::Complex(..)
+                    )
                 )
             };
             let name =
@@ -159,13 +169,16 @@ impl Kernel {
                 let what = format!("{}: expected an argument on a ts device, got none", self.name);
                 return Err(PyRuntimeError::new_err(what));
             };
-            let dtype = torch.default_dtype(py)?;
-            device.session.send_default_dtype(py, dtype)?;
-            // The signature contains the default dtype, because results may have this dtype. If the
+            let settings = torch.settings(py)?;
+            device.session.send_settings(py, settings)?;
+            // The signature contains the settings, such as the dtype that results may have. If the
             // plan comes from a reply, the signature also contains the session, because another
             // machine may reply differently.
-            let machine = if self.from_machine { device.session.id + 1 } else { 0 };
-            let mut signature = Signature::new([self.id, u32::from(dtype.0), machine]);
+            let from_machine = self.from_machine
+                || self.strides_from_machine
+                    && call.tensors().any(|tensor| !tensor.view.is_contiguous());
+            let machine = if from_machine { device.session.id + 1 } else { 0 };
+            let mut signature = Signature::new([self.id, settings.key(), machine]);
             let (unnamed, named) = (call.args.iter(), call.kwargs.iter());
             let all = unnamed
                 .map(|value| ("", value))
@@ -176,13 +189,14 @@ impl Kernel {
                 plan
             } else {
                 let key: Box<[u8]> = key.into();
-                let inferred = if self.from_machine {
+                let inferred = if from_machine {
                     py.None().into_bound(py)
                 } else {
                     torch.hooks.infer.bind(py).call1((&self.op, args, kwargs))?
                 };
                 if inferred.is_none() {
-                    return self.run_and_wait(name, call, key, &arguments, &device, py);
+                    let keep = from_machine.then_some(key);
+                    return self.run_and_wait(name, call, keep, &arguments, &device, py);
                 }
                 if let Ok(done) = inferred.cast::<PyTuple>() {
                     return done.get_item(0);
@@ -295,11 +309,12 @@ impl Kernel {
     }
 
     /// Submits a call whose results only the machine can determine. Blocks until the reply arrives.
+    /// Keeps a plan of the results for later calls with the signature `key`, if there is one.
     fn run_and_wait<'py>(
         &self,
         name: &str,
         mut call: Call,
-        key: Box<[u8]>,
+        key: Option<Box<[u8]>>,
         arguments: &Arguments<'_, 'py>,
         device: &DeviceEntry,
         py: Python<'py>,
@@ -338,7 +353,7 @@ impl Kernel {
             );
             return Err(PyRuntimeError::new_err(what));
         }
-        if self.from_machine {
+        if let Some(key) = key {
             plans().put(key, Arc::new(Plan::from_reply(&values)));
         }
         let tensor = |value| replies::tensor(py, arguments.torch, device, value);

@@ -4,21 +4,19 @@
 use std::collections::{HashMap, VecDeque};
 use std::mem;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use tensorstream::exec::{
-    Answer, Call, Client, ClientStats, Request, ScalarType, TensorRef, Value, WaitError,
-};
+use tensorstream::exec::{Answer, Call, Client, ClientStats, Request, TensorRef, Value, WaitError};
 use tensorstream::remote::Error;
 
 use super::call_site::{CallSite, CallSiteKey, trace};
 use super::scalar_prefetch::{ScalarPrefetch, ScalarSource};
-use super::torch::torch;
+use super::torch::{Settings, torch};
 use crate::errors::{configuration_error, operator_error, wire_error_at};
 use crate::memory::Target;
 
@@ -28,8 +26,6 @@ pub(super) const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 const UPLOAD_INTERVAL: Duration = Duration::from_millis(1);
 /// The number of requests whose call sites are kept.
 const MAX_CALL_SITES: usize = 64 << 10;
-/// PyTorch's number for float32, the default dtype of a new session.
-const FLOAT32: u8 = 6;
 
 static NEXT_ID: AtomicU32 = AtomicU32::new(0);
 
@@ -45,7 +41,7 @@ pub(super) struct Session {
     /// The number of operators that were submitted.
     pub(super) operators: AtomicU64,
     /// The default dtype that the machine uses for the session.
-    default_dtype: AtomicU8,
+    settings: AtomicU32,
     /// The number of the thread that pauses or resumes the session, or 0. Meanwhile, calls of other
     /// threads fail.
     pausing_thread: AtomicU64,
@@ -75,7 +71,7 @@ impl Session {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
             scalars: Mutex::default(),
             operators: AtomicU64::new(0),
-            default_dtype: AtomicU8::new(FLOAT32),
+            settings: AtomicU32::new(Settings::DEFAULT.key()),
             pausing_thread: AtomicU64::new(0),
             uploads: AtomicU64::new(0),
             earlier_stats: Mutex::default(),
@@ -182,20 +178,20 @@ impl Session {
         }
     }
 
-    /// Sends PyTorch's default dtype to the machine, if the machine uses another one.
-    pub(super) fn send_default_dtype(&self, py: Python<'_>, dtype: ScalarType) -> PyResult<()> {
-        if self.default_dtype.load(Ordering::Relaxed) == dtype.0 {
+    /// Sends PyTorch's settings to the machine, if the machine uses others.
+    pub(super) fn send_settings(&self, py: Python<'_>, settings: Settings) -> PyResult<()> {
+        if self.settings.load(Ordering::Relaxed) == settings.key() {
             return Ok(());
         }
         let op = self
             .client(py)?
-            .operator_id("tensorstream::default_dtype")
+            .operator_id("tensorstream::settings")
             .map_err(|error| self.connection_error(py, &error))?;
-        let args = vec![Value::Dtype(dtype)];
+        let args = settings.arguments();
         let call = Call { op, args, kwargs: Vec::new(), outputs: Vec::new(), reply: None };
         self.submit(py, &Request::Call(call))?;
-        // Stored last, because other threads skip the request once they see the new dtype.
-        self.default_dtype.store(dtype.0, Ordering::Relaxed);
+        // Stored last, because other threads skip the request once they see the new settings.
+        self.settings.store(settings.key(), Ordering::Relaxed);
         Ok(())
     }
 
@@ -393,7 +389,7 @@ impl Session {
         let client = self.client.write().take();
         let Some(client) = client else { return Ok(None) };
         self.scalars.lock().clear();
-        self.default_dtype.store(FLOAT32, Ordering::Relaxed);
+        self.settings.store(Settings::DEFAULT.key(), Ordering::Relaxed);
         let (closed, stats, failed) =
             py.detach(|| (client.close(), client.stats(), client.take_failure()));
         let failed = failed.map(|error| self.wait_error(py, &error));

@@ -9,8 +9,8 @@ use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyTuple, PyType};
-use tensorstream::exec::{Call, Output, ScalarType, StorageView, TensorRef};
+use pyo3::types::{PyString, PyTuple, PyType};
+use tensorstream::exec::{Call, Output, ScalarType, StorageView, TensorRef, Value};
 
 use crate::dtype::{Row, TorchDtypes, missing_dtype};
 
@@ -54,6 +54,10 @@ pub(crate) struct Torch {
     dtypes: TorchDtypes,
     pub(super) from_dlpack: Py<PyAny>,
     get_default_dtype: Py<PyAny>,
+    /// The functions that return the other settings that machines must have too.
+    get_deterministic: Py<PyAny>,
+    get_warns_only: Py<PyAny>,
+    get_precision: Py<PyAny>,
     /// `sys._getframe`.
     pub(super) getframe: Py<PyAny>,
     pub(super) hooks: Hooks,
@@ -70,6 +74,7 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 pub(crate) fn remote_setup(py: Python<'_>, hooks: Hooks) -> PyResult<()> {
     let torch = py.import("torch")?;
     let class = |name: &str| Ok::<_, PyErr>(torch.getattr(name)?.cast_into::<PyType>()?.unbind());
+    let native = |name: &str| torch.getattr("_C")?.getattr(name).map(Bound::unbind);
     let parameter = torch.getattr("nn")?.getattr("Parameter")?;
     let torch = Torch {
         tensor: class("Tensor")?,
@@ -78,8 +83,11 @@ pub(crate) fn remote_setup(py: Python<'_>, hooks: Hooks) -> PyResult<()> {
         dtype: class("dtype")?,
         named: [class("memory_format")?, class("layout")?],
         dtypes: TorchDtypes::load(&torch)?,
-        from_dlpack: torch.getattr("_C")?.getattr("_from_dlpack")?.unbind(),
+        from_dlpack: native("_from_dlpack")?,
         get_default_dtype: torch.getattr("get_default_dtype")?.unbind(),
+        get_deterministic: native("_get_deterministic_algorithms")?,
+        get_warns_only: native("_get_deterministic_algorithms_warn_only")?,
+        get_precision: native("_get_float32_matmul_precision")?,
         getframe: py.import("sys")?.getattr("_getframe")?.unbind(),
         hooks,
         known_code: Mutex::default(),
@@ -124,6 +132,41 @@ pub(super) fn storage_at(address: u64) -> Option<u64> {
         .then_some((address & !REMOTE_BIT) >> ADDRESS_SHIFT)
 }
 
+/// The precisions of products of float32 matrices, as PyTorch names them.
+const PRECISIONS: [&str; 3] = ["highest", "high", "medium"];
+
+/// Settings of PyTorch in this process that results of operators depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Settings {
+    dtype: ScalarType,
+    deterministic: bool,
+    warns_only: bool,
+    /// An index of [`PRECISIONS`].
+    precision: u8,
+}
+
+impl Settings {
+    /// The settings of a new session.
+    pub(super) const DEFAULT: Self =
+        Self { dtype: ScalarType::FLOAT32, deterministic: false, warns_only: false, precision: 0 };
+
+    /// Returns a number that differs from those of other settings.
+    pub(super) fn key(self) -> u32 {
+        let flags = u8::from(self.deterministic) | u8::from(self.warns_only) << 1;
+        u32::from_le_bytes([self.dtype.0, flags, self.precision, 0])
+    }
+
+    /// Returns the arguments of the server's operator.
+    pub(super) fn arguments(self) -> Vec<Value> {
+        vec![
+            Value::Dtype(self.dtype),
+            Value::Bool(self.deterministic),
+            Value::Bool(self.warns_only),
+            Value::Text(PRECISIONS[usize::from(self.precision)].into()),
+        ]
+    }
+}
+
 impl Torch {
     /// Logs an operator and the hashes of its tensors, if the logger writes debug messages.
     pub(super) fn log(&self, py: Python<'_>, name: &str, call: &Call) -> PyResult<()> {
@@ -140,9 +183,18 @@ impl Torch {
         self.hooks.log.bind(py).call1((name, inputs, outputs)).map(drop)
     }
 
-    /// Returns PyTorch's default dtype.
-    pub(super) fn default_dtype(&self, py: Python<'_>) -> PyResult<ScalarType> {
-        self.scalar_type(&self.get_default_dtype.bind(py).call0()?)
+    /// Returns the settings of this process that results of operators depend on.
+    pub(super) fn settings(&self, py: Python<'_>) -> PyResult<Settings> {
+        let is = |get: &Py<PyAny>| get.bind(py).call0()?.is_truthy();
+        let precision = self.get_precision.bind(py).call0()?;
+        let precision = precision.cast::<PyString>()?.to_str()?;
+        let known = PRECISIONS.iter().position(|name| *name == precision);
+        Ok(Settings {
+            dtype: self.scalar_type(&self.get_default_dtype.bind(py).call0()?)?,
+            deterministic: is(&self.get_deterministic)?,
+            warns_only: is(&self.get_warns_only)?,
+            precision: known.unwrap_or_default() as u8,
+        })
     }
 
     pub(super) fn is_tensor(&self, object: &Bound<'_, PyAny>) -> PyResult<bool> {

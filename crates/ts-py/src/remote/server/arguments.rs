@@ -67,6 +67,7 @@ pub(super) fn describe(backend: &Backend, value: &Value) -> String {
             format!("[{}]", shown.chain(more).collect::<Vec<_>>().join(", "))
         }
         Value::Int(value) => value.to_string(),
+        Value::Unsigned(value) => value.to_string(),
         Value::Float(value) => value.to_string(),
         Value::Bool(value) => value.to_string(),
         Value::None => "None".into(),

@@ -10,16 +10,16 @@ use tensorstream::exec::{Call, Executor, OpFailure, TensorRef, Value};
 use tensorstream::remote::Bytes;
 
 use super::arguments::{describe, to_python};
-use super::default_dtype::{DefaultDtype, ParallelCall};
 use super::failures::{message, raised, raised_by_operator, refused};
 use super::hooks::Backend;
+use super::settings::{ParallelCall, Settings};
 use super::storages::Storages;
 use crate::memory::Target;
 
 /// The prefix of the operators that this package defines.
 const OWN_PREFIX: &str = "tensorstream::";
-/// The operator that sets the default dtype of a session.
-const DEFAULT_DTYPE: &str = "tensorstream::default_dtype";
+/// The operator that sets the settings of a session.
+const SETTINGS: &str = "tensorstream::settings";
 
 /// The operator that offers a tensor to other sessions, under a ticket.
 const OFFER: &str = "tensorstream::offer";
@@ -31,12 +31,12 @@ pub(super) struct TorchExecutor {
     session: Option<Py<PyAny>>,
     /// The operators, by number. `None` for operators whose definition failed.
     ops: Vec<Option<Operator>>,
-    default_dtype: DefaultDtype,
+    settings: Settings,
 }
 
 struct Operator {
     name: String,
-    /// The function that runs the operator. `None` for [`DEFAULT_DTYPE`].
+    /// The function that runs the operator. `None` for [`SETTINGS`].
     call: Option<Py<PyAny>>,
     /// The positions of the positional arguments that the operator writes to.
     writes: Vec<usize>,
@@ -50,7 +50,7 @@ impl TorchExecutor {
             storages: Storages::new(backend),
             session: None,
             ops: Vec::new(),
-            default_dtype: DefaultDtype::default(),
+            settings: Settings::default(),
         }
     }
 
@@ -88,24 +88,19 @@ impl TorchExecutor {
         })?;
         let kwargs = (!kwargs.is_empty()).then_some(&kwargs);
         let Some(callable) = &op.call else {
-            let dtype = args.get_item(0).map_err(failed)?;
-            if !dtype.get_type().is(backend.hooks.default_dtype.bind(py).get_type()) {
-                return Err(refused(format!(
-                    "invalid default dtype {dtype}: expected a torch.dtype"
-                )));
-            }
-            self.default_dtype.set(py, dtype.unbind());
+            let checked = backend.hooks.settings.call1(py, (args,));
+            self.settings.set(py, checked.map_err(|error| raised_by_operator(py, &error))?);
             return Ok(Vec::new());
         };
-        // Operators of this package do not use the default dtype, and must not hold the lock while
+        // Operators of this package do not depend on the settings, and must not hold the lock while
         // they wait for another machine.
         let result = if op.name.starts_with(OWN_PREFIX) {
             callable.bind(py).call(args, kwargs)
         } else if let Some(_parallel) = ParallelCall::begin() {
             callable.bind(py).call(args, kwargs)
         } else {
-            let dtype = self.default_dtype.get().unwrap_or(&backend.hooks.default_dtype);
-            backend.hooks.with_default.bind(py).call1((dtype, callable, args, kwargs))
+            let settings = self.settings.get().unwrap_or(&backend.hooks.default_settings);
+            backend.hooks.with_settings.bind(py).call1((settings, callable, args, kwargs))
         };
         let result = result.map_err(|error| raised_by_operator(py, &error))?;
         self.storages.store(&backend, call, result)
@@ -131,7 +126,7 @@ impl Executor for TorchExecutor {
             });
             match defined {
                 Ok((call, writes, writes_named)) => {
-                    let call = (name != DEFAULT_DTYPE).then_some(call);
+                    let call = (name != SETTINGS).then_some(call);
                     self.ops.push(Some(Operator { name: name.into(), call, writes, writes_named }));
                     Ok(())
                 }

@@ -37,10 +37,12 @@ pub(super) struct Hooks {
     pub(super) staging: Py<PyAny>,
     /// `copy_staged(storage, offset, tensor)`: copies a tensor of `staging` to its storage.
     pub(super) copy_staged: Py<PyAny>,
-    /// The default dtype of sessions that have not set one.
-    pub(super) default_dtype: Py<PyAny>,
-    /// `with_default(dtype, operator, args, kwargs)`: calls an operator with a default dtype.
-    pub(super) with_default: Py<PyAny>,
+    /// The settings of sessions that have not set their own.
+    pub(super) default_settings: Py<PyAny>,
+    /// `settings(args)`: checks and returns the settings that a client has sent.
+    pub(super) settings: Py<PyAny>,
+    /// `with_settings(settings, operator, args, kwargs)`: calls an operator with settings.
+    pub(super) with_settings: Py<PyAny>,
     /// `guard()`: returns a guard, which disables autograd until it is dropped.
     pub(super) guard: Py<PyAny>,
     pub(super) devices: Vec<Py<PyAny>>,

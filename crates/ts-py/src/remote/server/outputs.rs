@@ -215,7 +215,7 @@ fn to_value(backend: &Backend, object: &Bound<'_, PyAny>) -> Value {
         return Value::Bool(value.is_true());
     }
     if let Some(value) = integer(object) {
-        return Value::Int(value);
+        return value;
     }
     if let Ok(value) = object.cast::<PyFloat>() {
         return Value::Float(value.value());

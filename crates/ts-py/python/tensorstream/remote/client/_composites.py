@@ -25,15 +25,33 @@ def _on_cpu(tensor: torch.Tensor) -> bool:
     return _registry.runs_on_cpu(tensor.device.index)
 
 
+def _attention_choices() -> tuple[Any, ...]:
+    """Returns the settings of the process that decide which attention kernel is used."""
+    native: Any = torch._C
+    return (
+        native._get_flash_sdp_enabled(),
+        native._get_mem_efficient_sdp_enabled(),
+        native._get_math_sdp_enabled(),
+        native._get_cudnn_sdp_enabled(),
+        tuple(native._get_sdp_priority_order()),
+        native._get_deterministic_algorithms(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
 @functools.lru_cache(maxsize=1024)
 def _sdp_backend(
+    choices: tuple[Any, ...],
     layouts: tuple[Any, ...],
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
 ) -> int:
-    """Returns the attention kernel that PyTorch chooses for CPU tensors of these layouts."""
+    """Returns the attention kernel that PyTorch chooses for CPU tensors of these layouts.
+
+    ``choices`` are those of ``_attention_choices``, on which the result depends too.
+    """
 
     def like(layout: Any) -> torch.Tensor | None:
         if layout is None:
@@ -70,7 +88,8 @@ def _attention(
         else (tuple(t.shape), t.stride(), t.dtype, t.requires_grad and torch.is_grad_enabled())
         for t in (query, key, value, attn_mask)
     )
-    if _sdp_backend(layouts, dropout_p, is_causal, scale, enable_gqa) != _FLASH:
+    choices = _attention_choices()
+    if _sdp_backend(choices, layouts, dropout_p, is_causal, scale, enable_gqa) != _FLASH:
         return decompose(query, key, value, attn_mask, dropout_p, is_causal)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(

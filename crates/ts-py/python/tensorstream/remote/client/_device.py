@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,6 +49,26 @@ def manual_seed(seed: int) -> None:
     seed_of(current_device(), seed)
 
 
+def seed() -> None:
+    """Seeds the generator of the current device with a random number."""
+    manual_seed(_random_seed())
+
+
+def seed_all() -> None:
+    """Seeds the generators of all devices with one random number."""
+    manual_seed_all(_random_seed())
+
+
+def _random_seed() -> int:
+    return int.from_bytes(os.urandom(8), "little")
+
+
+def initial_seed() -> int:
+    """Returns the seed of the current device's generator. Blocks."""
+    # The states of PyTorch's generators, of a CPU and of CUDA, begin with the seed.
+    return int(get_rng_state()[:8].view(torch.int64).item()) % 2**64
+
+
 def seed_of(index: int, seed: int) -> None:
     """Seeds the generator of a device. ``seed`` has 64 bits, signed or unsigned."""
     _operators.SEED(_operators.anchor(index), (int(seed) + 2**63) % 2**64 - 2**63)
@@ -77,6 +99,21 @@ def set_rng_state(state: torch.Tensor, device: Any = "ts") -> None:
     """Sets the state of a device's generator to one that ``get_rng_state`` returned."""
     index = index_of(device)
     _operators.SET_RNG_STATE(_operators.anchor(index), state.to(torch.device("ts", index)))
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """Returns the states of the generators of all devices of machines that run. Blocks."""
+    return [get_rng_state(index) for index in sorted(_registry.ADDRESSES)]
+
+
+def set_rng_state_all(states: Iterable[torch.Tensor]) -> None:
+    """Sets the states of the generators of all devices to those of ``get_rng_state_all``."""
+    for index, state in zip(sorted(_registry.ADDRESSES), states, strict=True):
+        set_rng_state(state, index)
+
+
+def init() -> None:
+    """Does nothing. The device needs no initialization."""
 
 
 def synchronize(device: Any = None) -> None:
@@ -181,6 +218,8 @@ def _module() -> types.ModuleType:
         "device_count": _registry.count,
         "is_available": lambda: _registry.count() > 0,
         "is_initialized": lambda: True,
+        # torch.utils.checkpoint keeps the states of generators only of devices with this attribute.
+        "_initialized": True,
         "_is_in_bad_fork": _registry.is_forked,
         "_lazy_init": lambda: None,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
@@ -192,7 +231,8 @@ def _module() -> types.ModuleType:
     for name, value in attributes.items():
         setattr(module, name, value)
     for function in (
-        current_device, set_device, manual_seed, manual_seed_all, get_rng_state, set_rng_state,
+        current_device, set_device, init, manual_seed, manual_seed_all, seed, seed_all,
+        initial_seed, get_rng_state, set_rng_state, get_rng_state_all, set_rng_state_all,
         synchronize, memory_allocated, empty_cache, get_device_name,
     ):  # fmt: skip
         setattr(module, function.__name__, function)
@@ -224,9 +264,10 @@ def set_up() -> None:
 @functools.cache
 def _set_up() -> None:
     accelerator = _accelerator.current()
+    numbered = torch.device(0).type
     _setup_privateuseone_for_python_backend("ts", backend_module=_module(), hook=_Hooks())
     _accelerator.redirect_to(accelerator)
     _bridge.connect()
     _kernels.register()
-    _patches.apply()
+    _patches.apply(numbered)
     _registry.watch_forks()

@@ -18,8 +18,8 @@ _ACCEPTS_HOST_INDICES = {
     )
 }  # fmt: skip
 
-#: Operators whose results have other shapes on a CPU than on meta tensors. The shapes depend only
-#: on the signature of the call, so the machine reports them once for each signature.
+#: Operators whose results have other shapes or strides on a CPU than on meta tensors. These depend
+#: only on the signature of the call, so the machine reports them once for each signature.
 _SHAPES_FROM_MACHINE = {
     "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training",
     "cudnn_batch_norm",
@@ -28,6 +28,26 @@ _SHAPES_FROM_MACHINE = {
     "mkldnn_rnn_layer", "multilabel_margin_loss_forward", "native_layer_norm",
     "native_layer_norm_backward",
     "native_batch_norm_backward", "batch_norm_backward",
+    "_fft_r2c", "_fft_c2r", "_linalg_svd", "linalg_eig", "nonzero_static",
+}  # fmt: skip
+
+#: The same for operators whose results have other strides only if an argument is not contiguous,
+#: such as one in channels_last. Some of these names have an overload.
+_STRIDES_FROM_MACHINE = {
+    "convolution", "_convolution", "convolution_backward", "channel_shuffle", "pixel_shuffle",
+    "pixel_unshuffle", "max_unpool2d", "max_unpool3d", "native_dropout_backward",
+    *(
+        f"{pad}_pad{n}d{suffix}"
+        for pad in ("reflection", "replication")
+        for n in (1, 2, 3)
+        for suffix in ("", "_backward")
+    ),
+    "_log_softmax_backward_data", "_softmax_backward_data", "log_sigmoid_forward",
+    "huber_loss_backward", "mse_loss_backward", "smooth_l1_loss_backward",
+    "hardswish_backward", "hardtanh_backward", "logit_backward",
+    "abs", "complex", "copysign", "div.Tensor_mode", "floor_divide", "heaviside", "isinf", "ldexp",
+    "logaddexp", "logaddexp2", "logical_and", "logical_or", "logical_xor", "normal", "polar",
+    "pow.Scalar", "xlogy",
 }  # fmt: skip
 
 
@@ -37,7 +57,10 @@ def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
     kinds = [str(argument.type) for argument in op._schema.arguments]
     # Without tensors, the shapes of the results depend on the values of the arguments.
     by_value = not any("Tensor" in kind for kind in kinds)
-    from_machine = op._schema.name.removeprefix("aten::") in _SHAPES_FROM_MACHINE
+    names = {op._schema.name.removeprefix("aten::"), name.removeprefix("aten::")}
+    from_machine = not names.isdisjoint(_SHAPES_FROM_MACHINE)
+    # Outputs that the caller passes are resized on this computer.
+    strides_from_machine = not names.isdisjoint(_STRIDES_FROM_MACHINE) and not op._schema.is_mutable
     # Some operators in `_SHAPES_FROM_MACHINE` write to arguments that their schemas do not mark.
     writes = from_machine or op._schema.is_mutable
     positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
@@ -48,6 +71,7 @@ def kernel(op: torch._ops.OpOverload) -> _native.RemoteKernel:
         by_value,
         name in _ACCEPTS_HOST_INDICES,
         from_machine,
+        strides_from_machine,
         writes,
         generator,
         tensor_positions(op),

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from ... import _native
 from .. import _registry
-from . import _autocast
+from . import _autocast, _encoder
 from . import _server_operators as _operators
 from ._composites import COMPOSITES
 from ._direct import copy_directly, note_failure
@@ -31,9 +30,13 @@ aten = torch.ops.aten
 #: Keeps the libraries alive. PyTorch removes the kernels of a library when it is deleted.
 _LIBRARIES: list[torch.library.Library] = []
 
-#: Composite operators that are sent to the machine as one operator, because their decomposition
-#: depends on the device.
-_UNDECOMPOSED = ["aten::convolution", "aten::convolution_backward", "aten::_convolution"]
+#: Composite operators that are sent to the machine as one operator, because their decomposition, or
+#: the strides of their results, depend on the device.
+_UNDECOMPOSED = [
+    "aten::convolution", "aten::convolution_backward", "aten::_convolution",
+    "aten::abs", "aten::complex", "aten::isinf", "aten::polar",
+    "aten::logical_and", "aten::logical_or", "aten::logical_xor",
+]  # fmt: skip
 
 
 def _contiguous_strides(sizes: Any) -> list[int]:
@@ -45,13 +48,17 @@ def _contiguous_strides(sizes: Any) -> list[int]:
 
 
 def _index(device: Any) -> int:
-    return _registry.index_of(None if device is None else device.index)
+    index = _registry.index_of(None if device is None else device.index)
+    if index < 0:  # PyTorch has one byte for it
+        raise RuntimeError(f"invalid device {device}: the indices of devices are below 128")
+    return index
 
 
 def _empty(
     size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
     memory_format: Any = None,
 ) -> torch.Tensor:  # fmt: skip
+    _require_sizes(size)
     if layout not in (None, torch.strided):
         raise RuntimeError(f"unsupported layout {layout} on the device ts: expected torch.strided")
     if memory_format in (None, torch.contiguous_format):
@@ -70,7 +77,29 @@ def _empty_strided(
     device: Any = None,
     pin_memory: Any = None,
 ) -> torch.Tensor:
+    _require_sizes(size)
     return _native.remote_empty(_index(device), size, stride, dtype or torch.get_default_dtype())
+
+
+def _require_sizes(size: Sequence[int]) -> None:
+    """Requires that no size is negative.
+
+    Raises:
+        RuntimeError: One is. The message is PyTorch's.
+    """
+    if size and min(size) < 0:
+        raise RuntimeError(
+            f"Trying to create tensor with negative dimension {min(size)}: {list(size)}"
+        )
+
+
+def _copy(tensor: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Implements ``copy_``.
+
+    PyTorch's own kernel would call ``_copy_from``, whose schema does not say that it writes, so the
+    copy would be made to a resolved copy of a tensor that is lazily conjugated or negated.
+    """
+    return tensor if tensor is source else _copy_from(source, tensor, non_blocking)
 
 
 def _as_strided(
@@ -116,19 +145,12 @@ def download(source: torch.Tensor, to: torch.Tensor) -> None:
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor without lazy conjugation or negation.
-
-    A copy has the memory format that it would have on a CPU, because some operators round
-    differently for other formats.
-    """
-    if not (tensor.is_conj() or tensor.is_neg()):
-        return tensor
-    memory_format = suggest_memory_format(tensor)
+    """Returns a tensor without lazy conjugation or negation. A copy keeps the strides."""
     if tensor.is_conj():
         tensor = aten.conj_physical.default(tensor.conj())
     if tensor.is_neg():
         tensor = aten.neg.default(tensor._neg_view())
-    return tensor.contiguous(memory_format=memory_format)
+    return tensor
 
 
 def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -290,6 +312,7 @@ _IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "aten::empty_strided": _empty_strided,
     "aten::as_strided": _as_strided,
     "aten::resize_": _resize,
+    "aten::copy_": _copy,
     "aten::_copy_from": _copy_from,
     "aten::_copy_from_and_resize": _copy_from_and_resize,
     "aten::_local_scalar_dense": _local_scalar_dense,
@@ -302,6 +325,8 @@ _IMPLEMENTED: dict[str, Callable[..., Any]] = {
     "aten::_to_copy": _to_copy,
     "aten::record_stream": _record_stream,
     "aten::histc": _histc,
+    "aten::_nested_tensor_from_mask": _encoder.nested_from_mask,
+    "aten::_nested_tensor_from_mask_left_aligned": _encoder.is_left_aligned,
     "aten::_efficientzerotensor": _efficientzerotensor,
 }
 

@@ -47,6 +47,11 @@ _LIBRARY.define(
     "lstm_inference(Tensor input, Tensor[] weights, Tensor hx, Tensor cx, bool reverse, "
     "int num_layers, bool has_biases, bool bidirectional, bool train) -> (Tensor, Tensor, Tensor)"
 )
+# A layer of ``nn.TransformerEncoder`` on padded sequences.
+_LIBRARY.define(
+    "nested_encoder_layer(Tensor input, Tensor keep, Tensor[] weights, int num_heads, "
+    "bool use_gelu, bool norm_first, float eps) -> Tensor"
+)
 
 
 def _lstm_inference_meta(
@@ -66,9 +71,9 @@ _LIBRARY.impl("manual_seed", lambda anchor, seed: None, "Meta")
 _LIBRARY.impl("empty_cache", lambda anchor: None, "Meta")
 _LIBRARY.impl("set_rng_state", lambda anchor, state: None, "Meta")
 _LIBRARY.impl("give_generator", lambda anchor, state: None, "Meta")
-_LIBRARY.impl(
-    "lstm_inference", kernel(torch.ops.tensorstream.lstm_inference.default), "PrivateUse1"
-)
+_LIBRARY.impl("nested_encoder_layer", lambda x, *_: torch.empty_like(x), "Meta")
+for _name in ("lstm_inference", "nested_encoder_layer"):
+    _LIBRARY.impl(_name, kernel(getattr(torch.ops.tensorstream, _name).default), "PrivateUse1")
 KIND = kernel(torch.ops.tensorstream.kind.default)
 DEVICES = kernel(torch.ops.tensorstream.devices.default)
 GPU_NAME = kernel(torch.ops.tensorstream.gpu_name.default)

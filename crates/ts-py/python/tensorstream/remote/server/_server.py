@@ -29,11 +29,11 @@ NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized
 #: The operators of the namespace "tensorstream", which ``Session`` implements.
 SERVER_OPERATORS = frozenset({
     "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator",
-    "default_dtype", "kind",
+    "settings", "kind",
     "devices", "gpu_name", "gpu_bytes", "empty_cache", "offer", "withdraw", "claim", "fetch",
     "take", "deposit", "connect", "send", "disconnect",
     "open_checkpoint", "load_tensors", "close_checkpoint", "read_text", "directories",
-    "run_function", "lstm_inference",
+    "run_function", "lstm_inference", "nested_encoder_layer",
 })  # fmt: skip
 #: Those that write to their first argument.
 _WRITING = frozenset({"claim", "fetch", "take"})
@@ -52,8 +52,8 @@ RESHAPING = frozenset(
 
 #: Held while a session uses PyTorch's default generator, of which a process has one.
 _default_generator_lock = threading.Lock()
-#: Held while a session uses PyTorch's default dtype, of which a process has one.
-_default_dtype_lock = threading.Lock()
+#: Held while a session uses its settings of PyTorch, of which a process has one set.
+_settings_lock = threading.Lock()
 
 
 class Session:
@@ -235,6 +235,19 @@ class Session:
             )  # fmt: skip
         return output, h, c
 
+    def _nested_encoder_layer(
+        self, input: torch.Tensor, keep: torch.Tensor, weights: list[torch.Tensor],
+        num_heads: int, use_gelu: bool, norm_first: bool, eps: float,
+    ) -> torch.Tensor:  # fmt: skip
+        with torch.no_grad():
+            nested = torch._nested_tensor_from_mask(input, keep, mask_check=False)
+            run: Any = torch._transformer_encoder_layer_fwd
+            output: torch.Tensor = run(
+                nested, input.shape[-1], num_heads, *weights[:4], use_gelu, norm_first, eps,
+                *weights[4:],
+            )  # fmt: skip
+            return output.to_padded_tensor(0.0, input.shape)
+
     def _manual_seed(self, anchor: torch.Tensor, seed: int) -> None:
         self._generator(anchor.device).manual_seed(seed)
 
@@ -312,7 +325,7 @@ class Session:
     def _directories(self, anchor: torch.Tensor, source: str) -> str:
         return self._checkpoints.directories(source)
 
-    def _default_dtype(self, dtype: torch.dtype) -> None:
+    def _settings(self, *settings: Any) -> None:
         """Does nothing. The native half handles this operator."""
 
     def _kind(self, anchor: torch.Tensor) -> str:
@@ -370,29 +383,67 @@ def _default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def _call_with_dtype(
-    dtype: torch.dtype,
+#: The default dtype, whether operators must be deterministic, whether those that cannot be only
+#: warn, and the precision of products of float32 matrices.
+Settings = tuple[torch.dtype, bool, bool, str]
+_DEFAULT_SETTINGS: Settings = (torch.float32, False, False, "highest")
+
+
+def _checked_settings(given: tuple[Any, ...]) -> Settings:
+    """Returns the settings that a client has sent.
+
+    Raises:
+        ValueError: They are invalid.
+    """
+    kinds = tuple(map(type, _DEFAULT_SETTINGS))
+    if tuple(map(type, given)) != kinds or given[3] not in ("highest", "high", "medium"):
+        raise ValueError(
+            f"invalid settings {given}: expected a default dtype, whether operators are "
+            "deterministic, whether they only warn, and a precision of float32 products"
+        )
+    return given
+
+
+def _apply(settings: Settings) -> Settings:
+    """Applies settings to this process, and returns the former ones."""
+    before = (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+    dtype, deterministic, warns_only, precision = settings
+    if dtype != before[0]:
+        torch.set_default_dtype(dtype)
+    if (deterministic, warns_only) != before[1:3]:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns_only)
+    if precision != before[3]:
+        torch.set_float32_matmul_precision(precision)
+    return before
+
+
+def _call_with_settings(
+    settings: Settings,
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> Any:
-    """Calls an operator with a default dtype, which is reset afterwards."""
-    with _default_dtype_lock:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
+    """Calls an operator with settings, which are reset afterwards."""
+    with _settings_lock:
+        before = _apply(settings)
         try:
             return call(*args, **(kwargs or {}))
         finally:
-            torch.set_default_dtype(before)
+            _apply(before)
 
 
-def _call_without_dtype(
-    dtype: torch.dtype,
+def _call_without_settings(
+    settings: Settings,
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
 ) -> Any:
-    """Calls an operator with the default dtype of the process. Ignores ``dtype``."""
+    """Calls an operator with the settings of the process. Ignores ``settings``."""
     return call(*args, **(kwargs or {}))
 
 
@@ -496,8 +547,9 @@ def _hooks(
         storage_bytes=_storage_bytes,
         staging=_staging,
         copy_staged=_copy_staged,
-        default_dtype=torch.float32,
-        with_default=_call_without_dtype if shared else _call_with_dtype,
+        default_settings=_DEFAULT_SETTINGS,
+        settings=_checked_settings,
+        with_settings=_call_without_settings if shared else _call_with_settings,
         guard=torch._C._AutoDispatchBelowAutograd,
         devices=devices,
         on_host=not staged and all(device.type == "cpu" for device in devices),
