@@ -84,7 +84,8 @@ impl Claim {
     }
 
     /// Claims the entry of a directory. A symbolic link or another name of a file that is there
-    /// will be replaced, so that nothing outside of the directory changes. `target` has a file name.
+    /// will be replaced, so that nothing outside of the directory changes. `target` must have a
+    /// file name.
     ///
     /// Returns `None` if another process has claimed it.
     #[cfg(feature = "remote")]

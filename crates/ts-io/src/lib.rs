@@ -92,6 +92,7 @@ mod measure;
 mod object;
 mod open;
 mod page_cache;
+mod passwords;
 mod progress;
 mod provider;
 mod registry;
@@ -124,7 +125,7 @@ pub use gpu_read::GpuRead;
 #[cfg(target_os = "linux")]
 pub use measure::measure_mapped_views;
 pub use measure::{Measurement, Workload, measure, measure_memcpy};
-pub use open::hide_passwords;
+pub use passwords::hide_passwords;
 pub use provider::{Availability, BackendProvider};
 pub use registry::{Choice, Registry};
 #[cfg(unix)]

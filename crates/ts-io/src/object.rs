@@ -23,7 +23,7 @@ use crate::backend::{
     Rejected, Transfer, monotonic_ns, take_matching,
 };
 use crate::hook::{Interception, ReadHook};
-use crate::open::hide_passwords;
+use crate::passwords::hide_passwords;
 use crate::provider::{Availability, BackendProvider};
 use crate::scatter::copy_to;
 use crate::source::{Fingerprint, Origin};

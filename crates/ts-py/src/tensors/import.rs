@@ -15,8 +15,8 @@ use crate::memory::Memory;
 ///
 /// # Errors
 /// TypeError if the object does not support DLPack; BufferError if the tensor is not on the host or
-/// has a dtype or strides that are not supported, or is lazily negated; ConfigurationError if it has more than 64
-/// dimensions. Also the exceptions of `__dlpack__`.
+/// has a dtype or strides that are not supported, or is lazily negated; ConfigurationError if it
+/// has more than 64 dimensions. Also the exceptions of `__dlpack__`.
 pub(super) fn import(value: &Bound<'_, PyAny>) -> PyResult<(TensorInfo, Memory)> {
     let py = value.py();
     // PyTorch exports the memory of such a view, which has other values.

@@ -31,7 +31,8 @@ impl Settings {
         self.0.as_ref()
     }
 
-    /// Replaces the settings. The first call in a session blocks until no call runs without the lock.
+    /// Replaces the settings. The first call in a session blocks until no call runs without the
+    /// lock.
     pub(super) fn set(&mut self, py: Python<'_>, settings: Py<PyAny>) {
         if self.0.replace(settings).is_none() {
             SESSIONS.fetch_add(1, Ordering::SeqCst);
