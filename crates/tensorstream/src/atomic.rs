@@ -18,8 +18,8 @@ use crate::Error;
 /// Delay between attempts to lock a file.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The number of bytes at the start of a file without which it is no checkpoint: the length of a
-/// safetensors header, and the magic of a `.ts` file.
+/// The length of what identifies a checkpoint, at the start of the file: the length of a
+/// safetensors header, or the magic of a `.ts` file.
 const START: usize = 8;
 
 /// The exclusive right to write the file at a path. Other processes wait until the claim is
@@ -66,6 +66,9 @@ impl Claim {
         }
         loop {
             if let Some(file) = try_claim(&partial).map_err(|e| Error::write(&partial, e))? {
+                // Nobody may read the new bytes who may not read the old ones.
+                attributes::take_permissions(&file, &target)
+                    .map_err(|e| Error::write(&target, e))?;
                 return Ok(Self {
                     file,
                     partial,
@@ -338,8 +341,10 @@ impl AtomicFile {
 
     /// Makes the file durable. Unless it was appended to in place, renames it to its target.
     ///
-    /// After an error, the previous content is unchanged, with one exception. If only the last
-    /// flush fails, the new content is in place, but may be lost in a power failure.
+    /// After an error, the previous content is unchanged, with two exceptions. If only the last
+    /// flush fails, the new content is in place, but may be lost in a power failure. If a file with
+    /// several names cannot be copied to, it is no checkpoint, and the partial file has the new
+    /// content.
     pub(crate) fn commit(mut self) -> Result<(), Error> {
         self.flush()?;
         if self.in_place.is_some() {

@@ -312,3 +312,13 @@ def test_data_of_parameters_can_be_replaced_after_a_model_has_streamed(
     ts.offload(model, ts.Config(storage_path=tmp_path))
     ts.restore(model)
     test_data_of_parameters_can_be_replaced(device)
+
+
+def test_encoders_with_layers_of_their_own_are_refused(device: torch.device) -> None:
+    """PyTorch would call their ``forward`` or hooks with nested tensors."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval().to(device)
+    encoder.layers[1].register_forward_hook(lambda *_: None)
+    mask = torch.tensor([[False, True], [False, False]], device=device)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="enable_nested_tensor=False"):
+        encoder(torch.rand(2, 2, 8, device=device), src_key_padding_mask=mask)

@@ -85,7 +85,23 @@ pub(super) fn take_over(file: &File, path: &Path) -> Result<()> {
     }
     copy_extended_attributes(file, path);
     // After the attributes: the access control list has permissions too.
-    file.set_permissions(old.permissions())
+    take_permissions(file, path)
+}
+
+/// Gives `file` the permissions of the file at `path`, if there is one. Some file systems have the
+/// same permissions for all files, and cannot change them.
+#[cfg(unix)]
+pub(super) fn take_permissions(file: &File, path: &Path) -> Result<()> {
+    let old = match fs::metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        old => old?.permissions(),
+    };
+    if file.metadata()?.permissions() == old { Ok(()) } else { file.set_permissions(old) }
+}
+
+#[cfg(not(unix))]
+pub(super) fn take_permissions(_: &File, _: &Path) -> Result<()> {
+    Ok(())
 }
 
 #[cfg(not(unix))]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Small files that make later runs faster, and what killed processes have left.
+//! Small files that save time in later runs, and unfinished files of processes that were killed.
 
 use std::path::PathBuf;
 
@@ -13,7 +13,7 @@ pub(crate) fn cache_directory() -> Option<PathBuf> {
     io::cache_directory()
 }
 
-/// Reads a file that ``write_cached`` has written. None if it cannot be read, or is no such file.
+/// Reads a file that ``write_cached`` has written. Returns None if that is not possible.
 #[pyfunction]
 pub(crate) fn read_cached(path: PathBuf) -> Option<String> {
     io::read_cached(&path)

@@ -110,6 +110,8 @@ def _patch_module_moves() -> None:
         ) -> torch.nn.Module:
             # A number is that of the device that other functions of PyTorch mean by it.
             args = tuple(torch.device(each) if type(each) is int else each for each in args)
+            if type(kwargs.get("device")) is int:
+                kwargs["device"] = torch.device(kwargs["device"])
             future = torch.__future__
             current = next((p.device for p in self.parameters() if is_ours(p)), None)
             devices = {

@@ -14,14 +14,18 @@ from typing import Any
 import torch
 
 
-class _NestedInput(Exception):
-    """Raised where PyTorch would make a nested tensor of the input of an encoder.
+class _NestedInput(NotImplementedError):
+    """Raised where PyTorch would make a nested tensor, which the device does not have.
 
     Attributes:
         keep: Which elements are not padded.
     """
 
     def __init__(self, keep: torch.Tensor) -> None:
+        super().__init__(
+            "the device ts does not support nested tensors of padded input; pass "
+            "enable_nested_tensor=False to nn.TransformerEncoder"
+        )
         self.keep = keep
 
 
@@ -45,6 +49,8 @@ def patch() -> None:
         try:
             return forward(self, src, *args, **kwargs)
         except _NestedInput as nested:
+            if not all(map(_is_plain, self.layers)):
+                raise
             output = src
             for layer in self.layers:
                 output = _run_layer(layer, output, nested.keep)
@@ -52,6 +58,13 @@ def patch() -> None:
 
     # PyTorch has no hook for this. mypy does not allow assignments to methods.
     encoder.forward = run  # type: ignore[method-assign]
+
+
+def _is_plain(layer: Any) -> bool:
+    """Returns whether a call of a layer does nothing but run PyTorch's ``forward``."""
+    plain = torch.nn.TransformerEncoderLayer
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
+    return type(layer) is plain and "forward" not in layer.__dict__ and not any(hooks)
 
 
 def _run_layer(layer: Any, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
