@@ -298,8 +298,10 @@ def test_a_tied_head_runs_block_by_block(
     before = ts.stats(model)["read_bytes"]
     with torch.inference_mode():
         model(ids)
-    # The head reads each block once, and the lookup does not read the weight a second time.
-    assert ts.stats(model)["read_bytes"] - before < 1.3 * size + (1 << 20)
+    # The head reads each block once, and the lookup does not read the weight a second time. Of a
+    # head that is one unit, the lookup needs all, which the layer between them replaces.
+    most = 1.3 if is_divided else 2.1
+    assert ts.stats(model)["read_bytes"] - before < most * size + (1 << 20)
     model = ts.restore(model)
     assert torch.equal(model.embed.weight, reference.embed.weight)
     assert model.head.weight is model.embed.weight
