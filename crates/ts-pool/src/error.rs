@@ -12,6 +12,9 @@ pub enum ErrorKind {
     Full,
     /// The request exceeds the size of the pool, or the unreserved bytes of the budget.
     NeverFits,
+    /// A device does not exist on this computer, or cannot be used. Other memory that is freed
+    /// does not change that.
+    Unsupported,
     /// The operating system or a device reported an error.
     System,
     /// The request was invalid.
@@ -209,8 +212,12 @@ impl Error {
             | Error::BadAlignment { .. }
             | Error::TooManyStreams
             | Error::BadLog { .. } => ErrorKind::Misuse,
-            Error::Device(error) if error.kind() == ts_streams::ErrorKind::Full => ErrorKind::Full,
-            Error::Device(_) => ErrorKind::System,
+            Error::Device(error) => match error.kind() {
+                ts_streams::ErrorKind::Full => ErrorKind::Full,
+                ts_streams::ErrorKind::Unsupported => ErrorKind::Unsupported,
+                ts_streams::ErrorKind::Misuse => ErrorKind::Misuse,
+                _ => ErrorKind::System,
+            },
             Error::NeverFits { .. } | Error::OverBudget { .. } => ErrorKind::NeverFits,
             Error::Map { .. } | Error::Store { .. } => ErrorKind::System,
         }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Bytes in host memory or on a GPU.
 
+use std::alloc::Layout;
 use std::collections::HashMap;
 use std::sync::Once;
 
@@ -45,6 +46,26 @@ impl TensorBuffer {
     /// Allocates `len` zero bytes in host memory.
     pub fn cpu_zeros(len: usize) -> Self {
         Self::cpu(vec![0; len])
+    }
+
+    /// Allocates `len` zero bytes in host memory.
+    ///
+    /// # Errors
+    /// Returns [`Error::Map`] if there is too little memory.
+    pub fn try_cpu_zeros(len: usize) -> Result<Self, Error> {
+        let failed = || Error::Map { bytes: len, source: std::io::ErrorKind::OutOfMemory.into() };
+        if len == 0 {
+            return Ok(Self::cpu(Vec::new()));
+        }
+        let layout = Layout::array::<u8>(len).map_err(|_| failed())?;
+        // SAFETY: the size of the layout is not zero.
+        let data = unsafe { std::alloc::alloc_zeroed(layout) };
+        if data.is_null() {
+            return Err(failed());
+        }
+        // SAFETY: the global allocator returned `data` for the layout of `len` bytes, all of which
+        // are initialised, and nothing else owns it.
+        Ok(Self::cpu(unsafe { Vec::from_raw_parts(data, len, len) }))
     }
 
     /// Allocates `len` bytes with undefined contents on GPU `ordinal`, or `len` zero bytes in host

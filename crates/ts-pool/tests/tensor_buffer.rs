@@ -137,5 +137,6 @@ fn without_a_gpu_the_allocation_falls_back_and_warns_once() {
     assert_eq!(*LOGGED.lock().unwrap(), [expected]);
     let error = TensorBuffer::allocate_gpu(100, 0).unwrap_err();
     assert_eq!(error.to_string(), format!("cannot open GPU 0: {status}"));
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(TensorBuffer::cpu_zeros(1).to_gpu(0).is_err());
 }

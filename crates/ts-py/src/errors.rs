@@ -1,17 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Maps error kinds to the exception classes of `tensorstream.errors`.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use pyo3::prelude::*;
 use pyo3::types::PyType;
 use tensorstream::exec::OpFailureKind;
 use tensorstream::io::hide_passwords;
 use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
+use crate::files::made::remove_if_made;
+
 /// Converts an error of the crate `tensorstream` to a Python exception.
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     let (name, mut message) = (class_name(error), error.to_string());
     if name == "CheckpointChangedError" {
         message = format!("{message}; {AFTER_A_CHANGE}");
+    }
+    if let Error::Engine(orchestrator::Error::Corrupt { path, .. }) = error
+        && remove_if_made(path)
+    {
+        message += MADE_AGAIN;
     }
     let exception = exception(py, name, &message);
     if let Error::Engine(orchestrator::Error::NeverFits(refusal)) = error {
@@ -26,6 +35,10 @@ pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
 /// What to do about a CheckpointChangedError.
 const AFTER_A_CHANGE: &str =
     "open it again, or call tensorstream.reload(model) for a model that streams it";
+
+/// What to do about a damaged file that was removed.
+const MADE_AGAIN: &str = " (it was converted from the checkpoint and has been removed: loading the \
+                          model again converts it again)";
 
 /// Creates the exception for an operator that failed on a remote machine.
 pub(crate) fn operator_error(py: Python<'_>, kind: OpFailureKind, message: &str) -> PyErr {
@@ -76,11 +89,29 @@ pub(crate) fn tensor_error(py: Python<'_>, error: &remote::Error) -> PyErr {
 
 /// Converts an error of a memory pool to a Python exception.
 pub(crate) fn pool_error(py: Python<'_>, error: &pool::Error) -> PyErr {
-    let name = match error.kind() {
-        pool::ErrorKind::Misuse => "ConfigurationError",
+    let name = match (error, error.kind()) {
+        (_, pool::ErrorKind::Misuse) => "ConfigurationError",
+        (_, pool::ErrorKind::Unsupported) => "DeviceUnavailableError",
+        (pool::Error::Device(_), pool::ErrorKind::System) => "DeviceError",
         _ => "OutOfMemoryError",
     };
     exception(py, name, &error.to_string())
+}
+
+/// Reports that `what` is used instead of what was asked for: a NotBuiltWarning, and a record of
+/// the logger `tensorstream` for the first one of the process.
+///
+/// # Errors
+/// Returns the warning if the program turned it into an exception.
+pub(crate) fn warn_fallback(py: Python<'_>, what: &str) -> PyResult<()> {
+    static LOGGED: AtomicBool = AtomicBool::new(false);
+    if !LOGGED.swap(true, Ordering::Relaxed) {
+        let logger = py.import("logging")?.call_method1("getLogger", ("tensorstream",))?;
+        logger.call_method1("warning", ("%s", what))?;
+    }
+    let category = py.import("tensorstream.errors")?.getattr("NotBuiltWarning")?;
+    py.import("warnings")?.call_method1("warn", (what, category))?;
+    Ok(())
 }
 
 /// Creates a ConnectionTimeout: a timeout passed before the event that the caller waits for.

@@ -175,7 +175,9 @@ def test_a_changed_source_is_converted_again(saved: Saved, tmp_path: Path, cache
     assert len(list((cache / "tensorstream").iterdir())) == 2
 
 
-def test_a_damaged_conversion_is_an_error_or_rewritten(saved: Saved, cache: Path) -> None:
+def test_a_damaged_conversion_is_made_again(
+    saved: Saved, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = saved("gpt2")
     ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
     (file,) = (cache / "tensorstream").iterdir()
@@ -184,12 +186,21 @@ def test_a_damaged_conversion_is_an_error_or_rewritten(saved: Saved, cache: Path
     file.write_bytes(content)
     streamed = ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
     with pytest.raises(
-        ts.ChecksumError, match=rf"{file.name}: \d+ bytes at byte \d+ do not match their checksum"
+        ts.ChecksumError,
+        match=rf"{file.name}: \d+ bytes at byte \d+ do not match their checksum.*has been removed",
     ):
         streamed(**FAMILIES["gpt2"].inputs(1))
-    file.write_bytes(content[:5000])
-    again = ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
-    again(**FAMILIES["gpt2"].inputs(1))
+    assert not file.exists()
+    expected = model_class(FAMILIES["gpt2"]).from_pretrained(path, dtype=torch.bfloat16)
+    for damaged in (None, content[:5000]):
+        if damaged is not None:
+            file.write_bytes(damaged)
+        capfd.readouterr()
+        again = ts.from_pretrained(path, budget="1MiB", dtype=torch.bfloat16)
+        assert "converting" in capfd.readouterr().err
+        with torch.no_grad():
+            output = again(**FAMILIES["gpt2"].inputs(1)).logits
+            assert torch.equal(output, expected(**FAMILIES["gpt2"].inputs(1)).logits)
 
 
 def test_a_conversion_over_budget_reports_the_smallest_budget(

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import subprocess
+import sys
+import textwrap
 import threading
 import weakref
 from typing import Any
@@ -193,19 +197,52 @@ def test_dlpack_requests_are_honoured_or_refused() -> None:
         across.tobytes()
 
 
+def _says_if_on_the_host(status: ts.GpuStatus) -> contextlib.AbstractContextManager[object]:
+    if status.is_available:
+        return contextlib.nullcontext()
+    return pytest.warns(ts.NotBuiltWarning, match="using host memory instead of GPU 0: cannot")
+
+
+def test_a_fallback_to_the_host_is_logged_once_and_can_be_an_error() -> None:
+    program = """
+        import logging, warnings
+        logging.basicConfig(format="logged %(name)s %(levelname)s", stream=__import__("sys").stdout)
+        import tensorstream as ts
+        absent = ts.GpuStatus.detect().device_count
+        for _ in range(3):
+            assert ts.TensorBuffer.try_allocate_gpu(8, absent).to_host() == bytes(8)
+        warnings.simplefilter("error")
+        try:
+            ts.TensorMeta([2], "float32").allocate_buffer(absent)
+        except ts.NotBuiltWarning:
+            print("raised")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines() == ["logged tensorstream WARNING", "raised"]
+    assert "using host memory instead of GPU" in done.stderr
+
+
 def test_buffers_metadata_and_gpu_status() -> None:
     status = ts.GpuStatus.detect()
     assert status.is_available == (status.device_count > 0) == (status.kind == "Available")
     assert status.cuda_compiled == (status.kind != "NotCompiled")
     assert status.message() == str(status)
     meta = ts.TensorMeta([2, 3], ts.DType.float32())
-    buffer = meta.allocate_buffer()
+    with _says_if_on_the_host(status):
+        buffer = meta.allocate_buffer()
     assert (len(buffer), buffer.size, buffer.is_cpu or status.is_available) == (24, 24, True)
     buffer.copy_from(bytes(range(24)))
     assert buffer.to_host() == buffer.to_bytes() == buffer.to_cpu().to_bytes() == bytes(range(24))
     assert buffer.is_gpu != buffer.is_cpu
     assert ts.TensorBuffer.from_bytes(b"abc").to_bytes() == b"abc"
-    assert ts.TensorBuffer.try_allocate_gpu(size=8, device_id=0).size == 8
+    with _says_if_on_the_host(status):
+        assert ts.TensorBuffer.try_allocate_gpu(size=8, device_id=0).size == 8
     with pytest.raises(ts.ConfigurationError):
         buffer.copy_from(b"short")
     assert ts.TensorBuffer.cpu_zeros(5).to_host() == bytes(5)
@@ -215,13 +252,19 @@ def test_buffers_metadata_and_gpu_status() -> None:
         ts.PoolConfig(min_block_bytes=0)
     with pytest.raises(ts.ConfigurationError, match="cuda:N"):
         ts.Tensor.zeros([1], "float32", device="tpu")
-    if not status.is_available:
-        with pytest.raises(ts.OutOfMemoryError, match=r"GPU|CUDA"):
-            buffer.to_gpu(0)
-        with pytest.raises(ts.OutOfMemoryError, match=r"GPU|CUDA"):
-            ts.TensorBuffer.allocate_gpu(8)
-        with pytest.raises(ts.OutOfMemoryError, match=r"GPU|CUDA"):
-            ts.Tensor.zeros([1], "float32", device="cuda:0")
+    # A GPU that does not exist is not a lack of memory: a program that tries again with less
+    # memory would never end.
+    assert not issubclass(ts.DeviceUnavailableError, MemoryError)
+    absent = status.device_count
+    for call in (
+        lambda: buffer.to_gpu(absent),
+        lambda: ts.TensorBuffer.allocate_gpu(8, absent),
+        lambda: ts.Tensor.zeros([1], "float32", device=f"cuda:{absent}"),
+    ):
+        with pytest.raises(ts.DeviceUnavailableError, match=r"GPU|CUDA"):
+            call()
+    with pytest.raises(ts.OutOfMemoryError):
+        ts.TensorBuffer.cpu_zeros(1 << 60)
     with pytest.raises((ts.ConfigurationError, ts.ProtocolError)):
         ts.Tensor.zeros([1 << 62, 8], "float32")
     with pytest.raises(TypeError, match="invalid dtype"):

@@ -61,6 +61,7 @@ __all__ = [
     "modules",
     "named_modules",
     "named_tensors",
+    "note_made",
     "open_file",
     "parse_bytes",
     "plan",
@@ -113,6 +114,10 @@ def write_cached(path: Path, text: str) -> None:
 
 def remove_unfinished(directory: Path) -> None:
     """Removes unfinished files of weights that no process is writing."""
+
+def note_made(path: Path) -> None:
+    """Notes that a file was made from a checkpoint. If it turns out to be damaged, it is removed,
+    so that the next load makes it again."""
 
 def available_memory() -> int | None: ...
 def backends() -> list[str]:
@@ -625,6 +630,12 @@ class TensorMeta:
 
         Args:
             device: The number of the GPU.
+
+        Warns:
+            NotBuiltWarning: The buffer is on the host.
+
+        Raises:
+            OutOfMemoryError: The host has too little memory, too.
         """
 
 @final
@@ -647,7 +658,11 @@ class TensorBuffer:
         """Copies bytes to a new buffer on the host. The same as ``cpu``."""
     @staticmethod
     def cpu_zeros(size: int) -> TensorBuffer:
-        """Allocates a buffer of ``size`` zero bytes on the host."""
+        """Allocates a buffer of ``size`` zero bytes on the host.
+
+        Raises:
+            OutOfMemoryError: There is too little memory.
+        """
     @staticmethod
     def allocate_gpu(size: int, device_id: int = 0) -> TensorBuffer:
         """Allocates a buffer on a GPU. Its bytes are undefined.
@@ -657,7 +672,8 @@ class TensorBuffer:
             device_id: The number of the GPU.
 
         Raises:
-            OutOfMemoryError: The GPU does not exist or has too little memory.
+            DeviceUnavailableError: The GPU does not exist or cannot be used.
+            OutOfMemoryError: The GPU has too little memory.
         """
     @staticmethod
     def try_allocate_gpu(size: int, device_id: int = 0) -> TensorBuffer:
@@ -666,6 +682,13 @@ class TensorBuffer:
         Args:
             size: The size in bytes. The bytes are undefined on a GPU, and 0 on the host.
             device_id: The number of the GPU.
+
+        Warns:
+            NotBuiltWarning: The buffer is on the host. The logger ``tensorstream`` gets the first
+                such warning of the process, too.
+
+        Raises:
+            OutOfMemoryError: The host has too little memory, too.
         """
     @property
     def size(self) -> int:
@@ -680,7 +703,7 @@ class TensorBuffer:
         """Copies the bytes to a new buffer on the host.
 
         Raises:
-            OutOfMemoryError: The copy from the GPU failed.
+            DeviceError: The copy from the GPU failed.
         """
     def to_gpu(self, device_id: int = 0) -> TensorBuffer:
         """Copies the bytes to a new buffer on a GPU.
@@ -689,7 +712,9 @@ class TensorBuffer:
             device_id: The number of the GPU.
 
         Raises:
-            OutOfMemoryError: The GPU does not exist or has too little memory, or the copy failed.
+            DeviceUnavailableError: The GPU does not exist or cannot be used.
+            DeviceError: The copy failed.
+            OutOfMemoryError: The GPU has too little memory.
         """
     def to_bytes(self) -> bytes:
         """Returns a copy of the bytes. The same as ``to_host``."""
@@ -697,14 +722,14 @@ class TensorBuffer:
         """Returns a copy of the bytes.
 
         Raises:
-            OutOfMemoryError: The copy from the GPU failed.
+            DeviceError: The copy from the GPU failed.
         """
     def copy_from(self, data: bytes) -> None:
         """Overwrites the whole buffer with ``data``.
 
         Raises:
             ConfigurationError: ``data`` does not have the size of the buffer.
-            OutOfMemoryError: The copy to the GPU failed.
+            DeviceError: The copy to the GPU failed.
         """
     def __len__(self) -> int: ...
 
@@ -740,7 +765,8 @@ class Tensor:
         Raises:
             TypeError: The dtype is unknown.
             ConfigurationError: The device or the shape is invalid.
-            OutOfMemoryError: There is too little memory, or the GPU does not exist.
+            DeviceUnavailableError: The GPU does not exist or cannot be used.
+            OutOfMemoryError: There is too little memory.
         """
     @staticmethod
     def from_dlpack(
@@ -803,7 +829,7 @@ class Tensor:
 
         Raises:
             BufferError: The requested export is impossible, for example to another GPU.
-            OutOfMemoryError: The copy failed.
+            DeviceError: The copy failed.
         """
     def __dlpack_device__(self) -> tuple[int, int]:
         """Returns DLPack's device type and device number."""
@@ -818,7 +844,7 @@ class Tensor:
 
         Raises:
             TypeError: NumPy has no such dtype: bfloat16, float8, or elements smaller than a byte.
-            OutOfMemoryError: The copy from the GPU failed.
+            DeviceError: The copy from the GPU failed.
         """
     def to_torch(self) -> Any:
         """Returns a PyTorch tensor that shares the memory."""
@@ -827,7 +853,7 @@ class Tensor:
 
         Raises:
             BufferError: The tensor is not contiguous.
-            OutOfMemoryError: The copy from the GPU failed.
+            DeviceError: The copy from the GPU failed.
         """
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

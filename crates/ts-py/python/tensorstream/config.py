@@ -769,7 +769,7 @@ _warned: set[str] = set()
 
 
 def not_built(what: str, instead: str) -> None:
-    """Warns, once per process and feature, that a feature does not exist here.
+    """Warns and logs, once per process and feature, that a feature does not exist here.
 
     Args:
         what: The feature.
@@ -777,6 +777,7 @@ def not_built(what: str, instead: str) -> None:
     """
     if what not in _warned:
         _warned.add(what)
+        _log.warning("%s: %s", what, instead)
         warnings.warn(f"{what}: {instead}", NotBuiltWarning, stacklevel=6)
 
 

@@ -19,6 +19,8 @@ __all__ = [
     "ConfigurationError",
     "ConnectionLost",
     "ConnectionTimeout",
+    "DeviceError",
+    "DeviceUnavailableError",
     "MissingTensorError",
     "ModelError",
     "NotBuiltWarning",
@@ -227,7 +229,9 @@ class UnitReferencedError(TensorStreamError, RuntimeError):
 
 
 class NotBuiltWarning(UserWarning):
-    """A setting requests what this version or this computer lacks. The message names the fallback.
+    """A setting or a call requests what this version or this computer lacks.
+
+    The message names the fallback. The logger ``tensorstream`` gets the message, too.
 
     Examples:
         >>> import tensorstream as ts, warnings
@@ -365,6 +369,30 @@ class OutOfMemoryError(TensorStreamError, MemoryError):
         >>> import tensorstream as ts
         >>> issubclass(ts.OutOfMemoryError, MemoryError)
         True
+    """
+
+
+class DeviceError(TensorStreamError, RuntimeError):
+    """A GPU or its driver failed. The message names the call of the driver.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> issubclass(ts.DeviceError, MemoryError)
+        False
+    """
+
+
+class DeviceUnavailableError(DeviceError):
+    """A GPU does not exist on this computer, or cannot be used. The message contains the reason.
+
+    It is not an ``OutOfMemoryError``: no smaller request would succeed.
+
+    Examples:
+        >>> import tensorstream as ts
+        >>> ts.TensorBuffer.allocate_gpu(1024, device_id=99)
+        Traceback (most recent call last):
+            ...
+        tensorstream.errors.DeviceUnavailableError: ...
     """
 
 

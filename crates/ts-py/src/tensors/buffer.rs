@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use tensorstream::pool::TensorBuffer;
 
-use crate::errors::pool_error;
+use crate::errors::{pool_error, warn_fallback};
 
 /// Bytes on the host or on a GPU. All copies are explicit and block.
 ///
@@ -33,9 +33,12 @@ impl PyTensorBuffer {
     }
 
     /// Allocates a buffer of ``size`` zero bytes on the host.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: There is too little memory.
     #[staticmethod]
-    fn cpu_zeros(size: usize) -> Self {
-        Self(TensorBuffer::cpu_zeros(size))
+    fn cpu_zeros(py: Python<'_>, size: usize) -> PyResult<Self> {
+        TensorBuffer::try_cpu_zeros(size).map(Self).map_err(|error| pool_error(py, &error))
     }
 
     /// Allocates a buffer on a GPU. Its bytes are undefined.
@@ -45,7 +48,8 @@ impl PyTensorBuffer {
     ///     device_id: The number of the GPU.
     ///
     /// Raises:
-    ///     OutOfMemoryError: The GPU does not exist or has too little memory.
+    ///     DeviceUnavailableError: The GPU does not exist or cannot be used.
+    ///     OutOfMemoryError: The GPU has too little memory.
     #[staticmethod]
     #[pyo3(signature = (size, device_id=0))]
     fn allocate_gpu(py: Python<'_>, size: usize, device_id: usize) -> PyResult<Self> {
@@ -58,10 +62,28 @@ impl PyTensorBuffer {
     /// Args:
     ///     size: The size in bytes. The bytes are undefined on a GPU, and 0 on the host.
     ///     device_id: The number of the GPU.
+    ///
+    /// Warns:
+    ///     NotBuiltWarning: The buffer is on the host. The logger ``tensorstream`` gets the
+    ///         first such warning of the process, too.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: The host has too little memory, too.
     #[staticmethod]
     #[pyo3(signature = (size, device_id=0))]
-    fn try_allocate_gpu(size: usize, device_id: usize) -> Self {
-        Self(TensorBuffer::try_allocate_gpu(size, device_id))
+    pub(super) fn try_allocate_gpu(
+        py: Python<'_>,
+        size: usize,
+        device_id: usize,
+    ) -> PyResult<Self> {
+        let failed = match py.detach(|| TensorBuffer::allocate_gpu(size, device_id)) {
+            Ok(buffer) => return Ok(Self(buffer)),
+            Err(error) => error,
+        };
+        let buffer = Self::cpu_zeros(py, size)?;
+        let what = format!("using host memory instead of GPU {device_id}: {failed}");
+        warn_fallback(py, &what)?;
+        Ok(buffer)
     }
 
     /// The size in bytes.
@@ -85,7 +107,7 @@ impl PyTensorBuffer {
     /// Copies the bytes to a new buffer on the host.
     ///
     /// Raises:
-    ///     OutOfMemoryError: The copy from the GPU failed.
+    ///     DeviceError: The copy from the GPU failed.
     fn to_cpu(&self, py: Python<'_>) -> PyResult<Self> {
         py.detach(|| self.0.to_cpu()).map(Self).map_err(|error| pool_error(py, &error))
     }
@@ -96,7 +118,9 @@ impl PyTensorBuffer {
     ///     device_id: The number of the GPU.
     ///
     /// Raises:
-    ///     OutOfMemoryError: The GPU does not exist or has too little memory, or the copy failed.
+    ///     DeviceUnavailableError: The GPU does not exist or cannot be used.
+    ///     DeviceError: The copy failed.
+    ///     OutOfMemoryError: The GPU has too little memory.
     #[pyo3(signature = (device_id=0))]
     fn to_gpu(&self, py: Python<'_>, device_id: usize) -> PyResult<Self> {
         py.detach(|| self.0.to_gpu(device_id)).map(Self).map_err(|error| pool_error(py, &error))
@@ -110,7 +134,7 @@ impl PyTensorBuffer {
     /// Returns a copy of the bytes.
     ///
     /// Raises:
-    ///     OutOfMemoryError: The copy from the GPU failed.
+    ///     DeviceError: The copy from the GPU failed.
     fn to_host<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let bytes = py.detach(|| self.0.to_host()).map_err(|error| pool_error(py, &error))?;
         Ok(PyBytes::new(py, &bytes))
@@ -120,7 +144,7 @@ impl PyTensorBuffer {
     ///
     /// Raises:
     ///     ConfigurationError: ``data`` does not have the size of the buffer.
-    ///     OutOfMemoryError: The copy to the GPU failed.
+    ///     DeviceError: The copy to the GPU failed.
     fn copy_from(&mut self, py: Python<'_>, data: &[u8]) -> PyResult<()> {
         self.0.copy_from_slice(data).map_err(|error| pool_error(py, &error))
     }

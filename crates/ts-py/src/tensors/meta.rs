@@ -4,7 +4,6 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use tensorstream::format::TensorMeta;
-use tensorstream::pool::TensorBuffer;
 
 use super::buffer::PyTensorBuffer;
 use crate::dtype::PyDtype;
@@ -66,9 +65,15 @@ impl PyTensorMeta {
     ///
     /// Args:
     ///     device: The number of the GPU.
+    ///
+    /// Warns:
+    ///     NotBuiltWarning: The buffer is on the host.
+    ///
+    /// Raises:
+    ///     OutOfMemoryError: The host has too little memory, too.
     #[pyo3(signature = (device=0))]
-    fn allocate_buffer(&self, device: usize) -> PyTensorBuffer {
-        PyTensorBuffer(TensorBuffer::try_allocate_gpu(self.nbytes() as usize, device))
+    fn allocate_buffer(&self, py: Python<'_>, device: usize) -> PyResult<PyTensorBuffer> {
+        PyTensorBuffer::try_allocate_gpu(py, self.nbytes() as usize, device)
     }
 
     fn __repr__(&self) -> String {

@@ -120,7 +120,8 @@ impl PyTensor {
     /// Raises:
     ///     TypeError: The dtype is unknown.
     ///     ConfigurationError: The device or the shape is invalid.
-    ///     OutOfMemoryError: There is too little memory, or the GPU does not exist.
+    ///     DeviceUnavailableError: The GPU does not exist or cannot be used.
+    ///     OutOfMemoryError: There is too little memory.
     #[staticmethod]
     #[pyo3(signature = (shape, dtype, *, device="cpu", name=""))]
     fn zeros(
@@ -302,7 +303,7 @@ impl PyTensor {
     ///
     /// Raises:
     ///     BufferError: The requested export is impossible, for example to another GPU.
-    ///     OutOfMemoryError: The copy failed.
+    ///     DeviceError: The copy failed.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -369,7 +370,7 @@ impl PyTensor {
     ///
     /// Raises:
     ///     TypeError: NumPy has no such dtype: bfloat16, float8, or elements smaller than a byte.
-    ///     OutOfMemoryError: The copy from the GPU failed.
+    ///     DeviceError: The copy from the GPU failed.
     fn to_numpy<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         // NumPy ignores the error of an export that fails, and makes an array of one object.
         if format_of(self.info.meta.dtype).is_none() {
@@ -392,7 +393,7 @@ impl PyTensor {
     ///
     /// Raises:
     ///     BufferError: The tensor is not contiguous.
-    ///     OutOfMemoryError: The copy from the GPU failed.
+    ///     DeviceError: The copy from the GPU failed.
     fn tobytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         if !self.info.is_contiguous() {
             return Err(PyBufferError::new_err(format!(

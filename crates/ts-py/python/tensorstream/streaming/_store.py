@@ -159,6 +159,7 @@ def store_derived(
                 flush=True,
             )
         write_all(writer, _pieces(wanted, builder), total, "converting")
+    _native.note_made(path)
     return checkpoint.overlaid(_native.Checkpoint(path))
 
 
