@@ -4,14 +4,20 @@
 //! are aligned for it. Otherwise it reads them through the page cache. Objects and remote sources
 //! are read over the network.
 //!
+//! A part that a backend cannot read, for another reason than an I/O error of the device, is tried
+//! once with the next one: `direct` after `uring`, and `buffered` after `direct`. If io_uring cannot
+//! be used any more, `uring` is not used again.
+//!
 //! A copy from the page cache may still trigger readahead, if an earlier read marked a page for it.
 
+#[cfg(target_os = "linux")]
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use ts_pool::HostPool;
 
 use crate::backend::{
-    Backend, BackendOptions, Capabilities, CompletionSink, ReadRequest, Rejected,
+    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadRequest, Rejected,
 };
 use crate::file::Access;
 use crate::file_backends::FileProvider;
@@ -48,16 +54,23 @@ impl BackendProvider for AdaptiveProvider {
         sink: CompletionSink,
     ) -> Result<Box<dyn Backend>, Error> {
         let joiner = Arc::new(Joiner::new(sink));
-        let sink = || sink_of(&joiner);
+        let cached = FileProvider(Access::Cached);
+        let sink = joiner.sink(cached.name());
+        let buffered = Arc::from(cached.create(options, sink)?);
+        let direct = Arc::new(Direct {
+            backend: OnceLock::new(),
+            buffered: Arc::clone(&buffered),
+            joiner: Arc::clone(&joiner),
+            options: options.clone(),
+        });
         // If io_uring cannot be used, `direct` replaces it.
         #[cfg(target_os = "linux")]
-        let uring = UringProvider.create(options, sink()).ok();
-        let buffered = FileProvider(Access::Cached).create(options, sink())?;
+        let uring = Uring::new(options, Arc::clone(&direct)).ok();
         Ok(Box::new(AdaptiveBackend {
-            buffered,
             #[cfg(target_os = "linux")]
             uring,
-            direct: OnceLock::new(),
+            direct,
+            buffered,
             remote: OnceLock::new(),
             #[cfg(feature = "object")]
             object: OnceLock::new(),
@@ -67,17 +80,13 @@ impl BackendProvider for AdaptiveProvider {
     }
 }
 
-fn sink_of(joiner: &Arc<Joiner>) -> CompletionSink {
-    let joiner = Arc::clone(joiner);
-    Box::new(move |completion| joiner.on_completion(completion))
-}
-
+/// The backends for the parts of requests. Each field's backend passes what it cannot read to that
+/// of the next one, so the fields are dropped in this order.
 struct AdaptiveBackend {
-    buffered: Box<dyn Backend>,
     #[cfg(target_os = "linux")]
-    uring: Option<Box<dyn Backend>>,
-    /// The backend for files that `uring` cannot read. Created for the first such request.
-    direct: OnceLock<Result<Box<dyn Backend>, Error>>,
+    uring: Option<Uring>,
+    direct: Arc<Direct>,
+    buffered: Arc<dyn Backend>,
     /// The backend for remote sources. Created for the first such request.
     remote: OnceLock<Result<Box<dyn Backend>, Error>>,
     /// The backend for objects. Created for the first such request.
@@ -87,6 +96,75 @@ struct AdaptiveBackend {
     options: BackendOptions,
 }
 
+#[cfg(target_os = "linux")]
+struct Uring {
+    backend: Box<dyn Backend>,
+    /// Whether io_uring cannot be used any more.
+    failed: Arc<AtomicBool>,
+}
+
+#[cfg(target_os = "linux")]
+impl Uring {
+    fn new(options: &BackendOptions, next: Arc<Direct>) -> Result<Self, Error> {
+        let failed = Arc::new(AtomicBool::new(false));
+        let (has_failed, name) = (Arc::clone(&failed), UringProvider.name());
+        let sink = move |completion: Completion| {
+            if let Err(Error::Unavailable { .. }) = completion.result {
+                has_failed.store(true, Ordering::Relaxed);
+            }
+            match next.joiner.retry(name, completion) {
+                Ok(request) => next.read(request),
+                Err(completion) => next.joiner.on_completion(name, completion),
+            }
+        };
+        Ok(Self { backend: UringProvider.create(options, Box::new(sink))?, failed })
+    }
+}
+
+/// The backend `direct`, for files that `uring` cannot read. Created for the first such request.
+struct Direct {
+    backend: OnceLock<Result<Box<dyn Backend>, Error>>,
+    buffered: Arc<dyn Backend>,
+    joiner: Arc<Joiner>,
+    options: BackendOptions,
+}
+
+impl Direct {
+    fn get(&self) -> Result<&dyn Backend, Error> {
+        let provider = FileProvider(Access::Direct);
+        let create = || {
+            let (joiner, buffered) = (Arc::clone(&self.joiner), Arc::clone(&self.buffered));
+            let name = provider.name();
+            let sink = move |completion| match joiner.retry(name, completion) {
+                Ok(request) => submit_part(buffered.as_ref(), &joiner, request),
+                Err(completion) => joiner.on_completion(name, completion),
+            };
+            provider.create(&self.options, Box::new(sink))
+        };
+        self.backend.get_or_init(create).as_deref().map_err(Clone::clone)
+    }
+
+    /// Reads a part that `uring` could not read.
+    #[cfg(target_os = "linux")]
+    fn read(&self, part: ReadRequest) {
+        match self.get() {
+            Ok(direct) => submit_part(direct, &self.joiner, part),
+            Err(error) => {
+                let name = FileProvider(Access::Direct).name();
+                self.joiner.on_completion(name, part.failed(error));
+            }
+        }
+    }
+}
+
+/// Submits a part, or completes it with the reason why the backend does not accept it.
+fn submit_part(backend: &dyn Backend, joiner: &Joiner, part: ReadRequest) {
+    if let Err(rejected) = backend.submit(part) {
+        let Rejected { request, error } = *rejected;
+        joiner.on_completion(backend.name(), request.failed(error));
+    }
+}
+
 /// The parts of a request, in order: the backend and the length in bytes of each part.
 type Parts<'a> = Vec<(&'a dyn Backend, usize)>;
 
@@ -94,8 +172,9 @@ impl AdaptiveBackend {
     fn all(&self) -> Vec<&dyn Backend> {
         let mut all = vec![self.buffered.as_ref()];
         #[cfg(target_os = "linux")]
-        all.extend(self.uring.as_deref());
-        all.extend(self.direct.get().and_then(|direct| direct.as_deref().ok()));
+        all.extend(self.uring.as_ref().map(|uring| uring.backend.as_ref()));
+        let direct = self.direct.backend.get().and_then(|direct| direct.as_deref().ok());
+        all.extend(direct);
         all.extend(self.remote.get().and_then(|remote| remote.as_deref().ok()));
         #[cfg(feature = "object")]
         all.extend(self.object.get().and_then(|object| object.as_deref().ok()));
@@ -106,15 +185,13 @@ impl AdaptiveBackend {
     fn direct(&self, source: &Source) -> Result<&dyn Backend, Error> {
         #[cfg(target_os = "linux")]
         if suits_rings(source)
-            && let Some(uring) = &self.uring
+            && let Some(Uring { backend, failed }) = &self.uring
+            && !failed.load(Ordering::Relaxed)
         {
-            return Ok(uring.as_ref());
+            return Ok(backend.as_ref());
         }
         let _ = source;
-        let provider = FileProvider(Access::Direct);
-        let direct =
-            self.direct.get_or_init(|| provider.create(&self.options, sink_of(&self.joiner)));
-        direct.as_deref().map_err(Clone::clone)
+        self.direct.get()
     }
 
     /// Chooses the parts into which a request is split, and the backend of each part.
@@ -122,16 +199,16 @@ impl AdaptiveBackend {
         request.check_capacity()?;
         let (source, offset, capacity) = (&request.source, request.offset, request.capacity());
         if RemoteOrigin::of(source).is_some() {
-            let remote = self
-                .remote
-                .get_or_init(|| RemoteProvider.create(&self.options, sink_of(&self.joiner)));
+            let create =
+                || RemoteProvider.create(&self.options, self.joiner.sink(RemoteProvider.name()));
+            let remote = self.remote.get_or_init(create);
             return Ok(vec![(remote.as_deref().map_err(Clone::clone)?, capacity)]);
         }
         #[cfg(feature = "object")]
         if source.is_remote() {
-            let object = self
-                .object
-                .get_or_init(|| ObjectProvider.create(&self.options, sink_of(&self.joiner)));
+            let create =
+                || ObjectProvider.create(&self.options, self.joiner.sink(ObjectProvider.name()));
+            let object = self.object.get_or_init(create);
             return Ok(vec![(object.as_deref().map_err(Clone::clone)?, capacity)]);
         }
         let buffered = self.buffered.as_ref();
@@ -176,16 +253,11 @@ impl Backend for AdaptiveBackend {
         let parts = self.joiner.split(request, &lens);
         let is_whole = parts.len() == 1;
         for (part, (backend, _)) in parts.into_iter().zip(assigned) {
-            match backend.submit(part) {
-                Ok(()) => {}
-                Err(mut rejected) if is_whole => {
-                    rejected.request = self.joiner.withdraw(rejected.request);
-                    return Err(rejected);
-                }
-                Err(rejected) => {
-                    let Rejected { request, error } = *rejected;
-                    self.joiner.on_completion(request.failed(error));
-                }
+            if !is_whole {
+                submit_part(backend, &self.joiner, part);
+            } else if let Err(mut rejected) = backend.submit(part) {
+                rejected.request = self.joiner.withdraw(rejected.request);
+                return Err(rejected);
             }
         }
         Ok(())

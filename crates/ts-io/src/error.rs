@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+
+/// The error number of a device that reports an I/O error.
+const EIO: i32 = 5;
 
 /// The class of an [`Error`], for callers that handle errors by their cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +45,8 @@ pub enum Error {
         source: SharedIoError,
     },
     /// A read failed, the backend cannot read this kind of source, or
-    /// [`Source::evict`](crate::Source::evict) failed.
+    /// [`Source::evict`](crate::Source::evict) failed. If two backends tried the read, the source
+    /// names the error of each.
     #[error("{}: {}{source}", path.display(), attempted(*offset, *len))]
     Read {
         /** The path or URL. */
@@ -184,6 +189,46 @@ fn attempted(offset: u64, len: usize) -> String {
 impl Error {
     pub(crate) fn read(path: &Path, offset: u64, len: usize, error: io::Error) -> Self {
         Error::Read { path: path.into(), offset, len, source: error.into() }
+    }
+
+    /// Returns whether another backend may succeed where one failed with this error. A device that
+    /// reports an I/O error (EIO) would report it again, perhaps after a long time.
+    pub(crate) fn is_of_backend(&self) -> bool {
+        match self {
+            Error::Read { source, .. } => source.0.raw_os_error() != Some(EIO),
+            Error::Unavailable { .. } | Error::Thread(_) => true,
+            _ => false,
+        }
+    }
+
+    /// Returns the error of a read of `len` bytes at `offset` by `backend`, after the backend
+    /// `before.0` had failed to read them with the error `before.1`.
+    pub(crate) fn after(
+        self,
+        before: &(&str, Error),
+        backend: &str,
+        (path, offset, len): (&Path, u64, usize),
+    ) -> Self {
+        let (offset, len, kind) = match &self {
+            Error::Read { offset, len, source, .. } => (*offset, *len, source.0.kind()),
+            Error::Unavailable { .. } | Error::Thread(_) => (offset, len, io::ErrorKind::Other),
+            _ => return self,
+        };
+        let (first, error) = before;
+        let message = format!(
+            "{} (backend \"{backend}\"; before that, the backend \"{first}\" failed: {})",
+            self.cause(),
+            error.cause()
+        );
+        Error::read(path, offset, len, io::Error::new(kind, message))
+    }
+
+    /// Returns what went wrong, without the path and the range of a read.
+    fn cause(&self) -> &dyn fmt::Display {
+        match self {
+            Error::Read { source, .. } => source,
+            error => error,
+        }
     }
 
     /// Returns the class of this error.

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 use ts_pool::Buffer;
 
-use crate::Error;
 use crate::backend::{Completion, CompletionSink, ReadRequest, Transfer};
+use crate::{Error, Source};
 
 /// Gives each part its own token. Completes a request, with the caller's token, when all of its
 /// parts have completed.
@@ -27,10 +27,14 @@ struct JoinerState {
     splits: HashMap<u64, SplitRequest>,
 }
 
-#[derive(Clone, Copy)]
 struct Part {
     split: u64,
     index: usize,
+    source: Arc<Source>,
+    offset: u64,
+    required: usize,
+    /// The backend that tried the part first, and its error, if another one tries it now.
+    failed: Option<(&'static str, Error)>,
 }
 
 /// A request whose parts are in progress.
@@ -51,6 +55,12 @@ impl Joiner {
         Self { sink, state: Mutex::default() }
     }
 
+    /// Returns the sink of a backend whose failed parts no other backend tries.
+    pub(crate) fn sink(self: &Arc<Self>, backend: &'static str) -> CompletionSink {
+        let joiner = Arc::clone(self);
+        Box::new(move |completion| joiner.on_completion(backend, completion))
+    }
+
     /// Splits a request into parts of the given lengths in bytes. Their sum must be the request's
     /// capacity.
     pub(crate) fn split(&self, request: ReadRequest, lens: &[usize]) -> Vec<ReadRequest> {
@@ -67,15 +77,25 @@ impl Joiner {
         let (mut rest, mut parts) = (buffers, Vec::new());
         for (index, &len) in lens.iter().enumerate() {
             let token = split + 1 + index as u64;
-            state.parts.insert(token, Part { split, index });
             let is_last = index + 1 == lens.len();
             let tail = if is_last { Vec::new() } else { split_off(&mut rest, len) };
-            let source = source.clone();
+            let (part_source, part_required) = (Arc::clone(&source), required.min(len));
+            state.parts.insert(
+                token,
+                Part {
+                    split,
+                    index,
+                    source: Arc::clone(&source),
+                    offset,
+                    required: part_required,
+                    failed: None,
+                },
+            );
             parts.push(ReadRequest {
                 token,
-                source,
+                source: part_source,
                 offset,
-                required: required.min(len),
+                required: part_required,
                 buffers: rest,
             });
             (offset, required) = (offset + len as u64, required.saturating_sub(len));
@@ -84,11 +104,43 @@ impl Joiner {
         parts
     }
 
-    /// Records the completion of a part. Completes the request after its last part.
-    pub(crate) fn on_completion(&self, completion: Completion) {
+    /// Turns the completion of a part that `backend` could not read into a request for another
+    /// backend.
+    ///
+    /// # Errors
+    /// Returns the completion unchanged if the part was read, cannot be read by another backend
+    /// either, was tried before, or was cancelled.
+    pub(crate) fn retry(
+        &self,
+        backend: &'static str,
+        completion: Completion,
+    ) -> Result<ReadRequest, Completion> {
+        let error = match &completion.result {
+            Err(error) if error.is_of_backend() && !completion.buffers.is_empty() => error,
+            _ => return Err(completion),
+        };
         let mut state = self.lock();
-        let Part { split, index } =
+        let JoinerState { parts, splits, .. } = &mut *state;
+        let Some(part) = parts.get_mut(&completion.token) else { return Err(completion) };
+        if part.failed.is_some() || splits[&part.split].cancelled_by.is_some() {
+            drop(state);
+            return Err(completion);
+        }
+        part.failed = Some((backend, error.clone()));
+        let (source, offset, required) = (Arc::clone(&part.source), part.offset, part.required);
+        let Completion { token, buffers, .. } = completion;
+        Ok(ReadRequest { token, source, offset, required, buffers })
+    }
+
+    /// Records the completion of a part by `backend`. Completes the request after its last part.
+    pub(crate) fn on_completion(&self, backend: &'static str, mut completion: Completion) {
+        let mut state = self.lock();
+        let Part { split, index, failed, source, offset, required } =
             state.parts.remove(&completion.token).expect("each part completes once");
+        if let Some(before) = &failed {
+            let range = (source.path(), offset, required);
+            completion.result = completion.result.map_err(|e| e.after(before, backend, range));
+        }
         let request =
             state.splits.get_mut(&split).expect("a split request outlives its pending parts");
         request.completions[index] = Some(completion);
@@ -230,7 +282,7 @@ mod tests {
     #[test]
     fn a_timed_out_part_makes_the_whole_request_time_out() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let source = crate::Source::open(file.path()).unwrap();
+        let source = Source::open(file.path()).unwrap();
         let (sink, done) = crate::completion_queue();
         let joiner = Joiner::new(sink);
         let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20).unwrap();
@@ -240,14 +292,13 @@ mod tests {
         let error = second.timed_out(std::time::Duration::from_secs(1));
         let cancelled = joiner.cancel(&|token| token == 7, |wanted| {
             assert!(wanted(first.token) && wanted(second.token));
-            joiner.on_completion(first.cancelled());
+            joiner.on_completion("direct", first.cancelled());
         });
         assert_eq!(cancelled, 0, "the second part is still in progress");
-        joiner.on_completion(Completion {
-            token: second.token,
-            buffers: Vec::new(),
-            result: Err(error),
-        });
+        joiner.on_completion(
+            "direct",
+            Completion { token: second.token, buffers: Vec::new(), result: Err(error) },
+        );
         let whole = done.try_recv().unwrap();
         assert!(whole.token == 7 && whole.buffers.is_empty());
         assert!(matches!(whole.result, Err(Error::TimedOut { .. })), "{:?}", whole.result);

@@ -24,6 +24,9 @@ use crate::provider::{Availability, BackendProvider};
 use crate::sys::{Gate, Op, Ring};
 use crate::{Error, Source, sys};
 
+/// After the kernel has rejected all calls for this long, the ring is not used again.
+const REJECTION_LIMIT: Duration = Duration::from_millis(300);
+
 /// The provider of `uring`, which reads with direct I/O through io_uring.
 pub(crate) struct UringProvider;
 
@@ -272,6 +275,7 @@ struct Driver {
 
 impl Driver {
     fn run(mut self) {
+        let mut rejected_since: Option<Instant> = None;
         loop {
             self.process_inbox();
             let now = Instant::now();
@@ -302,13 +306,51 @@ impl Driver {
                 .wait(next.map(|deadline: Instant| deadline.saturating_duration_since(now)))
             {
                 Ok(answers) => {
+                    rejected_since = None;
                     answers.into_iter().for_each(|(key, answer)| self.on_answer(key, answer));
                 }
                 // The kernel rejected the call, perhaps because memory is short. The loop retries.
                 // Meanwhile, reads still time out at their deadlines.
-                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+                Err(error) => {
+                    let since = *rejected_since.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= REJECTION_LIMIT {
+                        return self.run_without_ring(&error);
+                    }
+                    std::thread::sleep(Duration::from_millis(10));
+                }
             }
             self.expire();
+        }
+    }
+
+    /// Completes all reads, and those that follow, with [`Error::Unavailable`], because calls of
+    /// io_uring keep failing with `error`. Reads whose buffers the kernel may still write to are
+    /// completed without buffers.
+    fn run_without_ring(mut self, error: &io::Error) {
+        let unavailable = || Error::Unavailable {
+            backend: "uring".into(),
+            reason: format!("calls of io_uring keep failing: {error}"),
+        };
+        for key in self.ring.give_up() {
+            self.finish(key, Err(unavailable()));
+        }
+        for (_, read) in self.ring.iter().filter(|(_, read)| !read.timed_out) {
+            let (token, buffers) = (read.request.token, Vec::new());
+            (self.inner.sink)(Completion { token, buffers, result: Err(unavailable()) });
+        }
+        loop {
+            let mut inbox = self.inner.lock();
+            let requests = std::mem::take(&mut inbox.requests);
+            (inbox.pools, inbox.cancelled, inbox.started) = Default::default();
+            let closed = inbox.closed;
+            drop(inbox);
+            requests.into_iter().for_each(|r| (self.inner.sink)(r.failed(unavailable())));
+            if closed {
+                // `ExitGuard` reports the exit. The ring keeps the memory that may be written to.
+                return;
+            }
+            self.inner.wake.wait();
+            self.inner.wake.close();
         }
     }
 

@@ -2,6 +2,7 @@
 //! A safe interface to io_uring. The ring owns all memory that the kernel writes to, from the
 //! submission of an operation to its completion.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
@@ -9,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use io_uring::types::{Fd, Fixed, SubmitArgs, Timespec};
+use io_uring::types::{CancelBuilder, Fd, Fixed, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use ts_pool::{Buffer, HostPool};
 
@@ -27,6 +28,9 @@ const WAKE: u64 = u64::MAX;
 /// The `user_data` of operations whose completions are ignored.
 const IGNORED: u64 = u64::MAX - 1;
 
+/// How long [`Ring::give_up`] waits for operations that the kernel has taken.
+const CANCEL_LIMIT: Duration = Duration::from_millis(300);
+
 /// An io_uring and its reads. Each read has data `T` of the caller, and at most one operation in
 /// flight.
 pub(crate) struct Ring<T> {
@@ -41,6 +45,11 @@ pub(crate) struct Ring<T> {
     regions: Vec<Region>,
     /// The pools that own the registered memory. These handles keep the memory mapped.
     pools: Vec<HostPool>,
+    /// The `user_data` of the operations in the submission queue, in order. The kernel has taken
+    /// none of them yet.
+    queued: VecDeque<u64>,
+    /// Operations that wait for space in the submission queue.
+    waiting: VecDeque<squeue::Entry>,
 }
 
 struct Slot<T> {
@@ -87,9 +96,11 @@ impl<T> Ring<T> {
         // Each read needs an entry for an operation and one for a cancellation. The poll of `wake`
         // needs another.
         let entries = u32::try_from(2 * reads + 2).map_err(|_| io::ErrorKind::InvalidInput)?;
-        // With deferred task work (Linux 6.1), the kernel processes completions when this thread
-        // waits, instead of interrupting it.
-        let quiet = IoUring::builder().setup_single_issuer().setup_defer_taskrun().build(entries);
+        // With cooperative task work (Linux 5.19), the kernel processes completions when this
+        // thread makes a call, instead of interrupting it. Deferred task work (Linux 6.1) would
+        // process them only in calls of io_uring, so that none would be seen any more if the kernel
+        // began to reject these.
+        let quiet = IoUring::builder().setup_single_issuer().setup_coop_taskrun().build(entries);
         let uring = quiet.or_else(|_| IoUring::new(entries))?;
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err(io::Error::new(
@@ -99,9 +110,20 @@ impl<T> Ring<T> {
         }
         let has_files = uring.submitter().register_files_sparse(FILE_SLOTS).is_ok();
         let files = vec![None; if has_files { FILE_SLOTS as usize } else { 0 }];
-        let mut this =
-            Self { uring, wake, slots: Vec::new(), files, regions: Vec::new(), pools: Vec::new() };
+        let mut this = Self {
+            uring,
+            wake,
+            slots: Vec::new(),
+            files,
+            regions: Vec::new(),
+            pools: Vec::new(),
+            queued: VecDeque::new(),
+            waiting: VecDeque::new(),
+        };
         this.poll_wake();
+        // A sandbox may permit to create a ring, but not to use it.
+        this.uring.submit()?;
+        this.note_submitted();
         Ok(this)
     }
 
@@ -225,7 +247,7 @@ impl<T> Ring<T> {
     /// end the wait earlier. Returns the keys and results of the completed operations.
     ///
     /// # Errors
-    /// Returns the system's error if the kernel rejects the wait.
+    /// Returns the system's error if the kernel rejects the call and no operation has completed.
     pub(crate) fn wait(
         &mut self,
         limit: Option<Duration>,
@@ -236,16 +258,46 @@ impl<T> Ring<T> {
             None => self.uring.submit_and_wait(1),
             Some(time) => self.uring.submitter().submit_with_args(1, &args.timespec(time)),
         };
-        match waited {
-            Ok(_) => {}
-            // The limit has passed, a signal arrived, or completions must be consumed first.
-            Err(e)
-                if matches!(
-                    e.raw_os_error(),
-                    Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)
-                ) => {}
-            Err(e) => return Err(e),
+        self.note_submitted();
+        let (completed, woken) = self.completed();
+        if woken {
+            self.wake.close();
+            self.poll_wake();
         }
+        self.push_waiting();
+        match waited {
+            // Completions must be consumed before the kernel accepts more (EBUSY).
+            Err(_) if woken || !completed.is_empty() => {}
+            // The limit has passed, or a signal arrived.
+            Err(e) if e.raw_os_error() == Some(libc::ETIME) => {}
+            Err(e) if e.raw_os_error() == Some(libc::EINTR) && self.queued.is_empty() => {}
+            Err(e) => return Err(e),
+            Ok(_) => {}
+        }
+        Ok(completed)
+    }
+
+    /// Gives up using the ring, because the kernel rejects all calls. Returns the keys of the reads
+    /// that have no operation in flight any more. The others may still be written to: the ring must
+    /// keep them until it is dropped. No other operation may be started.
+    pub(crate) fn give_up(&mut self) -> Vec<usize> {
+        // This call cancels operations that the kernel has taken. It may be rejected, too.
+        let limit = Some(Timespec::from(CANCEL_LIMIT));
+        let _ = self.uring.submitter().register_sync_cancel(limit, CancelBuilder::any());
+        let _ = self.completed();
+        let waiting = std::mem::take(&mut self.waiting);
+        let untouched = std::mem::take(&mut self.queued).into_iter();
+        for key in untouched.chain(waiting.iter().map(squeue::Entry::get_user_data)) {
+            if key != WAKE && key != IGNORED {
+                self.slot(key as usize).busy = false;
+            }
+        }
+        let is_free = |slot: &Option<Box<Slot<T>>>| slot.as_ref().is_some_and(|slot| !slot.busy);
+        (0..self.slots.len()).filter(|&key| is_free(&self.slots[key])).collect()
+    }
+
+    /// Takes the completions of operations, and returns them with whether `wake` was opened.
+    fn completed(&mut self) -> (Vec<(usize, io::Result<usize>)>, bool) {
         let (mut completed, mut woken) = (Vec::new(), false);
         for entry in self.uring.completion() {
             match entry.user_data() {
@@ -262,11 +314,25 @@ impl<T> Ring<T> {
         for &(key, _) in &completed {
             self.slot(key).busy = false;
         }
-        if woken {
-            self.wake.close();
-            self.poll_wake();
+        (completed, woken)
+    }
+
+    /// Forgets the operations that the kernel has taken from the submission queue.
+    fn note_submitted(&mut self) {
+        let left = self.uring.submission().len();
+        self.queued.drain(..self.queued.len().saturating_sub(left));
+    }
+
+    /// Moves waiting operations to the submission queue, as far as it has space.
+    fn push_waiting(&mut self) {
+        while let Some(entry) = self.waiting.pop_front() {
+            // SAFETY: the caller of `push` guaranteed this until the operation completes.
+            if unsafe { self.uring.submission().push(&entry) }.is_err() {
+                self.waiting.push_front(entry);
+                return;
+            }
+            self.queued.push_back(entry.get_user_data());
         }
-        Ok(completed)
     }
 
     fn slot(&mut self, key: usize) -> &mut Slot<T> {
@@ -360,13 +426,9 @@ impl<T> Ring<T> {
     /// Until the operation completes, all memory that `entry` points to must be valid, and nothing
     /// else may access it.
     unsafe fn push(&mut self, entry: &squeue::Entry) {
-        // SAFETY: the caller guarantees that the memory of the entry is valid, and accessed by
-        // nothing else, until the operation completes.
-        while unsafe { self.uring.submission().push(entry) }.is_err() {
-            // The queue has space for all entries between two waits. If it is full nevertheless,
-            // submitting empties it.
-            let _ = self.uring.submit();
-        }
+        // The queue has space for all entries between two waits, unless the kernel rejects calls.
+        self.waiting.push_back(entry.clone());
+        self.push_waiting();
     }
 }
 
