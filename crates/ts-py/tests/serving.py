@@ -10,12 +10,17 @@ import socket
 import stat
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROGRAM", "SERVE", "Serving", "children", "is_running", "served", "serving"]
+__all__ = [
+    "PROGRAM", "SERVE", "Serving", "children", "free_port", "get", "is_running", "served",
+    "serving",
+]  # fmt: skip
 
 SERVE = [sys.executable, "-m", "tensorstream.serve"]
 PROGRAM = Path(sys.executable).parent / "tensorstream"
@@ -86,6 +91,21 @@ def serving(directory: Path, *arguments: str) -> Iterator[tuple[str, int]]:
         rest, _ = server.communicate(timeout=20)
     assert server.returncode == 0
     assert json.loads(rest)["sent_bytes"] > 0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    """Returns the status and the content of a page."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 def children(process: int) -> list[int]:

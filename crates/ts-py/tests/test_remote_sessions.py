@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import Serving, cut, is_running
+from serving import Serving, cut, free_port, get, is_running
 from tensorstream.errors import ConnectionLost
 from tensorstream.remote import RemoteMachine
 from tensorstream.remote.server import _exchange
@@ -268,13 +269,31 @@ def test_stopping_a_server_notifies_clients_and_leaves_no_process() -> None:
         machine.stop()
 
 
+def _forks_of_zygote(seconds: int) -> list[int]:
+    """Returns the zygote, its successors and its sessions, of a server with this idle timeout."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (process / "cmdline").read_bytes()
+            if b"_zygote" in line and f'"idle_timeout": {seconds}'.encode() in line:
+                found.append(int(process.name))
+    return sorted(process for process in found if is_running(process))
+
+
+def _unique_seconds() -> int:
+    """Returns an idle timeout that no server of another test has."""
+    return 1_000_000 + 10 * os.getpid()
+
+
 def test_killing_a_server_leaves_no_process() -> None:
-    with Serving() as served:
+    seconds = _unique_seconds()
+    with Serving({"--idle-timeout": seconds}) as served:
         machine = RemoteMachine("tcp", served.address, retry=0.1)
         assert torch.ones(3, device=machine.device()).sum().item() == 3.0
-        processes = [served.zygote(), *served.sessions()]
+        assert _eventually(lambda: len(_forks_of_zygote(seconds)) == 3)
+        assert {served.zygote(), *served.sessions()} < {*_forks_of_zygote(seconds)}
         served.process.kill()
-        assert _eventually(lambda: not any(map(is_running, processes)))
+        assert _eventually(lambda: not _forks_of_zygote(seconds))
         machine.stop()
 
 
@@ -287,20 +306,51 @@ def _try_to_connect(address: str, refusals: list[str]) -> RemoteMachine | None:
         return None
 
 
-def test_a_server_replaces_its_zygote() -> None:
-    with Serving() as served, RemoteMachine("tcp", served.address) as one:
+def test_a_successor_replaces_the_zygote_at_once() -> None:
+    seconds = _unique_seconds() + 1
+    port = free_port()
+    options = {"--idle-timeout": seconds, "--metrics": f"127.0.0.1:{port}"}
+    with Serving(options) as served, RemoteMachine("tcp", served.address) as one:
         x = torch.ones(3, device=one.device())
-        before = served.zygote()
-        os.kill(before, signal.SIGKILL)
-        assert x.sum().item() == 3.0
-        refusals = []
+        zygote, (session,) = served.zygote(), served.sessions()
+        for _ in range(3):
+            assert _eventually(lambda: len(_forks_of_zygote(seconds)) == 3)
+            os.kill(zygote, signal.SIGKILL)
+            refusals: list[str] = []
+            while (other := _try_to_connect(served.address, refusals)) is None:
+                # The first connection may have been passed to the zygote before its end.
+                assert len(refusals) < 2, refusals
+            assert get(port, "/healthz") == (200, "ok\n")
+            assert torch.ones(2, device=other.device()).sum().item() == 2.0
+            other.stop()
+            # The session of the first machine goes on, and the successor has a successor.
+            assert (x + 1).sum().item() == 6.0
+            assert _eventually(lambda: len(_forks_of_zygote(seconds)) == 3)
+            zygote = min(each for each in _forks_of_zygote(seconds) if each != session)
+
+
+def test_a_server_starts_another_zygote_if_the_successor_ends_with_it() -> None:
+    seconds = _unique_seconds() + 2
+    with Serving({"--idle-timeout": seconds}) as served:
+        assert _eventually(lambda: len(_forks_of_zygote(seconds)) == 2)
+        for process in _forks_of_zygote(seconds):
+            os.kill(process, signal.SIGKILL)
+        refusals: list[str] = []
         while (other := _try_to_connect(served.address, refusals)) is None and len(refusals) < 300:
             time.sleep(0.1)
         assert other is not None and torch.ones(2, device=other.device()).sum().item() == 2.0
-        # The first connection may have been passed to the killed zygote before its end was noticed.
+        # The first connection may have been passed to the zygote before its end was noticed.
         assert all("sessions is starting" in refusal for refusal in refusals[1:]), refusals
         other.stop()
-        assert (x + 1).sum().item() == 6.0
+        # A successor that ends alone is replaced, too.
+        assert _eventually(lambda: len(_forks_of_zygote(seconds)) == 2)
+        (successor,) = {*_forks_of_zygote(seconds)} - {served.zygote()}
+        os.kill(successor, signal.SIGKILL)
+        assert _eventually(
+            lambda: (
+                len(_forks_of_zygote(seconds)) == 2 and successor not in _forks_of_zygote(seconds)
+            )
+        )
 
 
 def test_the_processes_of_sessions_contain_no_secrets(tmp_path: Path) -> None:

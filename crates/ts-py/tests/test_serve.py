@@ -10,8 +10,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,25 +18,10 @@ import tensorstream as ts
 import torch
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from serving import PROGRAM, SERVE, Serving, cut, is_running, serving
+from serving import PROGRAM, SERVE, Serving, cut, free_port, get, is_running, serving
 from tensorstream.errors import ConnectionLost
 from tensorstream.remote import RemoteMachine
 from tensorstream.serve import _broker, _peers
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
-
-
-def get(port: int, path: str) -> tuple[int, str]:
-    """Returns the status and the content of a page."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def metrics(port: int) -> dict[str, float]:

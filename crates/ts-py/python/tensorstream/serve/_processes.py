@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -39,8 +40,9 @@ _SIGNALS = {-number: number.name for number in signal.Signals}
 class Processes:
     """Creates the processes of sessions.
 
-    On a CPU, the processes are forked from a zygote process. GPU drivers do not support fork, so on
-    GPUs each process is started separately, and the next one is started in advance.
+    On a CPU, the processes are forked from a zygote process. If it ends, its successor, which it
+    has forked, replaces it at once. GPU drivers do not support fork, so on GPUs each process is
+    started separately, and the next one is started in advance.
 
     The constructor blocks until a session can start.
 
@@ -65,6 +67,11 @@ class Processes:
         self._lock = threading.Lock()
         self._closing = False
         self._all: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
+        #: The successor of the zygote, and whether it is ready.
+        self._successor: socket.socket | None = None
+        self._has_successor = False
+        #: Descriptors of the processes that were or are successors, by the socket for requests.
+        self._successors: dict[socket.socket, int] = {}
         #: Descriptors of the processes of sessions, by session number. None if the process is to be
         #: killed as soon as its descriptor arrives.
         self._pidfds: dict[int, int | None] = {}
@@ -122,28 +129,77 @@ class Processes:
         if "refused" in received[0]:
             raise RuntimeError(received[0]["refused"])
         self.restrictions = received[0]["restrictions"]
+        self._start_watching(orders)
+        if not self._once:
+            self._order_successor(orders)
+
+    def _start_watching(self, orders: socket.socket) -> None:
         threading.Thread(
             target=self._watch, args=(orders,), name="tensorstream-zygote", daemon=True
         ).start()
 
-    def _watch(self, orders: socket.socket) -> None:
-        """Handles the reports of a zygote. Logs each failure of a session's process.
+    def _order_successor(self, zygote: socket.socket) -> None:
+        """Makes a zygote fork its successor."""
+        orders, child_orders = pair()
+        with self._lock:
+            former, self._successor, self._has_successor = self._successor, orders, False
+        if former:
+            former.shutdown(socket.SHUT_RDWR)
+        with child_orders, contextlib.suppress(OSError):  # the zygote may have ended
+            send(zygote, {"succeed": True}, child_orders.fileno())
+        self._start_watching(orders)
 
-        When the zygote ends, replaces it if it is the current one.
+    def _succeed(self, zygote: socket.socket) -> bool:
+        """Replaces a zygote that has ended by its successor.
+
+        Returns:
+            Whether it has been replaced, now or before.
+        """
+        with self._lock:
+            if self._next is not zygote:
+                return True
+            if self._successor is None or not self._has_successor:
+                return False
+            self._next, self._successor = self._successor, None
+            self._forget_unstarted()
+            successor = self._next
+        _log.warning("the process that starts sessions has ended; its successor replaces it")
+        self._order_successor(successor)
+        return True
+
+    def _forget_unstarted(self) -> None:
+        """Forgets the processes whose descriptors the ended zygote did not send."""
+        self._pidfds = {
+            number: pidfd for number, pidfd in self._pidfds.items() if pidfd is not None
+        }
+
+    def _watch(self, orders: socket.socket) -> None:
+        """Handles the reports of a zygote or a successor. Logs failures of sessions' processes.
+
+        When it ends, replaces it if it is the current zygote or its successor.
         """
         while (received := receive(orders)) is not None:
             report, pidfd = received
             if "began" in report and pidfd is not None:
                 self._began(report["began"], pidfd, report["process"])
+            elif "successor" in report and pidfd is not None:
+                with self._lock:
+                    self._successors[orders] = pidfd
+                    self._has_successor |= self._successor is orders
             elif "over" in report:
                 self._over(report)
-        if self._next is orders:
+        with self._lock:
+            if (descriptor := self._successors.pop(orders, None)) is not None:
+                os.close(descriptor)
+        if self._successor is orders:
+            # The system may have too few processes or too little memory for another one now.
+            time.sleep(1.0)
+            if self._successor is orders and not self._closing:
+                self._order_successor(self._next)
+        elif not self._closing and not self._succeed(orders):
             self.is_ready = False
             with self._lock:
-                # Forgets the processes whose descriptors the ended zygote did not send.
-                self._pidfds = {
-                    number: pidfd for number, pidfd in self._pidfds.items() if pidfd is not None
-                }
+                self._forget_unstarted()
             self._replace()
 
     def _replace(self) -> None:
@@ -215,7 +271,13 @@ class Processes:
         Raises:
             OSError: The zygote has ended, and the next one is not ready yet.
         """
-        send(self._next, {"begin": number}, handoffs.fileno(), requests.fileno())
+        zygote, descriptors = self._next, (handoffs.fileno(), requests.fileno())
+        try:
+            send(zygote, {"begin": number}, *descriptors)
+        except OSError:
+            if not self._succeed(zygote):
+                raise
+            send(self._next, {"begin": number}, *descriptors)
         if self._once:
             self.is_ready = False
             self._next.shutdown(socket.SHUT_WR)
@@ -238,6 +300,7 @@ class Processes:
     def close(self) -> None:
         """Ends the zygote, or the processes of GPU sessions. Blocks."""
         self._closing = True
+        self._end_successors()
         for process, orders in self._all:
             # `orders.close()` would not end the connection while `_watch` receives on the socket.
             orders.shutdown(socket.SHUT_RDWR)
@@ -246,3 +309,20 @@ class Processes:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _end_successors(self) -> None:
+        """Ends the processes that were or are successors. Blocks."""
+        with self._lock:
+            successors = list(self._successors.items())
+            waiting = [] if self._successor is None else [self._successor]
+        for orders in {*waiting, *(orders for orders, _ in successors)}:
+            with contextlib.suppress(OSError):
+                orders.shutdown(socket.SHUT_RDWR)
+        end = time.monotonic() + GRACE
+        for orders, _ in successors:
+            while orders in self._successors and time.monotonic() < end:
+                time.sleep(0.01)
+        with self._lock:
+            for pidfd in self._successors.values():
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)

@@ -5,6 +5,9 @@ The zygote has imported PyTorch, so a fork takes milliseconds. It has one thread
 operator, because an OpenMP thread pool does not survive a fork. The broker starts it as a new
 program with a reduced environment. So its memory contains no token, no keys, and no secrets from
 environment variables.
+
+The zygote also forks its successor, which does nothing until the broker sends it requests, because
+the zygote has ended.
 """
 
 from __future__ import annotations
@@ -152,6 +155,13 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
     # Keeps the garbage collector from writing to pages that sessions share with the zygote.
     gc.collect()
     gc.freeze()
+    _fork_sessions(orders, options, restrictions, once)
+
+
+def _fork_sessions(
+    orders: socket.socket, options: dict[str, Any], restrictions: list[str], once: bool
+) -> None:
+    """Forks sessions, and successors, until the broker closes ``orders``."""
     sessions: dict[int, int] = {}
     poll = select.poll()
     poll.register(orders, select.POLLIN)
@@ -160,7 +170,15 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
             text, descriptors, _, _ = socket.recv_fds(orders, MAX_MESSAGE, 2)
             if not text:
                 return _end(sessions)
-            number = json.loads(text)["begin"]
+            order = json.loads(text)
+            if "succeed" in order:
+                successor = _fork_successor(descriptors[0])
+                if successor is None:
+                    continue
+                orders.close()
+                with successor:
+                    return _fork_sessions(successor, options, restrictions, once)
+            number = order["begin"]
             if once:
                 with _pidfd(os.getpid()) as pidfd:
                     send(orders, {"began": number, "process": os.getpid()}, pidfd)
@@ -191,6 +209,40 @@ def run(orders: socket.socket, options: dict[str, Any], once: bool) -> None:
                 "peak": used.ru_maxrss << 10,
             }
             send(orders, report)
+
+
+def _fork_successor(descriptor: int) -> socket.socket | None:
+    """Forks a process that can replace this one.
+
+    The successor is not a child of this process, and reports to the broker that it is ready.
+
+    Args:
+        descriptor: The socket of the broker's requests to the successor. Owned by this function.
+
+    Returns:
+        The socket in the successor. None in this process, also if the system has too many
+        processes.
+    """
+    try:
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            return None
+        # The parent of the successor ends at once, so that init waits for the successor.
+        try:
+            is_parent = bool(os.fork())
+        except OSError:
+            is_parent = True
+        if is_parent:
+            os._exit(0)
+        successor = socket.socket(fileno=os.dup(descriptor))
+        with _pidfd(os.getpid()) as pidfd:
+            send(successor, {"successor": os.getpid()}, pidfd)
+        return successor
+    except BlockingIOError:
+        return None
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
