@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._scratch import Scratch
 from ..budget import Budget
 from ..config import Config
 from ..errors import (
@@ -237,7 +237,7 @@ def _opened(
 @contextmanager
 def _configuration(source: str, device: torch.device) -> Iterator[Place]:
     """Copies the configuration of a model from the machine to a temporary directory."""
-    with tempfile.TemporaryDirectory(prefix="tensorstream-") as directory:
+    with Scratch("tensorstream-configuration-") as directory:
         for name in (_CONFIGURATION, _GENERATION):
             try:
                 text = read_text(source, name, device)
@@ -245,7 +245,7 @@ def _configuration(source: str, device: torch.device) -> Iterator[Place]:
                 continue  # transformers says what is missing, or has a default
             with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
                 file.write(text)
-        yield Place(directory, source_on(source, device.index or 0))
+        yield Place(str(directory), source_on(source, device.index or 0))
 
 
 def _generation_config(transformers: Any, place: Place, model: Any) -> Any:

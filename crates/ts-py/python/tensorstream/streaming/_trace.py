@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from types import TracebackType
 
 from torch import nn
 
+from .._scratch import Scratch
 from ..devices import Device
 from ..errors import ConfigurationError, ModelError
 from ._state import streaming_of
@@ -100,7 +100,7 @@ class trace:
 
 def _replace(path: Path, text: str) -> None:
     """Writes a file as a whole, so that there is never a part of it."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        new = Path(directory, path.name)
+    with Scratch("tensorstream-trace-", path.parent) as directory:
+        new = directory / path.name
         new.write_text(text, encoding="utf-8")
         new.replace(path)

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
+import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ... import _native
+from ..._scratch import Scratch
 from ...errors import ProtocolError
 
 #: Storages are copied in pieces of this size, in bytes.
@@ -32,7 +31,9 @@ class SavedStorages:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="tensorstream-paused-", dir=directory))
+        # Another host that shares the directory cannot see whether this process runs.
+        self._scratch = Scratch(f"tensorstream-paused-{socket.gethostname()}-", directory)
+        self.directory = self._scratch.path
         #: The size of all saved storages, in bytes.
         self.nbytes = 0
         self._storages: list[tuple[int, int, int, bool]] = []
@@ -91,4 +92,4 @@ class SavedStorages:
 
     def remove(self) -> None:
         """Removes the directory with the saved storages."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._scratch.remove()

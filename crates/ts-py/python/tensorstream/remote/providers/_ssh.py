@@ -13,13 +13,13 @@ import secrets
 import shlex
 import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from ..._scratch import Scratch
 from ...budget import parse_size
 from ...errors import (
     ConfigurationError,
@@ -318,8 +318,8 @@ class _Forwarded(Server):
     """
 
     def __init__(self, options: list[str], host: str, directory: str, name: str) -> None:
-        self._directory = tempfile.mkdtemp(prefix="tensorstream-")
-        self._socket = f"{self._directory}/socket"
+        self._directory = Scratch("tensorstream-tunnel-")
+        self._socket = f"{self._directory.path}/socket"
         self.address = f"unix:{self._socket}"
         self._host, self._name = host, name
         self._command = [
@@ -378,7 +378,7 @@ class _Forwarded(Server):
             Whether the tunnel was open, whether the server has ended, and why the tunnel ended.
         """
         # ssh's messages are in a file, because other processes may keep a pipe open.
-        with open(f"{self._directory}/messages", "w+b") as messages:
+        with open(f"{self._directory.path}/messages", "w+b") as messages:
             try:
                 with self._lock:
                     if self._stopping.is_set():
@@ -430,4 +430,4 @@ class _Forwarded(Server):
                 tunnel.wait(_STOP)
             tunnel.kill()
         self._thread.join()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()

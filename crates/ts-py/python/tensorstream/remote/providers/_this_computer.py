@@ -6,14 +6,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import deque
 from typing import IO
 
+from ..._scratch import Scratch
 from ...budget import parse_size
 from ...errors import ConnectionLost
 from ._base import Provider, Request, Server
@@ -125,8 +124,8 @@ class ProcessServer(Server):
         self, name: str, device_type: str, device_count: int, threads: int,
         budget: int | None = None,
     ) -> None:  # fmt: skip
-        self._directory = tempfile.mkdtemp(prefix="tensorstream-")
-        self.address = f"unix:{self._directory}/socket"
+        self._directory = Scratch("tensorstream-machine-")
+        self.address = f"unix:{self._directory.path}/socket"
         self.process = subprocess.Popen(
             [
                 sys.executable, "-m", "tensorstream.remote.server._local",
@@ -171,7 +170,7 @@ class ProcessServer(Server):
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
 
 class ThreadServer(Server):
@@ -196,8 +195,8 @@ class ThreadServer(Server):
 
         devices = devices_of(device_type, device_count)
         exchange = LocalExchange(weights=Weights(EVERYTHING), outgoing=Outgoing(("any",)))
-        self._directory = tempfile.mkdtemp(prefix="tensorstream-")
-        self.address = f"unix:{self._directory}/socket"
+        self._directory = Scratch("tensorstream-machine-")
+        self.address = f"unix:{self._directory.path}/socket"
         functions = Functions((ANY,))
         self._server = server(
             self.address, devices=devices, exchange=exchange, shared=True, functions=functions
@@ -211,4 +210,4 @@ class ThreadServer(Server):
         """Stops the server. Blocks until its thread has ended, for at most 10 seconds."""
         self._server.stop()
         self._thread.join(_STOP_TIMEOUT)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
