@@ -5,8 +5,8 @@
 //! are read over the network.
 //!
 //! A part that a backend cannot read, for another reason than an I/O error of the device, is tried
-//! once with the next one: `direct` after `uring`, and `buffered` after `direct`. If io_uring cannot
-//! be used any more, `uring` is not used again.
+//! once with the next one: `direct` after `uring`, and `buffered` after `direct`. If io_uring
+//! cannot be used any more, `uring` is not used again.
 //!
 //! A copy from the page cache may still trigger readahead, if an earlier read marked a page for it.
 

@@ -9,7 +9,7 @@ use tensorstream::exec::OpFailureKind;
 use tensorstream::io::hide_passwords;
 use tensorstream::{Error, format, io, orchestrator, pool, remote};
 
-use crate::files::made::remove_if_made;
+use crate::made::remove_if_made;
 
 /// Converts an error of the crate `tensorstream` to a Python exception.
 pub(crate) fn to_python(py: Python<'_>, error: &Error) -> PyErr {

@@ -6,7 +6,6 @@ pub(crate) mod checkpoint;
 mod conversion;
 mod convert;
 mod fingerprint;
-pub(crate) mod made;
 mod metadata;
 mod passing;
 mod path;
@@ -28,7 +27,6 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(cached::read_cached, m)?)?;
     m.add_function(wrap_pyfunction!(cached::write_cached, m)?)?;
     m.add_function(wrap_pyfunction!(cached::remove_unfinished, m)?)?;
-    m.add_function(wrap_pyfunction!(made::note_made, m)?)?;
     m.add_function(wrap_pyfunction!(passing::open_file, m)?)?;
     m.add_function(wrap_pyfunction!(passing::checkpoint_file, m)?)?;
     m.add_function(wrap_pyfunction!(checkpoint::trim, m)?)?;

@@ -14,6 +14,7 @@ mod dtype;
 mod errors;
 mod files;
 mod heap;
+mod made;
 mod memory;
 #[cfg(target_os = "linux")]
 mod openmp;
@@ -66,6 +67,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(available_memory, m)?)?;
     m.add_function(wrap_pyfunction!(backends, m)?)?;
     m.add_function(wrap_pyfunction!(cli::main, m)?)?;
+    m.add_function(wrap_pyfunction!(made::note_made, m)?)?;
     tensors::register(m)?;
     streaming::register(m)?;
     files::register(m)?;

@@ -44,6 +44,12 @@ def pytest_sessionstart() -> None:
         )
 
 
+# Tests in these files run with a server, a program or a library of others.
+INTEGRATION = {
+    "test_accelerator", "test_diffusers", "test_drop_in_accelerate", "test_drop_in_safetensors",
+    "test_examples", "test_guides", "test_hub", "test_merging", "test_openai", "test_pipelines",
+    "test_remote_providers", "test_serve", "test_served", "test_tools", "test_urls",
+}  # fmt: skip
 # Files that take longest come first: processes that share the tests then end at the same time.
 LONGEST = (
     "test_remote_providers.py",
@@ -68,11 +74,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the longest files first. The others stay in their order.
+    """Marks the tests, and puts the longest files first. The others stay in their order.
 
     With ``--pairs``, leaves out cases of long products of parameters whose pairs of values are all
     in other cases.
     """
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            item.add_marker("fast")
+        if item.path.stem in INTEGRATION:
+            item.add_marker("integration")
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     if config.getoption("pairs"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import os
 import queue
 import select
@@ -44,6 +45,7 @@ from tensorstream.remote import (
 )
 from tensorstream.remote.providers import ModalProvider, _modal
 from tensorstream.remote.providers._gpus import GPUS
+from tensorstream.remote.providers._own_wheel import own_wheel
 from tensorstream.remote.providers._ray import RayServer
 from tensorstream.remote.providers._ssh import _error, _Forwarded, _shell, _tunnel_script
 from tensorstream.remote.providers._this_computer import ProcessServer
@@ -472,6 +474,19 @@ def test_the_app_for_modal_is_constructed(tmp_path: Path, monkeypatch: Any) -> N
     }  # fmt: skip
     wheel = tmp_path / "tensorstream-0.1.0-cp311-abi3-linux_x86_64.whl"
     wheel.write_bytes(b"")
+    uploaded: list[Path] = []
+    add, install = modal.Image.add_local_file, modal.Image.pip_install
+
+    def record(self: Any, path: Path, *more: Any, **options: Any) -> Any:
+        uploaded.append(Path(path))
+        return add(self, path, *more, **options)
+
+    def refuse(self: Any, *names: str, **options: Any) -> Any:
+        assert not any("tensorstream" in name for name in names), "it need not be on PyPI"
+        return install(self, *names, **options)
+
+    monkeypatch.setattr(modal.Image, "add_local_file", record)
+    monkeypatch.setattr(modal.Image, "pip_install", refuse)
     for given in (None, wheel):
         provider = ModalProvider(wheel=given, packages=["transformers"])
         for device_type, spec in specs.items():
@@ -479,6 +494,7 @@ def test_the_app_for_modal_is_constructed(tmp_path: Path, monkeypatch: Any) -> N
             assert _modal._gpu(request) == spec
             function, app = provider.build(request)
             assert isinstance(function, modal.Function) and app.name == "tensorstream"
+    assert wheel in uploaded and len({*uploaded}) == 2
     assert set(provider.device_types()) == {"cpu", "cuda", *GPUS}
     for start in (
         lambda: RemoteMachine("modal", "A100"),
@@ -497,6 +513,35 @@ def test_the_app_for_modal_is_constructed(tmp_path: Path, monkeypatch: Any) -> N
     ):
         with pytest.raises(ConfigurationError, match=words):
             RemoteMachine("modal", **options)
+
+
+def test_the_installed_package_is_packed_into_a_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel, place = own_wheel(tmp_path), tmp_path / "installed"
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*pip, "--target", place, wheel], check=True, timeout=300)
+    program = "import tensorstream as ts; print(ts.__file__, ts.TensorBuffer.cpu(b'abc').to_host())"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(place)},
+        capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert ran.stdout.split() == [f"{place}/tensorstream/__init__.py", "b'abc'"]
+
+    class Elsewhere(importlib.metadata.PathDistribution):
+        def read_text(self, filename: Any) -> str:
+            return "Wheel-Version: 1.0\nTag: cp311-abi3-macosx_11_0_arm64\n"
+
+    for found, words in ((Elsewhere(tmp_path), "for cp311-abi3-macosx"), (None, "without a wheel")):
+
+        def distribution(_: str, found: Any = found) -> Any:
+            if found is None:
+                raise importlib.metadata.PackageNotFoundError
+            return found
+
+        monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+        with pytest.raises(ConfigurationError, match=f"{words}.*; give the path of one as `wheel`"):
+            own_wheel(tmp_path)
 
 
 def test_the_server_of_a_container_runs_here(trusted: dict[str, Path]) -> None:

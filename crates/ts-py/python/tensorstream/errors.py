@@ -382,7 +382,7 @@ class DeviceError(TensorStreamError, RuntimeError):
     """
 
 
-class DeviceUnavailableError(DeviceError):
+class DeviceUnavailableError(DeviceError, ConfigurationError):
     """A GPU does not exist on this computer, or cannot be used. The message contains the reason.
 
     It is not an ``OutOfMemoryError``: no smaller request would succeed.

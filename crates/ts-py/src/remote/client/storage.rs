@@ -16,6 +16,8 @@ use super::torch::{Torch, address_of, is_forked, storage_at, torch};
 use crate::dlpack;
 
 static NEXT_STORAGE: AtomicU64 = AtomicU64::new(1);
+/// Storages of the client itself are numbered apart, so that the user's first one has the number 1.
+static NEXT_OWN_STORAGE: AtomicU64 = AtomicU64::new(1 << 40);
 /// The number of handles beyond the first one, for each storage that has several.
 static EXTRA_HANDLES: Mutex<Option<HashMap<u64, usize>>> = Mutex::new(None);
 /// Whether a storage has ever had several handles.
@@ -94,19 +96,26 @@ fn extent(view: &StorageView) -> u64 {
 }
 
 /// Creates a tensor of zeros on `ts:index`. The machine allocates its memory on the first use.
+///
+/// With `own`, it is not a tensor of the user.
 #[pyfunction]
+#[pyo3(signature = (index, sizes, strides, dtype, own=false))]
 pub(crate) fn remote_empty<'py>(
     py: Python<'py>,
     index: u32,
     sizes: Vec<u64>,
     strides: Vec<i64>,
     dtype: &Bound<'py, PyAny>,
+    own: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     let (torch, device) = (torch(py)?, device(py, index)?);
     let dtype = torch.scalar_type(dtype)?;
     let view = StorageView { dtype, sizes, strides, offset: 0 };
     let bytes = extent(&view).saturating_mul(torch.row(dtype)?.bytes);
-    let storage = reserve_storages(1);
+    let storage = match own {
+        true => NEXT_OWN_STORAGE.fetch_add(1, Ordering::Relaxed),
+        false => reserve_storages(1),
+    };
     device.session.submit(py, &Request::Create { storage, bytes, device: device.ordinal })?;
     new_tensor(py, torch, &device, &TensorRef { storage, view }, bytes)
 }

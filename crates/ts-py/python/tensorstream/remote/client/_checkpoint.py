@@ -19,6 +19,7 @@ from ...errors import (
 from .. import _registry
 from .._answers import answered
 from . import _server_operators as _operators
+from ._tied import with_tied
 
 Path = str | os.PathLike[str]
 
@@ -181,7 +182,10 @@ def load_huggingface_state_dicts(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Loads all weights of a model on the Hugging Face Hub into tensors of a machine. Blocks.
 
-    The machine downloads the files that are not in its cache.
+    The machine downloads the files that are not in its cache. No weights pass through this process:
+    ``Module.load_state_dict`` takes the tensors over, as with ``assign=True``, and the parameters
+    are on the machine afterwards. Buffers that the files do not have stay where they are; move them
+    with ``model.to(device)``. Names that a model of transformers ties to others are added.
 
     Args:
         repo: The name of the model, such as "organisation/model", or the absolute path of a
@@ -205,10 +209,15 @@ def load_huggingface_state_dicts(
     answer = _answered(_operators.DIRECTORIES(anchor, source), anchor.device, source)
     if not answer["directories"]:
         raise CheckpointNotFoundError(f"{source} has no directory with a checkpoint")
-    return {
-        directory: load_state_dict(f"{source}/{directory}" if directory else source, device)
-        for directory in answer["directories"]
-    }
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for directory in answer["directories"]:
+        weights = f"{source}/{directory}" if directory else source
+        try:
+            configuration = read_text(weights, "config.json", device)
+        except CheckpointNotFoundError:
+            configuration = "{}"
+        found[directory] = with_tied(load_state_dict(weights, device), configuration)
+    return found
 
 
 def read_text(source: Path, beside: str, device: torch.device) -> str:

@@ -393,7 +393,9 @@ class RemoteMachine:
                 f"invalid arguments device({index!r}, {of_kind!r}): expected an index, or a type "
                 "and an index"
             )
-        if kind not in (None, "ts", runs_on := _registry.KINDS[session.first]):
+        runs_on = _registry.KINDS[session.first]
+        simulated = "cuda" if self._provider.simulates and self.device_type != "cpu" else runs_on
+        if kind not in (None, "ts", runs_on, simulated):
             raise ConfigurationError(
                 f"machine {self.name} has no {kind} devices: it runs operators on {runs_on}"
             )

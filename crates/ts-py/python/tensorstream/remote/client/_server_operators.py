@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from ... import _native
 from ._kernel import kernel
 
 _LIBRARY = torch.library.Library("tensorstream", "DEF")
@@ -102,4 +103,4 @@ RECEIVE_GENERATOR = kernel(torch.ops.tensorstream.given_generator.default)
 
 def anchor(index: int) -> torch.Tensor:
     """Returns an empty tensor on a device, for operators without other tensor arguments."""
-    return torch.empty(0, dtype=torch.uint8, device=torch.device("ts", index))
+    return _native.remote_empty(index, [0], [1], torch.uint8, own=True)

@@ -18,12 +18,13 @@ import secrets
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
+from ..._scratch import Scratch
 from ...budget import parse_size
 from ...errors import (
     ConfigurationError,
@@ -35,6 +36,7 @@ from ...errors import (
 from ...serve._weights import EVERYTHING
 from ._base import Provider, Request, Server
 from ._gpus import GPUS
+from ._own_wheel import own_wheel
 
 _log = logging.getLogger("tensorstream.remote")
 
@@ -57,8 +59,8 @@ class ModalProvider(Provider):
     the environment.
 
     Args:
-        wheel: A wheel of TensorStream for Linux, which is installed in the image. By default it
-            comes from PyPI, in the version here.
+        wheel: A wheel of TensorStream for Linux, which is uploaded and installed in the image. The
+            default is made of the package that is installed here.
         packages: More packages for the image, as ``pip`` takes them.
         cpu: The number of CPUs, which is also that of PyTorch threads.
         memory: The memory of the container, in bytes or such as "16GiB".
@@ -140,7 +142,11 @@ class ModalProvider(Provider):
         )
 
     def build(self, request: Request) -> tuple[Any, Any]:
-        """Returns the function that hosts the server, and its app. Does not use the network."""
+        """Returns the function that hosts the server, and its app. Does not use the network.
+
+        Raises:
+            ConfigurationError: There is no wheel to install.
+        """
         import modal
         import torch
 
@@ -148,13 +154,9 @@ class ModalProvider(Provider):
         image = modal.Image.debian_slim(
             python_version=f"{sys.version_info.major}.{sys.version_info.minor}"
         ).pip_install(f"torch=={version}", "numpy", "safetensors", "huggingface_hub")
-        if self._wheel is None:
-            image = image.pip_install(f"tensorstream=={__version__}")
-        else:
-            inside = f"/root/{self._wheel.name}"
-            image = image.add_local_file(self._wheel, inside, copy=True).run_commands(
-                f"pip install {inside}"
-            )
+        wheel = self._wheel or self._own_wheel()
+        inside = f"/root/{wheel.name}"
+        image = image.add_local_file(wheel, inside, copy=True).run_commands(f"pip install {inside}")
         if self._packages:
             image = image.pip_install(*self._packages)
         app = modal.App(self._app)
@@ -168,6 +170,13 @@ class ModalProvider(Provider):
             name="tensorstream-serve",
         )(serve_in_container)
         return function, app
+
+    def _own_wheel(self) -> Path:
+        """Returns a wheel of the installed package, which exists as long as the provider."""
+        scratch = Scratch("tensorstream-wheel-")
+        weakref.finalize(self, scratch.remove)
+        self._wheel = own_wheel(scratch.path)
+        return self._wheel
 
     def options(self, request: Request) -> dict[str, Any]:
         """Returns the options of the server."""

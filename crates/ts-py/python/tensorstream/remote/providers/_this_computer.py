@@ -49,10 +49,14 @@ class LocalProvider(Provider):
         """Starts the process. Blocks until it listens.
 
         Raises:
+            DeviceUnavailableError: This computer does not have the GPUs.
             ConnectionLost: The process ended before it listened.
         """
         import torch
 
+        from ..server._server import devices_of
+
+        devices_of(request.kind, request.device_count)
         threads = self._threads or torch.get_num_threads()
         return ProcessServer(
             request.name, request.kind, request.device_count, threads, self._budget
@@ -75,7 +79,7 @@ class MockProvider(Provider):
         """Starts the thread.
 
         Raises:
-            ConfigurationError: The device type is "cuda", and this computer has no GPU.
+            DeviceUnavailableError: The device type is "cuda", and this computer has no GPU.
         """
         kind = "cuda" if request.device_type == "cuda" else "cpu"
         return ThreadServer(kind, request.device_count)

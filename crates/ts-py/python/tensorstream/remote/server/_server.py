@@ -16,7 +16,7 @@ import torch
 from torch.utils import dlpack
 
 from ... import _native
-from ...errors import ConfigurationError, TensorStreamError
+from ...errors import ConfigurationError, DeviceUnavailableError, TensorStreamError
 from ...wire._connection import LIMIT_BYTES, _settings
 from .._answers import failure
 from . import _bounds
@@ -630,13 +630,13 @@ def devices_of(kind: str, count: int | None = None) -> list[torch.device]:
         count: The number of devices. By default all GPUs, or 8 devices that share the CPU.
 
     Raises:
-        ConfigurationError: PyTorch finds fewer GPUs, or none.
+        DeviceUnavailableError: PyTorch finds fewer GPUs, or none.
     """
     if kind == "cpu":
         return [torch.device("cpu")] * (8 if count is None else count)
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if available < (count or 1):
-        raise ConfigurationError(
+        raise DeviceUnavailableError(
             f"not enough GPUs: expected at least {count or 1}, but PyTorch finds {available}"
         )
     return [torch.device("cuda", index) for index in range(available if count is None else count)]

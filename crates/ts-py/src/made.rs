@@ -7,15 +7,13 @@ use std::path::{Path, PathBuf};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
-use super::path::PathArgument;
-
 static MADE: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
 /// Notes that a file was made from a checkpoint. If it turns out to be damaged, it is removed, so
 /// that the next load makes it again.
 #[pyfunction]
-pub(super) fn note_made(path: PathArgument) {
-    MADE.lock().insert(path.0);
+pub(crate) fn note_made(path: PathBuf) {
+    MADE.lock().insert(path);
 }
 
 /// Removes a damaged file if it was made from a checkpoint. Returns whether it was removed.

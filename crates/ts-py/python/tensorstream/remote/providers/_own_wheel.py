@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Packs the installed package into a wheel, to install it on another computer."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.metadata
+import zipfile
+from pathlib import Path
+
+from ...errors import ConfigurationError
+
+#: What an installer adds to the directory of the metadata, or writes anew.
+_OF_INSTALLATION = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}
+
+
+def own_wheel(directory: Path) -> Path:
+    """Writes a wheel of the package that this process uses to a directory, and returns it.
+
+    Raises:
+        ConfigurationError: The package was not installed from a wheel for Linux.
+    """
+    try:
+        installed = importlib.metadata.distribution("tensorstream")
+        tag = (installed.read_text("WHEEL") or "").partition("\nTag: ")[2].partition("\n")[0]
+    except importlib.metadata.PackageNotFoundError:
+        tag = ""
+    if "linux" not in tag:
+        raise ConfigurationError(
+            "there is no wheel of TensorStream for Linux to upload: "
+            f"this package was installed {f'for {tag}' if tag else 'without a wheel'}; "
+            "give the path of one as `wheel`"
+        )
+    info = f"tensorstream-{installed.version}.dist-info"
+    package = Path(__file__).resolve().parents[2]
+    contents = {
+        f"tensorstream/{path.relative_to(package).as_posix()}": path
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    for entry in installed.files or ():
+        if info in entry.parts[:1] and entry.name not in _OF_INSTALLATION:
+            contents[entry.as_posix()] = Path(str(installed.locate_file(entry)))
+    wheel = directory / f"tensorstream-{installed.version}-{tag}.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        record = ""
+        for name, path in contents.items():
+            data = path.read_bytes()
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            record += f"{name},sha256={digest},{len(data)}\n"
+            archive.writestr(name, data)
+        archive.writestr(f"{info}/RECORD", f"{record}{info}/RECORD,,\n")
+    return wheel

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Snippets of the guides of mycelya-torch and torch-remote, with another import line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+import transformers as hf
+from tensorstream.errors import ConfigurationError, DeviceUnavailableError
+from tensorstream.remote import RemoteMachine, load_huggingface_state_dicts
+
+
+def _run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_storages_are_numbered_from_one() -> None:
+    ran = _run("""
+        import torch
+        from tensorstream.remote import RemoteMachine, create_mock_machine, storage_id
+        machine = RemoteMachine("mock", "A100")
+        x = torch.ones(2, device=machine.device("cuda"))
+        y = x.T @ x
+        torch.manual_seed(0)
+        z = torch.empty(0, device=machine.device("cuda"))
+        print(storage_id(x), storage_id(x.view(1, 2)), storage_id(y), storage_id(z))
+        other = create_mock_machine("T4")
+        print(storage_id(torch.randn(3, device=other.device("cuda"))))
+    """)
+    assert ran.stdout.split() == ["1", "1", "2", "3", "4"], ran
+
+
+def test_a_mock_machine_has_as_many_gpus_as_were_wanted() -> None:
+    with RemoteMachine("mock", "A100", gpu_count=2) as machine:
+        assert machine.device("cuda", 1) == machine.device("cuda:1") == machine.device(1)
+        assert machine.device("cuda") == machine.device("cpu") == machine.device(0)
+        x = torch.ones(2, device=machine.device("cuda", 1))
+        assert (x.to(machine.device("cuda")) + 1).tolist() == [2.0, 2.0]
+        with pytest.raises(ConfigurationError, match="no device 2: expected 0 to 1"):
+            machine.device("cuda", 2)
+        with pytest.raises(ConfigurationError, match="no xpu devices"):
+            machine.device("xpu")
+    with RemoteMachine("mock") as machine, pytest.raises(ConfigurationError, match="no cuda"):
+        machine.device("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this computer has a GPU")
+@pytest.mark.parametrize("how", ['"A100"', '"T4", gpu_count=2', 'device_type="cuda"'])
+def test_a_missing_gpu_is_refused_in_one_sentence(how: str) -> None:
+    ran = _run(f"""
+        from tensorstream.errors import DeviceUnavailableError
+        from tensorstream.remote import RemoteMachine
+        try:
+            RemoteMachine("local", {how})
+        except DeviceUnavailableError as error:
+            print(error)
+    """)
+    count = 2 if "2" in how else 1
+    expected = f"not enough GPUs: expected at least {count}, but PyTorch finds 0\n"
+    assert (ran.stdout, ran.stderr) == (expected, "")
+    assert not issubclass(DeviceUnavailableError, MemoryError)
+
+
+def _in_cache(model: hf.PreTrainedModel, cache: Path) -> None:
+    """Puts a model into a cache of the Hub, where it is called some/model."""
+    root, commit = cache / "hub/models--some--model", "0" * 40
+    (root / "refs").mkdir(parents=True)
+    (root / "refs/main").write_text(commit, encoding="ascii")
+    model.save_pretrained(root / "snapshots" / commit)
+
+
+TINY = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def _gpt2() -> hf.PreTrainedModel:
+    return hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=2, n_embd=64, n_head=2, **TINY))
+
+
+def _llama(tied: bool) -> hf.PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "tie_word_embeddings": tied}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads, **TINY))
+
+
+@pytest.mark.parametrize("kind", ["mock", "local"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "tied llama", "llama"])
+def test_a_strict_load_of_a_model_of_the_hub_moves_it_to_the_machine(
+    name: str, dtype: torch.dtype, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # A mock machine is in this process, where the library has read the environment already.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    torch.manual_seed(0)
+    made = (_gpt2() if name == "gpt2" else _llama("tied" in name)).to(dtype).eval()
+    _in_cache(made, tmp_path)
+    path = tmp_path / "hub/models--some--model/snapshots" / ("0" * 40)
+    ids = torch.tensor([[1, 2, 3]])
+    expected = made.generate(ids, max_new_tokens=6, do_sample=False)
+    with RemoteMachine(kind) as machine:
+        dicts = load_huggingface_state_dicts("some/model", machine.device())
+        for model in (type(made).from_pretrained(path, dtype=dtype), type(made)(made.config)):
+            downloaded = machine.stats()["downloaded_bytes"]
+            model.eval().load_state_dict(dicts[""], strict=True)
+            assert {each.device for each in model.parameters()} == {machine.device()}
+            assert all(each.requires_grad for each in model.parameters())
+            embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+            assert (embedding.weight is head.weight) == (name != "llama")
+            assert machine.stats()["downloaded_bytes"] == downloaded
+            before = machine.stats()["operators"]
+            given = ids.to(machine.device())
+            result = model.to(machine.device()).generate(given, max_new_tokens=6, do_sample=False)
+            assert result.device == machine.device()
+            assert machine.stats()["operators"] > before
+            assert torch.equal(result.cpu(), expected)
+
+
+def test_the_weights_of_a_path_that_the_client_lacks_keep_their_names(tmp_path: Path) -> None:
+    """Files without a configuration, and classes that transformers lacks, have no ties."""
+    made = _gpt2()
+    made.save_pretrained(tmp_path / "model")
+    configuration = tmp_path / "model/config.json"
+    text = configuration.read_text(encoding="utf-8")
+    with RemoteMachine("mock") as machine:
+        for content in (None, "{", text.replace("GPT2LMHeadModel", "UnknownModel")):
+            configuration.unlink(missing_ok=True)
+            if content is not None:
+                configuration.write_text(content, encoding="utf-8")
+            state = load_huggingface_state_dicts(str(tmp_path / "model"), machine.device())[""]
+            with pytest.raises(RuntimeError, match=r'Missing key.*"lm_head\.weight"'):
+                _gpt2().load_state_dict(state)
