@@ -76,6 +76,31 @@ pub(crate) fn dependencies() -> Result<()> {
     Err(wrong.join("\n  "))
 }
 
+/// Checks the packages against the database of security advisories, with cargo-deny. Prints that
+/// they are not checked where cargo-deny or the database cannot be had.
+///
+/// # Errors
+/// Returns an error if an advisory applies, or cargo-deny cannot be started.
+pub(crate) fn advisories() -> Result<()> {
+    let refused = |command: &mut Command| {
+        let output = command.output().map_err(|e| format!("cannot start cargo deny: {e}"))?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        Ok::<_, String>((!output.status.success()).then_some(said))
+    };
+    if refused(cargo().args(["deny", "--version"]))?.is_some() {
+        println!("SKIPPED: advisories: cargo-deny is not installed (`cargo install cargo-deny`)");
+        return Ok(());
+    }
+    match refused(cargo().args(["deny", "check", "advisories"]))? {
+        None => println!("no security advisory applies to a package"),
+        Some(said) if said.contains("advisory database") && said.contains("fetch") => {
+            println!("SKIPPED: advisories: their database cannot be had here: {}", said.trim());
+        }
+        Some(said) => return Err(format!("security advisories apply:\n{said}")),
+    }
+    Ok(())
+}
+
 /// The maximum length of a line, in characters. Table rows and lines with a URL may be longer.
 const COLUMNS: usize = 100;
 

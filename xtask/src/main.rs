@@ -178,6 +178,7 @@ fn ci() -> Result<()> {
         },
         || {
             step("dependencies and licences", check::dependencies)?;
+            step("security advisories", check::advisories)?;
             step("cycles of imports", cycles::cycles)?;
             step("lints", || {
                 let deny = ["--workspace", "--all-targets", "--", "-D", "warnings"];

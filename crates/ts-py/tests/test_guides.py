@@ -11,6 +11,7 @@ from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import tensorstream as ts
 import torch
 import transformers as hf
 from tensorstream.errors import ConfigurationError, DeviceUnavailableError
@@ -128,17 +129,60 @@ def test_a_strict_load_of_a_model_of_the_hub_moves_it_to_the_machine(
             assert torch.equal(result.cpu(), expected)
 
 
-def test_the_weights_of_a_path_that_the_client_lacks_keep_their_names(tmp_path: Path) -> None:
-    """Files without a configuration, and classes that transformers lacks, have no ties."""
-    made = _gpt2()
-    made.save_pretrained(tmp_path / "model")
-    configuration = tmp_path / "model/config.json"
-    text = configuration.read_text(encoding="utf-8")
-    with RemoteMachine("mock") as machine:
-        for content in (None, "{", text.replace("GPT2LMHeadModel", "UnknownModel")):
-            configuration.unlink(missing_ok=True)
-            if content is not None:
-                configuration.write_text(content, encoding="utf-8")
-            state = load_huggingface_state_dicts(str(tmp_path / "model"), machine.device())[""]
-            with pytest.raises(RuntimeError, match=r'Missing key.*"lm_head\.weight"'):
-                _gpt2().load_state_dict(state)
+class Averaged(torch.nn.Module):
+    """A tied model with buffers, of which one is not in files."""
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.norm(self.embed(ids)) * self.scale - self.mean)
+        return result
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_state_dict_of_a_machine_moves_any_module(
+    dtype: torch.dtype, on_meta: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    made = Averaged()
+    with torch.no_grad():
+        made.mean += 3
+        made.norm.weight *= 2
+    tensors = {name: tensor for name, tensor in made.state_dict().items() if "head" not in name}
+    ts.save_file(tensors, tmp_path / "model.safetensors")
+    expected = made.to(dtype).eval()(torch.arange(7))
+    with RemoteMachine.mock() as machine:
+        [state] = load_huggingface_state_dicts(str(tmp_path), machine.device()).values()
+        with torch.device("meta" if on_meta else "cpu"):
+            model = Averaged().to(dtype).eval()
+        for name in ("embed", "head"):
+            model.get_submodule(name).requires_grad_(False)
+        model.load_state_dict(state)
+        if on_meta:  # nothing has the values of this buffer
+            assert model.scale.is_meta
+            model.scale = torch.full((4,), 2.0, dtype=dtype)
+            model.to(machine.device())
+        assert {each.device for each in model.state_dict().values()} == {machine.device()}
+        assert model.scale.device == machine.device() and model.head.weight is model.embed.weight
+        assert not model.head.weight.requires_grad and model.norm.weight.requires_grad
+        assert torch.equal(model(torch.arange(7).to(machine.device())).cpu(), expected)
+        copied = Averaged()
+        copied.load_state_dict(dict(state), strict=False)
+        assert copied.mean.device.type == "cpu"
+        wrong = Averaged()
+        wrong.norm = torch.nn.BatchNorm1d(5)
+        with pytest.raises(RuntimeError, match=r"size mismatch for norm\.weight"):
+            wrong.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r'Unexpected key.*"mean"'):
+            torch.nn.Sequential().load_state_dict(state)

@@ -23,6 +23,7 @@ from .._exchange import exchange
 from ..errors import ConfigurationError
 from . import _registry
 from .client import _encoder
+from .client._checkpoint import OfMachine
 from .client._views import is_ours
 
 
@@ -155,6 +156,9 @@ def _patch_load_state_dict() -> None:
     these are on the meta device. With the patch, remote tensors replace them, as with
     ``assign=True``. Names of tied parameters that the state dict lacks get the tensor of the others
     and stay tied.
+
+    A state dict of ``load_huggingface_state_dicts`` replaces the tensors of a model on any device,
+    and what it lacks moves to its device, too.
     """
     load = torch.nn.Module.load_state_dict
 
@@ -174,7 +178,8 @@ def _patch_load_state_dict() -> None:
             **dict(self.named_parameters(remove_duplicate=False)),
             **dict(self.named_buffers(remove_duplicate=False)),
         }
-        links = {name for name in remote if name in own and own[name].is_meta}
+        moves = isinstance(state_dict, OfMachine)
+        links = {name for name in remote if name in own and (moves or own[name].is_meta)}
         if not links:
             return load(self, state_dict, strict=strict, assign=assign)
         linked = OrderedDict(state_dict)
@@ -186,11 +191,14 @@ def _patch_load_state_dict() -> None:
             name: value
             for name, value in state_dict.items()
             if name in own
+            and name not in links
             and not own[name].is_meta
             and isinstance(value, torch.Tensor)
             and value.shape == own[name].shape
         }
         linked.update({name: own[name] for name in copies})
+        if moves:
+            linked.update({name: linked[name].to(own[name].dtype) for name in links})
         tied = [names for names in _tied(self) if not links.isdisjoint(names)]
         for names in tied:
             stored = next(name for name in names if name in links)
@@ -201,6 +209,9 @@ def _patch_load_state_dict() -> None:
                 own[name].copy_(value)
         for names in tied:
             _tie(self, names)
+        rest = (*self.parameters(), *self.buffers())
+        if moves and not any(tensor.is_meta for tensor in rest):
+            self.to(linked[min(links)].device)
         return result
 
     # PyTorch has no hook that may replace the tensors. mypy does not allow assignments to methods.

@@ -134,17 +134,15 @@ impl<'a, 'py> Arguments<'a, 'py> {
         if one.shares_session_with(&other) && op == COPY {
             return Ok(());
         }
+        // Begins like PyTorch's message for its own devices.
+        let what = format!(
+            "Expected all tensors to be on the same device, but {op} was called with tensors on"
+        );
         if one.shares_session_with(&other) {
-            // Begins like PyTorch's message for its own devices.
-            let what = format!(
-                "Expected all tensors to be on the same device, but {op} was called with tensors \
-                 on ts:{known} and ts:{index}"
-            );
-            return Err(PyRuntimeError::new_err(what));
+            return Err(PyRuntimeError::new_err(format!("{what} ts:{known} and ts:{index}")));
         }
         let what = format!(
-            "{op}: tensors are on two machines, {} (ts:{known}) and {} (ts:{index}); copy one with \
-             .to()",
+            "{what} two machines, {} (ts:{known}) and {} (ts:{index}); copy one with .to()",
             one.session.name, other.session.name
         );
         Err(cross_machine_error(py, &what))

@@ -19,13 +19,16 @@ from ...errors import (
 from .. import _registry
 from .._answers import answered
 from . import _server_operators as _operators
-from ._tied import with_tied
 
 Path = str | os.PathLike[str]
 
 #: The size of the tensors that are loaded with one request, in bytes. A request on a GPU needs as
 #: much host memory.
 _REQUEST_BYTES = {"cpu": 4 << 30, "cuda": 256 << 20}
+
+
+class OfMachine(dict[str, torch.Tensor]):
+    """A state dict that moves the module that loads it to the machine of its tensors."""
 
 
 class RemoteCheckpoint:
@@ -183,9 +186,8 @@ def load_huggingface_state_dicts(
     """Loads all weights of a model on the Hugging Face Hub into tensors of a machine. Blocks.
 
     The machine downloads the files that are not in its cache. No weights pass through this process:
-    ``Module.load_state_dict`` takes the tensors over, as with ``assign=True``, and the parameters
-    are on the machine afterwards. Buffers that the files do not have stay where they are; move them
-    with ``model.to(device)``. Names that a model of transformers ties to others are added.
+    ``Module.load_state_dict`` of a result moves the whole module to the machine, where the tensors
+    become its parameters and buffers, in its dtypes. Names of tied parameters may be missing.
 
     Args:
         repo: The name of the model, such as "organisation/model", or the absolute path of a
@@ -212,11 +214,7 @@ def load_huggingface_state_dicts(
     found: dict[str, dict[str, torch.Tensor]] = {}
     for directory in answer["directories"]:
         weights = f"{source}/{directory}" if directory else source
-        try:
-            configuration = read_text(weights, "config.json", device)
-        except CheckpointNotFoundError:
-            configuration = "{}"
-        found[directory] = with_tied(load_state_dict(weights, device), configuration)
+        found[directory] = OfMachine(load_state_dict(weights, device))
     return found
 
 
