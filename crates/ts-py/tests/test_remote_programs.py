@@ -7,6 +7,9 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -322,3 +325,28 @@ def test_encoders_with_layers_of_their_own_are_refused(device: torch.device) -> 
     mask = torch.tensor([[False, True], [False, False]], device=device)
     with torch.no_grad(), pytest.raises(NotImplementedError, match="enable_nested_tensor=False"):
         encoder(torch.rand(2, 2, 8, device=device), src_key_padding_mask=mask)
+
+
+def test_a_machine_starts_with_an_unknown_python() -> None:
+    program = """
+        import logging, sys, torch
+        logging.basicConfig(format="%(message)s", stream=sys.stdout)
+        from tensorstream import _native
+        from tensorstream.remote import RemoteMachine
+
+        def unknown(class_, create, only_numbers):
+            raise RuntimeError(f"cannot change {class_.__name__}")
+
+        _native.remote_create_with = unknown
+        with RemoteMachine.mock() as machine:
+            print(torch.ones(3, device=machine.device()).sum().item())
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert ran.stdout.splitlines() == [
+        "cannot change Generator; they are created as without machines",
+        "cannot change device; they are created as without machines",
+        "3.0",
+    ]

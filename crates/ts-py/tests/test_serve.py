@@ -100,6 +100,47 @@ def test_the_state_of_a_server_of_files_is_served_over_http(tmp_path: Path) -> N
             assert time.monotonic() < end
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("server", ["device", "files"])
+def test_a_server_serves_in_a_bare_environment(server: str, tmp_path: Path) -> None:
+    """Without HOME, with 64 descriptors, a closed output, and a full disk for its log."""
+    tensor = torch.arange(1000.0)
+    ts.save_file({"x": tensor}, tmp_path / "x.safetensors")
+    address = f"127.0.0.1:{free_port()}"
+    options = ["--listen", address, "-v"]
+    command = [*SERVE, "--threads", "1"] if server == "device" else [PROGRAM, "serve", "files"]
+    command += [*([tmp_path] if server == "files" else []), *options]
+    bare = ["sh", "-c", 'ulimit -n 64; exec "$@" 2>/dev/full >&-', "sh", *command]
+    environment = {"PATH": os.environ["PATH"]}
+
+    def work() -> None:
+        if server == "files":
+            assert torch.equal(ts.load_file(f"ts://{address}/x.safetensors")["x"], tensor)
+        else:
+            with RemoteMachine("tcp", address, retry=5.0) as machine:
+                assert torch.equal((tensor.to(machine.device()) + 1).cpu(), tensor + 1)
+
+    with subprocess.Popen(bare, env=environment) as process, ExitStack() as strangers:
+        try:
+            end = time.monotonic() + 60
+            while True:
+                try:
+                    work()
+                    break
+                except (ts.ConnectionLost, ts.StorageError):
+                    assert time.monotonic() < end and process.poll() is None
+                    time.sleep(0.1)
+            for _ in range(100):
+                host, port = address.split(":")
+                strangers.enter_context(socket.create_connection((host, int(port))))
+            for _ in range(3):
+                work()
+        finally:
+            process.terminate()
+            process.wait(30)
+        assert process.returncode == 0
+
+
 @pytest.mark.parametrize("server", ["device", "files"])
 def test_a_client_of_the_pages_cannot_hold_them_up(server: str, tmp_path: Path) -> None:
     port = free_port()

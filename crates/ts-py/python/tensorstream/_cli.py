@@ -12,6 +12,7 @@ from types import FrameType
 
 from ._native import main as run
 from ._signals import ending_signals
+from ._standard_streams import give_up_messages, open_closed_streams
 from .errors import TensorStreamError
 
 #: The return value of ``run`` after an interrupt.
@@ -60,6 +61,14 @@ def main() -> int:
         The exit status. If a signal stopped the command, it is usually 128 plus the number of the
         signal. Servers that stop cleanly return 0.
     """
+    open_closed_streams()
+    try:
+        return _run()
+    finally:
+        give_up_messages()
+
+
+def _run() -> int:
     if sys.argv[1:2] == ["generate"]:
         from .streaming._generate_cli import main as generate
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ from . import _registry
 from .client import _encoder
 from .client._checkpoint import OfMachine
 from .client._views import is_ours
+
+_log = logging.getLogger("tensorstream.remote")
 
 
 def apply(numbered: str) -> None:
@@ -218,6 +221,14 @@ def _patch_load_state_dict() -> None:
     torch.nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
+def _create_with(class_: type, create: Any, *, only_numbers: bool) -> None:
+    """Changes how objects of a class are created, if this version of Python is known."""
+    try:
+        _native.remote_create_with(class_, create, only_numbers)
+    except RuntimeError as error:
+        _log.warning("%s; they are created as without machines", error)
+
+
 def _patch_generator() -> None:
     """Makes ``torch.Generator(device="ts:0")`` return a generator of the CPU, for CPU machines.
 
@@ -239,7 +250,7 @@ def _patch_generator() -> None:
             )
         return torch.Generator()
 
-    _native.remote_create_with(torch.Generator, create, False)
+    _create_with(torch.Generator, create, only_numbers=False)
 
 
 def _patch_numbered_devices(kind: str) -> None:
@@ -255,7 +266,7 @@ def _patch_numbered_devices(kind: str) -> None:
     def create(args: tuple[int], kwargs: None) -> Any:
         return NotImplemented if args[0] < 0 else torch.device(kind, args[0])
 
-    _native.remote_create_with(torch.device, create, True)
+    _create_with(torch.device, create, only_numbers=True)
 
 
 def _patch_available_device() -> None:

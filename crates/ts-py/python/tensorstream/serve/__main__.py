@@ -14,6 +14,7 @@ from typing import Any
 
 from .. import _native
 from .._signals import ending_signals
+from .._standard_streams import give_up_messages, open_closed_streams
 from ..errors import TensorStreamError
 from ._broker import Broker, broker_of
 from ._status import StatusPages
@@ -116,8 +117,12 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit status.
     """
+    open_closed_streams()
     given = sys.argv[1:] if arguments is None else arguments
-    return _native.main(["tensorstream", "serve", *given], serve)
+    try:
+        return _native.main(["tensorstream", "serve", *given], serve)
+    finally:
+        give_up_messages()
 
 
 if __name__ == "__main__":

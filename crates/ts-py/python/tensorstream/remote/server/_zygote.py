@@ -58,7 +58,11 @@ def _serve(
         for stream in range(3):
             os.dup2(null.fileno(), stream)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_DESCRIPTORS,) * 2)
+    # Only a privileged process may raise the hard limit.
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_unlimited = allowed == resource.RLIM_INFINITY
+    descriptors = _MAX_DESCRIPTORS if is_unlimited else min(_MAX_DESCRIPTORS, allowed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     if options["memory"]:
         # PyTorch itself has private memory, most of which is never used.
         threads = (options["threads"] or os.cpu_count() or 1) - 1
