@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Trains over links that are cut, and over a link with a long round trip.
+"""Trains and sends state dicts over links that are cut, and over a link with a long round trip.
 
-`cargo xtask bench links`, with 1,000 cuts. `cut_links.py CUTS` makes another number.
+`cargo xtask bench links`, with 2,000 cuts. `cut_links.py CUTS` makes another number. They are
+divided evenly among TCP, TLS and Unix sockets. A relay makes them after a random number of bytes:
+with a reset, with a clean end of both directions, or of one.
 
-- A relay in front of `tensorstream serve` cuts each connection after a random number of bytes, in
-  the handshake, in a batch of operators, in an upload or in a download: with a reset, with a clean
-  end of both directions, or of one. The weights that were trained this way are compared, bit for
-  bit, with those of the same training on this CPU.
+- Half of them are in front of `tensorstream serve`, in the handshake, in a batch of operators, in
+  an upload or in a download. The weights that were trained this way are compared, bit for bit, with
+  those of the same training on this CPU.
+- Half of them are in state dicts that a program sends. The receiver gets all of a set, or an error.
 - Between two network namespaces, each packet is delayed by 50 ms. 200 steps of training, each of
   which reads its loss, are compared with the same steps without the delay plus one round trip.
   Needs root.
@@ -15,6 +17,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import os
 import random
@@ -24,8 +27,10 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +38,41 @@ import torch
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2] / "crates/ts-py/tests"))
+from certificates import certificates
 from links import bad_link, skip_reason
 from serving import Serving
 
-CUTS = 1000
+CUTS = 2000
 STEPS = 200
 ROUND_TRIP = 0.1
 #: The ways in which the relay ends a connection.
 WAYS = ("reset", "end", "end of requests", "end of replies")
 
 
-class Relay:
-    """Forwards connections to a server, and cuts each of them."""
+#: The kinds of links.
+LINKS = ("tcp", "tls", "unix")
 
-    def __init__(self, to: str) -> None:
-        host, port = to.rsplit(":", 1)
-        self._to = host, int(port)
+
+class Relay:
+    """Forwards connections to a server, and cuts each of them.
+
+    Args:
+        to: The address of the server, "HOST:PORT" or "unix:PATH". The relay listens at the same
+            kind of address.
+        draw: Returns after how many bytes a connection is cut.
+    """
+
+    def __init__(self, to: str, draw: Callable[[random.Random], int]) -> None:
+        self._to, self._draw = to, draw
         self._random = random.Random(1)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "{}:{}".format(*self._listener.getsockname())
+        if to.startswith("unix:"):
+            self.address = f"{to}-relay"
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(self.address.removeprefix("unix:"))
+            self._listener.listen(100)
+        else:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.address = "{}:{}".format(*self._listener.getsockname())
         self.cuts: collections.Counter[str] = collections.Counter()
         self.cutting = False
         threading.Thread(target=self._accept, daemon=True).start()
@@ -62,10 +83,8 @@ class Relay:
             threading.Thread(target=self._forward, args=(client,), daemon=True).start()
 
     def _forward(self, client: socket.socket) -> None:
-        # From the first bytes of the handshake to many batches or a large part of an upload.
-        left = int(10 ** self._random.uniform(0, 6.3))
-        way = self._random.choice(WAYS)
-        with client, socket.create_connection(self._to) as server:
+        left, way = self._draw(self._random), self._random.choice(WAYS)
+        with client, self._connect() as server:
             ends = {client: server, server: client}
             while True:
                 for end in select.select(list(ends), [], [])[0]:
@@ -81,9 +100,17 @@ class Relay:
                 if left <= 0 and self.cutting:
                     return self._cut(client, server, way)
 
+    def _connect(self) -> socket.socket:
+        if not self._to.startswith("unix:"):
+            host, port = self._to.rsplit(":", 1)
+            return socket.create_connection((host, int(port)))
+        server = socket.socket(socket.AF_UNIX)
+        server.connect(self._to.removeprefix("unix:"))
+        return server
+
     def _cut(self, client: socket.socket, server: socket.socket, way: str) -> None:
         self.cuts[way] += 1
-        if way == "reset":
+        if way == "reset" and client.family != socket.AF_UNIX:
             for end in (client, server):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         elif way != "end":
@@ -111,17 +138,26 @@ def network() -> tuple[nn.Module, nn.Module]:
     return model, copy.deepcopy(model)
 
 
-def through_cuts(count: int) -> None:
+def train_through_cuts(count: int, link: str, directory: Path) -> None:
     from tensorstream.remote import RemoteMachine
 
     draw = torch.Generator().manual_seed(2)
     here, there = network()
     steps = 0
-    with Serving() as served:
-        relay = Relay(served.address)
+    options: dict[str, Any] = {}
+    trust: dict[str, Any] = {}
+    if link == "tls":
+        known = certificates(directory)
+        options = {"--tls-cert": known["cert"], "--tls-key": known["key"]}
+        trust = {"ca": known["ca"]}
+    elif link == "unix":
+        options = {"--listen": f"unix:{directory}/socket"}
+    with Serving(options, log=directory / "log") as served:
+        # From the first bytes of the handshake to many batches or a large part of an upload.
+        relay = Relay(served.address, lambda draw: int(10 ** draw.uniform(0, 6.3)))
         begin = time.monotonic()
         relay.cutting = True
-        with RemoteMachine("tcp", relay.address, retry=60.0) as machine:
+        with RemoteMachine("tcp", relay.address, retry=60.0, **trust) as machine:
             there.to(machine.device())
             optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (here, there)]
             while relay.cuts.total() < count:
@@ -140,11 +176,66 @@ def through_cuts(count: int) -> None:
             relay.cutting = False
             stats = machine.stats()
     print(
-        f"{relay.cuts.total()} cuts ({dict(relay.cuts)}) in {time.monotonic() - begin:.0f} s: "
-        f"{steps} steps, {stats['reconnects']} reconnections, 0 sessions lost, "
-        f"{stats['uploaded_bytes'] / 1e6:.0f} MB uploaded; weights bit-identical: {equal}"
+        f"{link}: {relay.cuts.total()} cuts ({dict(relay.cuts)}) in "
+        f"{time.monotonic() - begin:.0f} s: {steps} steps, {stats['reconnects']} reconnections, "
+        f"0 sessions lost, {stats['uploaded_bytes'] / 1e6:.0f} MB uploaded; "
+        f"weights bit-identical: {equal}"
     )
     assert equal
+
+
+def send_through_cuts(count: int, link: str, directory: Path) -> None:
+    import tensorstream as ts
+
+    at = f"unix:{directory}/sets" if link == "unix" else "127.0.0.1:0"
+    near, far = {}, {}
+    if link == "tls":
+        known = certificates(directory)
+        near, far = {"ca": known["ca"]}, {"cert": known["cert"], "key": known["key"]}
+    sizes = random.Random(3)
+    outcomes: collections.Counter[str] = collections.Counter()
+    with ts.listen(at, **far) as listener:
+        relay = Relay(listener.address, lambda draw: draw.randrange(1, 60_000))
+        relay.cutting = True
+        while relay.cuts.total() < count:
+            sent = {
+                f"layers.{index}": torch.full([sizes.randrange(1, 2000)], float(index))
+                for index in range(sizes.randrange(1, 20))
+            }
+
+            def send(sent: dict[str, torch.Tensor] = sent) -> None:
+                try:
+                    with ts.connect(relay.address, **near) as connection:
+                        connection.send_state_dict(sent)
+                except (ts.ConnectionLost, ts.ConnectionTimeout, ts.ProtocolError):
+                    outcomes["error of the sender"] += 1
+
+            sender = threading.Thread(target=send)
+            sender.start()
+            while sender.is_alive():
+                try:
+                    connection = listener.accept(timeout=0.05)
+                except ts.ConnectionTimeout:
+                    continue  # it was cut in the handshake
+                outcomes[receive_set(connection, sent)] += 1
+                with contextlib.suppress(ts.ConnectionLost):
+                    connection.close()
+            sender.join()
+    print(f"{link}: {relay.cuts.total()} cuts ({dict(relay.cuts)}): {dict(outcomes)}")
+
+
+def receive_set(connection: Any, sent: dict[str, torch.Tensor]) -> str:
+    """Receives a state dict. Returns how that ended, which must be all of it or an error."""
+    import tensorstream as ts
+
+    try:
+        came = connection.recv_state_dict(timeout=30.0)
+    except ts.ConnectionLost:
+        return "lost, with an error"
+    assert came is not None, "a link that was cut looks like one that has ended"
+    assert came.keys() == sent.keys(), (came.keys(), sent.keys())
+    assert all(torch.equal(came[name].to_torch(), tensor) for name, tensor in sent.items())
+    return "whole"
 
 
 def train_at(address: str) -> None:
@@ -210,7 +301,11 @@ def main(arguments: list[str]) -> Any:
         return train_at(arguments[1])
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    through_cuts(int(arguments[0]) if arguments else CUTS)
+    share = (int(arguments[0]) if arguments else CUTS) // (2 * len(LINKS))
+    for link in LINKS:
+        with tempfile.TemporaryDirectory() as directory:
+            train_through_cuts(share, link, Path(directory))
+            send_through_cuts(share, link, Path(directory))
     over_a_long_link()
     return 0
 
