@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,27 +33,40 @@ def _hold(parent: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def _age(*paths: Path) -> None:
-    for path in paths:
-        os.utime(path, (0, 0))
-
-
 def test_only_directories_of_killed_processes_are_removed(tmp_path: Path) -> None:
     (killed, of_killed), (running, of_running) = _hold(tmp_path), _hold(tmp_path)
-    other, link = tmp_path / "tensorstream-other-1", tmp_path / "tensorstream-test-link"
-    other.mkdir()
-    link.symlink_to(other)
+    of_user, link = tmp_path / "tensorstream-test-runs", tmp_path / "tensorstream-test-link"
+    of_user.mkdir()
+    link.symlink_to(of_killed)
+    # On a file system that computers share, locks of the others may not be seen.
+    elsewhere = tmp_path / "tensorstream-test-elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / ".tensorstream").write_text("another boot", encoding="ascii")
+    other_name = tmp_path / "tensorstream-other-1"
+    shutil.copytree(of_killed, other_name)
     with killed, running:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        # A directory that has just been created may not be locked yet.
-        with Scratch("tensorstream-test-", tmp_path):
-            assert (of_killed / "file").exists()
-        _age(of_killed, of_running, other)
         with Scratch("tensorstream-test-", tmp_path) as own:
-            assert sorted(tmp_path.iterdir()) == sorted([of_running, other, link, own])
+            left = [of_running, of_user, link, elsewhere, other_name, own]
+            assert sorted(tmp_path.iterdir()) == sorted(left)
         assert not own.exists() and (of_running / "file").exists()
         running.kill()
+
+
+def test_a_directory_that_cannot_be_locked_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    kept = Scratch("tensorstream-test-", tmp_path)
+    monkeypatch.undo()
+    with Scratch("tensorstream-test-", tmp_path):
+        assert kept.path.exists()
+    kept.remove()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_directory_of_a_killed_client_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -67,10 +81,11 @@ os.kill(os.getpid(), signal.SIGKILL)
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     for kind, more in (("mock", ""), ("local", ""), ("mock", "x.sum(); machine.pause()")):
         text = program.format(kind, more)
+        before = set(tmp_path.iterdir())
         subprocess.run([sys.executable, "-c", text], env=environment, check=False, timeout=120)
-    left = list(tmp_path.iterdir())
-    assert len(left) >= 3, left
-    _age(*left)
+        # What the one before has left is gone, and this one leaves its own.
+        left = set(tmp_path.iterdir())
+        assert left and not left & {path for path in before if "paused" not in path.name}
     text = (
         "from tensorstream.remote import RemoteMachine\nwith RemoteMachine.mock() as m: m.pause()"
     )

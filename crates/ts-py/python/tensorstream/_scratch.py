@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from types import TracebackType
 
@@ -16,16 +15,16 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-#: How old a directory must be before it is removed, in seconds. Its process locks it when it has
-#: just been created.
-_AGE = 60.0
+#: The name of the file that marks a directory.
+_MARK = ".tensorstream"
 
 
 class Scratch:
     """A new temporary directory, until ``remove`` is called or the ``with`` block ends.
 
-    The process holds a lock on the directory. Directories of the same name and parent that nobody
-    has locked are of processes that were killed, and are removed.
+    It contains the file ``.tensorstream``, which names this boot of this computer, and which the
+    process has locked. Directories of the same name and parent are removed if they contain such a
+    file that names the same boot, and that nobody has locked: their process was killed.
 
     Args:
         name: The beginning of the name of the directory.
@@ -36,14 +35,14 @@ class Scratch:
         parent = tempfile.gettempdir() if parent is None else parent
         _remove_abandoned(name, parent)
         self.path = Path(tempfile.mkdtemp(prefix=name, dir=parent))
-        self._lock = _locked(self.path)
+        self._mark = _marked(self.path)
 
     def remove(self) -> None:
         """Removes the directory and what it contains. Ignores failures."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._mark is not None:
+            os.close(self._mark)
+            self._mark = None
 
     def __enter__(self) -> Path:
         return self.path
@@ -57,35 +56,60 @@ class Scratch:
         self.remove()
 
 
-def _locked(directory: str | os.PathLike[str]) -> int | None:
-    """Locks a directory, and returns its descriptor. None if it is locked, or cannot be."""
-    if fcntl is None:
-        return None
+def _boot() -> bytes:
+    """Returns what distinguishes this boot of this computer, or nothing if that is unknown."""
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:  # not Linux
+        return b""
+
+
+def _marked(directory: Path) -> int | None:
+    """Marks a directory as that of this process. Returns the locked descriptor of the mark.
+
+    Returns None if that fails. The directory has no mark then, and no process removes it.
+    """
+    if fcntl is None or not _boot():
         return None
+    mark = directory / _MARK
+    descriptor = None
     try:
+        # It is complete and locked when it gets its name.
+        descriptor = os.open(f"{mark}-new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, _boot())
+        os.rename(f"{mark}-new", mark)
     except OSError:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
         return None
     return descriptor
 
 
+def _is_abandoned(directory: str) -> bool:
+    """Returns whether the process of this directory, on this boot of this computer, has ended."""
+    try:
+        descriptor = os.open(os.path.join(directory, _MARK), os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if os.read(descriptor, 100) != _boot():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
 def _remove_abandoned(name: str, parent: str | os.PathLike[str]) -> None:
-    """Removes the directories of this user that no process has locked."""
-    if fcntl is None:
+    """Removes the directories of this user whose process has ended."""
+    if fcntl is None or not _boot():
         return
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
-            if not entry.name.startswith(name):
-                continue
-            with contextlib.suppress(OSError):
-                status = entry.stat(follow_symlinks=False)
-                is_old = time.time() - status.st_mtime > _AGE
-                if is_old and status.st_uid == os.getuid():
-                    lock = _locked(entry.path)
-                    if lock is not None:
-                        shutil.rmtree(entry.path, ignore_errors=True)
-                        os.close(lock)
+            is_named = entry.name.startswith(name) and entry.is_dir(follow_symlinks=False)
+            is_own = is_named and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+            if is_own and _is_abandoned(entry.path):
+                shutil.rmtree(entry.path, ignore_errors=True)

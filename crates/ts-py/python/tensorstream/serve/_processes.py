@@ -80,10 +80,10 @@ class Processes:
         self._niceness: dict[int, int] = {}
         #: What the sandbox of a session blocks access to, one text for each mechanism.
         self.restrictions: list[str] = []
-        self._next = self._start()
-        self._await_ready(self._next)
         #: Whether a session can start now.
-        self.is_ready = True
+        self.is_ready = False
+        self._next: socket.socket
+        self._await_ready(self._start())
 
     def _start(self) -> socket.socket:
         """Starts a zygote. Returns the socket for requests to it."""
@@ -115,7 +115,7 @@ class Processes:
         return orders
 
     def _await_ready(self, orders: socket.socket) -> None:
-        """Waits until a zygote is ready, and starts a thread that watches it.
+        """Waits until a zygote is ready, makes it the current one, and starts a thread for it.
 
         Raises:
             RuntimeError: The zygote has ended, or this computer does not have the devices.
@@ -129,6 +129,8 @@ class Processes:
         if "refused" in received[0]:
             raise RuntimeError(received[0]["refused"])
         self.restrictions = received[0]["restrictions"]
+        # The thread replaces it if it is the current one.
+        self._next, self.is_ready = orders, True
         self._start_watching(orders)
         if not self._once:
             self._order_successor(orders)
@@ -191,12 +193,14 @@ class Processes:
         with self._lock:
             if (descriptor := self._successors.pop(orders, None)) is not None:
                 os.close(descriptor)
-        if self._successor is orders:
+            was_successor = self._successor is orders
+            self._has_successor &= not was_successor
+        if was_successor:
             # The system may have too few processes or too little memory for another one now.
             time.sleep(1.0)
             if self._successor is orders and not self._closing:
-                self._order_successor(self._next)
-        elif not self._closing and not self._succeed(orders):
+                return self._order_successor(self._next)
+        if not self._closing and not self._succeed(orders):
             self.is_ready = False
             with self._lock:
                 self._forget_unstarted()
@@ -207,15 +211,10 @@ class Processes:
         while not self._closing:
             _log.info("starting a process for sessions")
             try:
-                orders = self._start()
-                self._await_ready(orders)
+                return self._await_ready(self._start())
             except (OSError, RuntimeError) as error:
                 _log.error("cannot start a process for sessions: %s; trying again", error)
                 time.sleep(1.0)
-            else:
-                self._next = orders
-                self.is_ready = True
-                return
 
     def _began(self, number: int, pidfd: int, process: int) -> None:
         """Stores the descriptor of a session's process, or kills it if ``kill`` was called."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +30,7 @@ class SavedStorages:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        # Another host that shares the directory cannot see whether this process runs.
-        self._scratch = Scratch(f"tensorstream-paused-{socket.gethostname()}-", directory)
+        self._scratch = Scratch("tensorstream-paused-", directory)
         self.directory = self._scratch.path
         #: The size of all saved storages, in bytes.
         self.nbytes = 0

@@ -189,19 +189,19 @@ def _fork_sessions(
                 _session(descriptors, options, restrictions)
             try:
                 child = os.fork()
-                if not child:
-                    orders.close()
-                    _session(descriptors, options, restrictions)
+            except OSError:
+                # The system has too many processes or too little memory. The client's connection
+                # closes, and the client reconnects.
+                child = None
+            if child == 0:
+                orders.close()
+                _session(descriptors, options, restrictions)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if child is not None:
                 sessions[child] = number
                 with _pidfd(child) as pidfd:
                     send(orders, {"began": number, "process": child}, pidfd)
-            except BlockingIOError:
-                # The system has too many processes. The client's connection closes, and the client
-                # reconnects.
-                pass
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
         while sessions:
             child, status, used = os.wait4(-1, os.WNOHANG)
             if not child:
@@ -224,29 +224,27 @@ def _fork_successor(descriptor: int) -> socket.socket | None:
         descriptor: The socket of the broker's requests to the successor. Owned by this function.
 
     Returns:
-        The socket in the successor. None in this process, also if the system has too many
-        processes.
+        The socket in the successor. None in this process, also if it cannot be forked.
     """
     try:
         child = os.fork()
-        if child:
-            os.waitpid(child, 0)
-            return None
+    except OSError:
+        os.close(descriptor)
+        return None
+    if child:
+        os.waitpid(child, 0)
+        os.close(descriptor)
+        return None
+    try:
         # The parent of the successor ends at once, so that init waits for the successor.
-        try:
-            is_parent = bool(os.fork())
-        except OSError:
-            is_parent = True
-        if is_parent:
+        if os.fork():
             os._exit(0)
-        successor = socket.socket(fileno=os.dup(descriptor))
+        successor = socket.socket(fileno=descriptor)
         with _pidfd(os.getpid()) as pidfd:
             send(successor, {"successor": os.getpid()}, pidfd)
         return successor
-    except BlockingIOError:
-        return None
-    finally:
-        os.close(descriptor)
+    except BaseException:
+        os._exit(1)
 
 
 @contextlib.contextmanager
