@@ -11,6 +11,8 @@
 //! A copy from the page cache may still trigger readahead, if an earlier read marked a page for it.
 
 #[cfg(target_os = "linux")]
+use std::sync::Weak;
+#[cfg(target_os = "linux")]
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -65,7 +67,7 @@ impl BackendProvider for AdaptiveProvider {
         });
         // If io_uring cannot be used, `direct` replaces it.
         #[cfg(target_os = "linux")]
-        let uring = Uring::new(options, Arc::clone(&direct)).ok();
+        let uring = Uring::new(options, &joiner, Arc::downgrade(&direct)).ok();
         Ok(Box::new(AdaptiveBackend {
             #[cfg(target_os = "linux")]
             uring,
@@ -81,7 +83,8 @@ impl BackendProvider for AdaptiveProvider {
 }
 
 /// The backends for the parts of requests. Each field's backend passes what it cannot read to that
-/// of the next one, so the fields are dropped in this order.
+/// of the next one, so the fields are dropped in this order. The sinks only have weak references to
+/// the next one: a thread of a read that does not end keeps its sink.
 struct AdaptiveBackend {
     #[cfg(target_os = "linux")]
     uring: Option<Uring>,
@@ -105,16 +108,24 @@ struct Uring {
 
 #[cfg(target_os = "linux")]
 impl Uring {
-    fn new(options: &BackendOptions, next: Arc<Direct>) -> Result<Self, Error> {
+    fn new(
+        options: &BackendOptions,
+        joiner: &Arc<Joiner>,
+        next: Weak<Direct>,
+    ) -> Result<Self, Error> {
         let failed = Arc::new(AtomicBool::new(false));
-        let (has_failed, name) = (Arc::clone(&failed), UringProvider.name());
+        let (has_failed, joiner) = (Arc::clone(&failed), Arc::clone(joiner));
+        let name = UringProvider.name();
         let sink = move |completion: Completion| {
             if let Err(Error::Unavailable { .. }) = completion.result {
                 has_failed.store(true, Ordering::Relaxed);
             }
-            match next.joiner.retry(name, completion) {
+            let Some(next) = next.upgrade() else {
+                return joiner.on_completion(name, completion);
+            };
+            match joiner.retry(name, completion) {
                 Ok(request) => next.read(request),
-                Err(completion) => next.joiner.on_completion(name, completion),
+                Err(completion) => joiner.on_completion(name, completion),
             }
         };
         Ok(Self { backend: UringProvider.create(options, Box::new(sink))?, failed })
@@ -133,11 +144,16 @@ impl Direct {
     fn get(&self) -> Result<&dyn Backend, Error> {
         let provider = FileProvider(Access::Direct);
         let create = || {
-            let (joiner, buffered) = (Arc::clone(&self.joiner), Arc::clone(&self.buffered));
+            let (joiner, next) = (Arc::clone(&self.joiner), Arc::downgrade(&self.buffered));
             let name = provider.name();
-            let sink = move |completion| match joiner.retry(name, completion) {
-                Ok(request) => submit_part(buffered.as_ref(), &joiner, request),
-                Err(completion) => joiner.on_completion(name, completion),
+            let sink = move |completion| {
+                let Some(buffered) = next.upgrade() else {
+                    return joiner.on_completion(name, completion);
+                };
+                match joiner.retry(name, completion) {
+                    Ok(request) => submit_part(buffered.as_ref(), &joiner, request),
+                    Err(completion) => joiner.on_completion(name, completion),
+                }
             };
             provider.create(&self.options, Box::new(sink))
         };

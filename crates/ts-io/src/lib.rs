@@ -64,7 +64,8 @@
 //!   The change time is also the same, unless the link count, mode, owner or group has changed.
 //!   Objects are compared by length and ETag. Without an ETag, they are compared by length and
 //!   Last-Modified, which has a resolution of one second.
-//! - Every read of a backend completes, at the latest when its timeout expires.
+//! - Every read of a backend completes, at the latest when its timeout expires. A part that
+//!   `adaptive` reads with a second backend gets its timeout again.
 //!
 //! # Features and platforms
 //! The feature `object` (off by default) adds object storage and web servers. O_DIRECT, io_uring

@@ -324,33 +324,36 @@ impl Driver {
     }
 
     /// Completes all reads, and those that follow, with [`Error::Unavailable`], because calls of
-    /// io_uring keep failing with `error`. Reads whose buffers the kernel may still write to are
-    /// completed without buffers.
+    /// io_uring keep failing with `error`. A read that the kernel has taken is completed when its
+    /// result is there, or at its deadline.
     fn run_without_ring(mut self, error: &io::Error) {
         let unavailable = || Error::Unavailable {
             backend: "uring".into(),
             reason: format!("calls of io_uring keep failing: {error}"),
         };
-        for key in self.ring.give_up() {
-            self.finish(key, Err(unavailable()));
-        }
-        for (_, read) in self.ring.iter().filter(|(_, read)| !read.timed_out) {
-            let (token, buffers) = (read.request.token, Vec::new());
-            (self.inner.sink)(Completion { token, buffers, result: Err(unavailable()) });
-        }
+        let mut ended = self.ring.give_up();
         loop {
+            for key in std::mem::take(&mut ended) {
+                self.finish(key, Err(unavailable()));
+            }
+            self.expire();
             let mut inbox = self.inner.lock();
             let requests = std::mem::take(&mut inbox.requests);
-            (inbox.pools, inbox.cancelled, inbox.started) = Default::default();
+            (inbox.pools, inbox.cancelled) = Default::default();
             let closed = inbox.closed;
             drop(inbox);
             requests.into_iter().for_each(|r| (self.inner.sink)(r.failed(unavailable())));
-            if closed {
-                // `ExitGuard` reports the exit. The ring keeps the memory that may be written to.
+            if closed && self.live == 0 {
+                // `ExitGuard` reports the exit.
                 return;
             }
-            self.inner.wake.wait();
+            match (self.live, self.ring.len()) {
+                (0, 0) => self.inner.wake.wait(),
+                (0, _) => self.inner.wake.wait_for(Duration::from_secs(1)),
+                _ => self.inner.wake.wait_for(Duration::from_millis(10)),
+            }
             self.inner.wake.close();
+            ended = self.ring.ended();
         }
     }
 

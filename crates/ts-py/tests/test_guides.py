@@ -93,6 +93,7 @@ def _llama(tied: bool) -> hf.PreTrainedModel:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads, **TINY))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", ["mock", "local"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "tied llama", "llama"])
@@ -184,5 +185,10 @@ def test_a_state_dict_of_a_machine_moves_any_module(
         wrong.norm = torch.nn.BatchNorm1d(5)
         with pytest.raises(RuntimeError, match=r"size mismatch for norm\.weight"):
             wrong.load_state_dict(state)
+        # What was replaced before the error, and the rest, are on one device.
+        assert {each.device for each in wrong.state_dict().values()} == {machine.device()}
+        assigned = Averaged()
+        assigned.load_state_dict(state, assign=True)
+        assert assigned.scale.device == machine.device()
         with pytest.raises(RuntimeError, match=r'Unexpected key.*"mean"'):
             torch.nn.Sequential().load_state_dict(state)

@@ -518,7 +518,11 @@ def test_the_app_for_modal_is_constructed(tmp_path: Path, monkeypatch: Any) -> N
 def test_the_installed_package_is_packed_into_a_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "again").mkdir()
     wheel, place = own_wheel(tmp_path), tmp_path / "installed"
+    # Modal finds the image that it has built by the content of the wheel.
+    time.sleep(2)
+    assert own_wheel(tmp_path / "again").read_bytes() == wheel.read_bytes()
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
     subprocess.run([*pip, "--target", place, wheel], check=True, timeout=300)
     program = "import tensorstream as ts; print(ts.__file__, ts.TensorBuffer.cpu(b'abc').to_host())"

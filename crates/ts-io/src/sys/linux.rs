@@ -122,6 +122,11 @@ impl Gate {
         unsafe { libc::read(self.0.as_raw_fd(), count.as_mut_ptr().cast(), count.len()) };
     }
 
+    /// Waits until the gate opens, `limit` has passed, or a signal arrives.
+    pub(crate) fn wait_for(&self, limit: Duration) {
+        self.poll(limit.as_millis().try_into().unwrap_or(libc::c_int::MAX));
+    }
+
     pub(crate) fn wait(&self) {
         // A signal can end the poll before the gate opens.
         while !self.poll(-1) {}

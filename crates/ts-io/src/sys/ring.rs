@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use io_uring::types::{CancelBuilder, Fd, Fixed, SubmitArgs, Timespec};
+use io_uring::types::{Fd, Fixed, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use ts_pool::{Buffer, HostPool};
 
@@ -27,9 +27,6 @@ const REGION_LIMIT: usize = 1 << 30;
 const WAKE: u64 = u64::MAX;
 /// The `user_data` of operations whose completions are ignored.
 const IGNORED: u64 = u64::MAX - 1;
-
-/// How long [`Ring::give_up`] waits for operations that the kernel has taken.
-const CANCEL_LIMIT: Duration = Duration::from_millis(300);
 
 /// An io_uring and its reads. Each read has data `T` of the caller, and at most one operation in
 /// flight.
@@ -50,6 +47,7 @@ pub(crate) struct Ring<T> {
     queued: VecDeque<u64>,
     /// Operations that wait for space in the submission queue.
     waiting: VecDeque<squeue::Entry>,
+    given_up: bool,
 }
 
 struct Slot<T> {
@@ -119,6 +117,7 @@ impl<T> Ring<T> {
             pools: Vec::new(),
             queued: VecDeque::new(),
             waiting: VecDeque::new(),
+            given_up: false,
         };
         this.poll_wake();
         // A sandbox may permit to create a ring, but not to use it.
@@ -236,7 +235,7 @@ impl<T> Ring<T> {
 
     /// Asks the kernel to abort a read's operation, which then fails or completes as usual.
     pub(crate) fn cancel(&mut self, key: usize) {
-        if self.slots[key].as_ref().is_some_and(|slot| slot.busy) {
+        if !self.given_up && self.slots[key].as_ref().is_some_and(|slot| slot.busy) {
             let entry = opcode::AsyncCancel::new(key as u64).build().user_data(IGNORED);
             // SAFETY: the entry contains no pointers.
             unsafe { self.push(&entry) };
@@ -278,12 +277,10 @@ impl<T> Ring<T> {
     }
 
     /// Gives up using the ring, because the kernel rejects all calls. Returns the keys of the reads
-    /// that have no operation in flight any more. The others may still be written to: the ring must
-    /// keep them until it is dropped. No other operation may be started.
+    /// that have no operation in flight. No other operation may be started; [`ended`](Self::ended)
+    /// tells when those in flight have ended.
     pub(crate) fn give_up(&mut self) -> Vec<usize> {
-        // This call cancels operations that the kernel has taken. It may be rejected, too.
-        let limit = Some(Timespec::from(CANCEL_LIMIT));
-        let _ = self.uring.submitter().register_sync_cancel(limit, CancelBuilder::any());
+        self.given_up = true;
         let _ = self.completed();
         let waiting = std::mem::take(&mut self.waiting);
         let untouched = std::mem::take(&mut self.queued).into_iter();
@@ -294,6 +291,11 @@ impl<T> Ring<T> {
         }
         let is_free = |slot: &Option<Box<Slot<T>>>| slot.as_ref().is_some_and(|slot| !slot.busy);
         (0..self.slots.len()).filter(|&key| is_free(&self.slots[key])).collect()
+    }
+
+    /// Returns the keys of the reads whose operation has ended, without a call of the kernel.
+    pub(crate) fn ended(&mut self) -> Vec<usize> {
+        self.completed().0.into_iter().map(|(key, _)| key).collect()
     }
 
     /// Takes the completions of operations, and returns them with whether `wake` was opened.
@@ -434,6 +436,7 @@ impl<T> Ring<T> {
 
 impl<T> Drop for Ring<T> {
     fn drop(&mut self) {
+        let _ = self.completed();
         for slot in std::mem::take(&mut self.slots).into_iter().flatten().filter(|slot| slot.busy) {
             // The kernel may still write to this memory, so it is leaked.
             std::mem::forget(slot);

@@ -169,7 +169,8 @@ def _patch_load_state_dict() -> None:
     def load_state_dict(
         self: torch.nn.Module, state_dict: Any, strict: bool = True, assign: bool = False
     ) -> Any:
-        is_mapping = isinstance(state_dict, Mapping) and not assign
+        moves = isinstance(state_dict, OfMachine)
+        is_mapping = isinstance(state_dict, Mapping) and (moves or not assign)
         remote = {
             name
             for name, tensor in (state_dict.items() if is_mapping else ())
@@ -181,7 +182,6 @@ def _patch_load_state_dict() -> None:
             **dict(self.named_parameters(remove_duplicate=False)),
             **dict(self.named_buffers(remove_duplicate=False)),
         }
-        moves = isinstance(state_dict, OfMachine)
         links = {name for name in remote if name in own and (moves or own[name].is_meta)}
         if not links:
             return load(self, state_dict, strict=strict, assign=assign)
@@ -206,15 +206,17 @@ def _patch_load_state_dict() -> None:
         for names in tied:
             stored = next(name for name in names if name in links)
             linked.update({name: linked[stored] for name in names if name not in linked})
-        result = load(self, linked, strict=strict, assign=True)
+        try:
+            result = load(self, linked, strict=strict, assign=True)
+        finally:
+            # An error comes when some tensors have been replaced. All are on one device still.
+            if moves and not any(t.is_meta for t in (*self.parameters(), *self.buffers())):
+                self.to(linked[min(links)].device)
         with torch.no_grad():
             for name, value in copies.items():
                 own[name].copy_(value)
         for names in tied:
             _tie(self, names)
-        rest = (*self.parameters(), *self.buffers())
-        if moves and not any(tensor.is_meta for tensor in rest):
-            self.to(linked[min(links)].device)
         return result
 
     # PyTorch has no hook that may replace the tensors. mypy does not allow assignments to methods.
