@@ -25,9 +25,9 @@ pub(crate) fn smoke() -> Result<()> {
 pub(crate) fn run(name: &str) -> Result<()> {
     match name {
         "parts" | "memory" | "routing" | "streams" | "wire" => run_criterion(name),
-        "broadcast" | "caps" | "codecs" | "exact" | "hops" | "load" | "lora" | "neighbours"
-        | "overhead" | "peak" | "llama" | "moe" | "offload" | "pressure" | "serve" | "sessions"
-        | "storage" | "split" | "throughput" | "weights" => {
+        "broadcast" | "caps" | "codecs" | "exact" | "hops" | "kills" | "load" | "lora"
+        | "neighbours" | "overhead" | "peak" | "llama" | "moe" | "offload" | "pressure"
+        | "serve" | "sessions" | "storage" | "split" | "throughput" | "weights" => {
             run_script(&python::optimized()?, name, &[])
         }
         "file-cache" => run_script(&python::optimized()?, "file_cache", &[]),

@@ -59,6 +59,9 @@ cargo xtask bench serve              a checkpoint from a server, compared with a
 cargo xtask bench broadcast          fetching a checkpoint to one and to four machines (needs root)
 cargo xtask bench remote             the device ts, compared with raw sockets, rpc, Ray and others
 cargo xtask bench sessions           one process for each session, compared with one for all
+cargo xtask bench links              links that are cut, and a link with a long round trip (needs
+                                     root)
+cargo xtask bench kills              what writers of files leave that are killed
 
 cargo xtask opdb                     compare PyTorch's operators on the device ts and on the CPU
 cargo xtask opdb modules             the same for PyTorch's modules
