@@ -24,7 +24,8 @@ class Scratch:
 
     It contains the file ``.tensorstream``, which names this boot of this computer, and which the
     process has locked. Directories of the same name and parent are removed if they contain such a
-    file that names the same boot, and that nobody has locked: their process was killed.
+    file that names the same boot, and that nobody has locked: their process was killed. On systems
+    other than Linux, which do not name the boot, none are removed.
 
     Args:
         name: The beginning of the name of the directory.

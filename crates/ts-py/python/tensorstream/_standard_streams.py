@@ -10,7 +10,7 @@ import sys
 def open_closed_streams() -> None:
     """Opens the null device for the standard streams with which this process was not started.
 
-    Otherwise the next sockets would get their numbers, and what is meant for a stream.
+    Otherwise the next sockets would get the numbers of these streams, and thus their output.
     """
     for stream in range(3):
         try:
@@ -20,9 +20,10 @@ def open_closed_streams() -> None:
 
 
 def give_up_messages() -> None:
-    """Gives up messages that cannot be written, which would change the exit status of Python."""
+    """Drops messages that cannot be written. Python would end with another exit status."""
     if sys.stderr is not None:
         try:
             sys.stderr.flush()
         except (OSError, ValueError):
+            # It stays open until the process ends.
             sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

@@ -145,7 +145,7 @@ class ModalProvider(Provider):
         """Returns the function that hosts the server, and its app. Does not use the network.
 
         Raises:
-            ConfigurationError: There is no wheel to install.
+            ConfigurationError: No wheel was given, and none can be made of the installed package.
         """
         import modal
         import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...errors import ConfigurationError
 
-#: What an installer adds to the directory of the metadata, or writes anew.
+#: The files of the metadata that an installer adds or replaces.
 _OF_INSTALLATION = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}
 
 
