@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import math
 import os
-import re
 import secrets
 import socket
 import types
@@ -29,15 +28,12 @@ from ...errors import (
 )
 from ...serve._ray_host import STOP, Host
 from ._base import Provider, Request, Server
+from ._messages import brief_error
 
 _log = logging.getLogger("tensorstream.remote")
 
 #: The time that connecting to a cluster may take, in seconds.
 _CONNECT = 10.0
-#: The most characters of Ray's messages in an error.
-_MESSAGE = 1000
-#: The codes of colours in Ray's messages.
-_COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
 #: The secret of all servers that this process starts, so that they can share tensors. It reaches
 #: the actors as an argument, which Ray keeps in its object store.
@@ -182,7 +178,9 @@ class RayServer(Server):
         if not self._over.done():
             return None
         error = self._over.exception()
-        return str(self._over.result()) if error is None else f"its Ray actor died: {_brief(error)}"
+        if error is not None:
+            return f"its Ray actor died: {brief_error(error)}"
+        return str(self._over.result())
 
     def stop(self) -> None:
         """Ends the server and the actor. Blocks, for at most 10 seconds."""
@@ -214,7 +212,7 @@ def connected(address: str | None) -> types.ModuleType:
             raise _error(ray, error) from error
         where = "of the environment, or on this computer" if address is None else f"at {address}"
         raise ProviderConnectionError(
-            f"cannot connect to a Ray cluster {where}: {_brief(error)}; start one with "
+            f"cannot connect to a Ray cluster {where}: {brief_error(error)}; start one with "
             "`ray start --head`, or pass its `address`"
         ) from error
     return ray
@@ -279,14 +277,7 @@ def _error(ray: types.ModuleType, error: Exception) -> ProviderError:
         kind = ProviderCapacityError
     elif isinstance(error, kinds.ActorUnavailableError | kinds.NodeDiedError):
         kind = ProviderConnectionError
-    return kind(f"cannot start a machine with Ray: {_brief(cause)}")
-
-
-def _brief(error: BaseException) -> str:
-    """Returns the end of an exception's message, on one line, without colours and marks."""
-    words = _COLOURS.sub("", str(error)).split()
-    text = " ".join(word for word in words if word.strip("^"))
-    return text[-_MESSAGE:] or type(error).__name__
+    return kind(f"cannot start a machine with Ray: {brief_error(cause)}")
 
 
 def _text(resources: Mapping[str, float]) -> str:
