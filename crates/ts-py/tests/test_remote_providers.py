@@ -4,20 +4,14 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import os
-import queue
-import select
 import signal
-import socket
-import ssl
 import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +32,11 @@ from tensorstream.errors import (
 )
 from tensorstream.remote import (
     RemoteMachine,
-    create_modal_machine,
     create_ray_machines,
     function,
     providers,
 )
-from tensorstream.remote.providers import ModalProvider, _modal
 from tensorstream.remote.providers._gpus import GPUS
-from tensorstream.remote.providers._own_wheel import own_wheel
 from tensorstream.remote.providers._ray import RayServer
 from tensorstream.remote.providers._ssh import _error, _Forwarded, _shell, _tunnel_script
 from tensorstream.remote.providers._this_computer import ProcessServer
@@ -459,140 +450,6 @@ except ProviderConnectionError as error:
     assert "ray start --head" in ran.stdout, ran
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert providers.available()["ray"] == "Ray is not installed: `pip install ray`"
-
-
-def test_the_app_for_modal_is_constructed(tmp_path: Path, monkeypatch: Any) -> None:
-    """As far as that needs no account."""
-    import modal
-
-    for name in ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MODAL_CONFIG_PATH", str(tmp_path / "none.toml"))
-    specs = {
-        "T4": "T4:1", "A10G": "A10G:1", "A100-80GB": "A100-80GB:1", "H100": "H100!:1",
-        "cuda": "any:1", "cpu": None,
-    }  # fmt: skip
-    wheel = tmp_path / "tensorstream-0.1.0-cp311-abi3-linux_x86_64.whl"
-    wheel.write_bytes(b"")
-    uploaded: list[Path] = []
-    add, install = modal.Image.add_local_file, modal.Image.pip_install
-
-    def record(self: Any, path: Path, *more: Any, **options: Any) -> Any:
-        uploaded.append(Path(path))
-        return add(self, path, *more, **options)
-
-    def refuse(self: Any, *names: str, **options: Any) -> Any:
-        assert not any("tensorstream" in name for name in names), "it need not be on PyPI"
-        return install(self, *names, **options)
-
-    monkeypatch.setattr(modal.Image, "add_local_file", record)
-    monkeypatch.setattr(modal.Image, "pip_install", refuse)
-    for given in (None, wheel):
-        provider = ModalProvider(wheel=given, packages=["transformers"])
-        for device_type, spec in specs.items():
-            request = providers.Request("a", device_type, 1)
-            assert _modal._gpu(request) == spec
-            function, app = provider.build(request)
-            assert isinstance(function, modal.Function) and app.name == "tensorstream"
-    assert wheel in uploaded and len({*uploaded}) == 2
-    assert set(provider.device_types()) == {"cpu", "cuda", *GPUS}
-    for start in (
-        lambda: RemoteMachine("modal", "A100"),
-        lambda: create_modal_machine("T4"),
-        lambda: RemoteMachine("modal", gpu_type="H100", gpu_count=2),
-    ):
-        with pytest.raises(ProviderAuthenticationError, match="run `modal setup`"):
-            start()
-    assert RemoteMachine("modal", "A100", start=False).gpu_type == "A100"
-    for options, words in (
-        ({"wheel": "/nowhere.whl"}, "no such file"),
-        ({"cpu": 0}, "above 0"),
-        ({"packages": "x"}, "a list of texts"),
-        ({"memory": "much"}, "memory"),
-        ({"device_count": 9, "device_type": "T4"}, "has 8 devices"),
-    ):
-        with pytest.raises(ConfigurationError, match=words):
-            RemoteMachine("modal", **options)
-
-
-def test_the_installed_package_is_packed_into_a_wheel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "again").mkdir()
-    wheel, place = own_wheel(tmp_path), tmp_path / "installed"
-    # Modal finds the image that it has built by the content of the wheel.
-    time.sleep(2)
-    assert own_wheel(tmp_path / "again").read_bytes() == wheel.read_bytes()
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
-    subprocess.run([*pip, "--target", place, wheel], check=True, timeout=300)
-    program = "import tensorstream as ts; print(ts.__file__, ts.TensorBuffer.cpu(b'abc').to_host())"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(place)},
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    assert ran.stdout.split() == [f"{place}/tensorstream/__init__.py", "b'abc'"]
-
-    class Elsewhere(importlib.metadata.PathDistribution):
-        def read_text(self, filename: Any) -> str:
-            return "Wheel-Version: 1.0\nTag: cp311-abi3-macosx_11_0_arm64\n"
-
-    for found, words in ((Elsewhere(tmp_path), "for cp311-abi3-macosx"), (None, "without a wheel")):
-
-        def distribution(_: str, found: Any = found) -> Any:
-            if found is None:
-                raise importlib.metadata.PackageNotFoundError
-            return found
-
-        monkeypatch.setattr(importlib.metadata, "distribution", distribution)
-        with pytest.raises(ConfigurationError, match=f"{words}.*; give the path of one as `wheel`"):
-            own_wheel(tmp_path)
-
-
-def test_the_server_of_a_container_runs_here(trusted: dict[str, Path]) -> None:
-    """Behind a tunnel that ends TLS, as Modal's does."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(trusted["cert"], trusted["key"])
-    relays: list[threading.Thread] = []
-
-    @contextmanager
-    def forward(port: int) -> Iterator[Any]:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            relay = threading.Thread(target=_relay, args=(listener, context, port), daemon=True)
-            relay.start()
-            relays.append(relay)
-            yield types.SimpleNamespace(tls_socket=listener.getsockname())
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = ModalProvider(cpu=1).options(providers.Request("a", "cpu", 2))
-    reports: queue.Queue[str] = queue.Queue()
-    arguments = (options, reports, forward, port)
-    container = threading.Thread(target=_modal.serve_in_container, args=arguments, daemon=True)
-    container.start()
-    address = reports.get(timeout=60)
-    with RemoteMachine(
-        "tcp", address, token=options["token"], ca=trusted["ca"], device_count=2
-    ) as machine:
-        assert torch.ones(3, device=machine.device(1)).sum().item() == 3.0
-    container.join(30)
-    assert not container.is_alive(), "the container ends with its session"
-
-
-def _relay(listener: socket.socket, context: ssl.SSLContext, port: int) -> None:
-    """Forwards one TLS connection to a port."""
-    client = context.wrap_socket(listener.accept()[0], server_side=True)
-    with client, socket.create_connection(("127.0.0.1", port)) as server:
-        ends = {client: server, server: client}
-        while True:
-            ready = [client] if client.pending() else select.select(list(ends), [], [])[0]
-            for end in ready:
-                try:
-                    data = end.recv(1 << 16)
-                except OSError:
-                    return
-                if not data:
-                    return
-                ends[end].sendall(data)
 
 
 def _await_statuses(got: list[str], expected: list[str]) -> None:

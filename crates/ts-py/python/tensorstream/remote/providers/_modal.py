@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The provider "modal": a container on Modal hosts the server, and a tunnel leads to it.
 
-This has not run with an account yet. Tests construct the app, and run the function of the container
-on this computer.
+This has not run with an account yet. Tests start machines through Modal's client and a service that
+pretends to be Modal's. Its containers are processes on the computer that runs the tests.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..._scratch import Scratch
 from ...budget import parse_size
@@ -36,9 +36,11 @@ from ...errors import (
 from ...serve._weights import EVERYTHING
 from ._base import Provider, Request, Server
 from ._gpus import GPUS
+from ._messages import brief, brief_error
 from ._own_wheel import own_wheel
 
 _log = logging.getLogger("tensorstream.remote")
+_T = TypeVar("_T")
 
 #: The port of the server in its container.
 _PORT = 7470
@@ -48,6 +50,8 @@ _MOST, _FEWER = 8, {"A10G": 4}
 _SET_UP = "run `modal setup`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET"
 #: The time between two looks at a container that starts, in seconds.
 _LOOK = 5.0
+#: The most lines of a failed build in an error.
+_LINES = 20
 
 
 class ModalProvider(Provider):
@@ -68,8 +72,8 @@ class ModalProvider(Provider):
             Those that do not fit are streamed, on CPUs only. The default is unlimited.
         app: The name of the app.
         lifetime: The longest time that the container may run, in seconds, up to a day.
-        start_timeout: The longest time to wait for the container, in seconds. The first one builds
-            the image.
+        start_timeout: The longest time to wait for the container, in seconds. It starts when the
+            image is built, which only the first container needs.
 
     Raises:
         ConfigurationError: An option is invalid.
@@ -118,10 +122,9 @@ class ModalProvider(Provider):
         import modal
 
         function, app = self.build(request)
-        reports: Any = None
-        with ExitStack() as stack, _translated(modal):
-            reports = stack.enter_context(modal.Queue.ephemeral())
-            stack.enter_context(app.run())
+        with _translated(modal), ExitStack() as stack:
+            reports: Any = stack.enter_context(_closed(modal.Queue.ephemeral()))
+            stack.enter_context(_closed(app.run()))
             _log.info("%s: starting a container on Modal", request.name)
             call = function.spawn(self.options(request), reports)
             address = self._await_address(reports, call)
@@ -133,9 +136,9 @@ class ModalProvider(Provider):
         while time.monotonic() < end:
             with contextlib.suppress(queue.Empty):
                 return str(reports.get(timeout=min(_LOOK, self._start_timeout)))
-            with contextlib.suppress(TimeoutError):
-                ended = call.get(timeout=0)  # raises the error of a container that has failed
-                raise ProviderError(f"cannot start a machine on Modal: it ended: {ended}")
+            ended = _ending(call, timeout=0)
+            if ended is not None:
+                raise ProviderError(f"cannot start a machine on Modal: {ended}")
         raise ProviderCapacityError(
             f"cannot start a machine on Modal: no container was ready after "
             f"{self._start_timeout:g} seconds"
@@ -200,29 +203,21 @@ def _gpu(request: Request) -> str | None:
     return f"{request.device_type}{mark}:{request.device_count}"
 
 
-def serve_in_container(
-    options: dict[str, Any],
-    reports: Any,
-    forward: Callable[[int], AbstractContextManager[Any]] | None = None,
-    port: int = _PORT,
-) -> str:
+def serve_in_container(options: dict[str, Any], reports: Any, port: int = _PORT) -> str:
     """Hosts a server until its first session has ended. Blocks. Runs in the container.
 
     Args:
         options: Those of ``tensorstream serve`` that the provider sets.
         reports: Its method ``put`` takes the address of the server.
-        forward: Opens a tunnel to a port. The default is Modal's.
         port: The port of the server in the container.
 
     Returns:
         Why the server has ended.
     """
+    import modal
+
     from tensorstream.serve._broker import broker_of
 
-    if forward is None:
-        import modal
-
-        forward = modal.forward
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     broker, _ = broker_of({
         # Only the tunnel, whose end is in the container, can reach the server.
@@ -233,7 +228,7 @@ def serve_in_container(
         "session_memory": None, "drain": 0, "once": True,
         **options,
     })  # fmt: skip
-    with forward(port) as tunnel:
+    with modal.forward(port) as tunnel:
         host, public = tunnel.tls_socket
         reports.put(f"{host}:{public}")
         broker.run()
@@ -255,13 +250,17 @@ class ModalServer(Server):
         self.ca = _authorities()
         self._call, self._resources = call, resources
         self._failure: str | None = None
+        self._stopped = threading.Event()
         threading.Thread(target=self._wait, name="tensorstream-modal", daemon=True).start()
 
     def _wait(self) -> None:
-        try:
-            self._failure = f"the server on Modal has ended: {self._call.get()}"
-        except Exception as error:
-            self._failure = f"the container on Modal has ended: {error or type(error).__name__}"
+        while self._failure is None and not self._stopped.is_set():
+            try:
+                self._failure = _ending(self._call)
+            except Exception as error:
+                # The server may run on.
+                _log.debug("cannot ask Modal about a container: %s", error)
+                self._stopped.wait(_LOOK)
 
     def failure(self) -> str | None:
         """Returns how the container has ended."""
@@ -269,7 +268,8 @@ class ModalServer(Server):
 
     def stop(self) -> None:
         """Ends the container. Blocks."""
-        with contextlib.suppress(Exception):  # it may have ended
+        self._stopped.set()
+        with contextlib.suppress(Exception):  # it may have ended, and ends with its app
             self._call.cancel(terminate_containers=True)
         self._resources.close()
 
@@ -283,20 +283,78 @@ def _authorities() -> str:
 
 
 @contextlib.contextmanager
-def _translated(modal: Any) -> Any:
-    """Raises Modal's errors as those of providers."""
+def _closed(context: AbstractContextManager[_T]) -> Iterator[_T]:
+    """Enters a context of Modal's client, and leaves it without an exception.
+
+    Modal's own contexts swallow ``KeyboardInterrupt``. If Modal cannot be reached, they raise
+    another error in place of the first one.
+    """
+    entered = context.__enter__()
+    try:
+        yield entered
+    finally:
+        try:
+            context.__exit__(None, None, None)
+        except Exception as error:
+            _log.warning(
+                "cannot end what runs on Modal: %s; Modal ends it without heartbeats of this "
+                "process", brief_error(error),
+            )  # fmt: skip
+
+
+def _ending(call: Any, timeout: float | None = None) -> str | None:
+    """Waits for the end of a container. Returns how it has ended, or ``None`` if it has not.
+
+    Raises:
+        modal.exception.Error: Modal cannot be asked.
+    """
+    from modal import exception as kinds
+
+    try:
+        return f"the container has ended: {call.get(timeout=timeout)}"
+    except (kinds.ConnectionError, kinds.ServiceError, kinds.InternalError, kinds.AuthError):
+        raise
+    except Exception as error:
+        if isinstance(error, TimeoutError) and not error.args:
+            return None  # a TimeoutError of the container has a message
+        return f"the container has failed: {brief_error(error)}"
+
+
+@contextlib.contextmanager
+def _translated(modal: Any) -> Iterator[None]:
+    """Raises the errors of Modal's client as those of providers."""
     kinds = modal.exception
+    failed = "cannot start a machine on Modal"
     try:
         yield
     except ProviderError:
         raise
     except kinds.AuthError as error:
-        raise ProviderAuthenticationError(
-            f"cannot start a machine on Modal: {error}; {_SET_UP}"
-        ) from error
+        raise ProviderAuthenticationError(f"{failed}: {_cause(error)}; {_SET_UP}") from error
     except (kinds.ConnectionError, kinds.ServiceError) as error:
-        raise ProviderConnectionError(f"cannot reach Modal: {error}; try again later") from error
+        raise ProviderConnectionError(
+            f"cannot reach Modal: {_cause(error)}; try again later"
+        ) from error
     except kinds.ResourceExhaustedError as error:
-        raise ProviderCapacityError(f"cannot start a machine on Modal: {error}") from error
-    except kinds.Error as error:
-        raise ProviderError(f"cannot start a machine on Modal: {error}") from error
+        raise ProviderCapacityError(f"{failed}: {_cause(error)}") from error
+    except kinds.ImageBuildError as error:
+        raise ProviderError(
+            f"{failed}: {_cause(error)}; the build printed last: "
+            f"{_build_output(modal, error.image_id)}"
+        ) from error
+    except Exception as error:
+        raise ProviderError(f"{failed}: {_cause(error)}") from error
+
+
+def _cause(error: Exception) -> str:
+    """Returns the message of an error of Modal's client, without a full stop."""
+    return brief_error(error).rstrip(".")
+
+
+def _build_output(modal: Any, image: str) -> str:
+    """Returns the last output of the build of an image."""
+    try:
+        entries = modal.Image.from_id(image).logs.tail(_LINES)
+        return brief(" ".join(entry.message for entry in entries)) or "nothing"
+    except Exception as error:
+        return f"(it cannot be read: {_cause(error)})"
