@@ -49,8 +49,8 @@ def pytest_sessionstart() -> None:
 INTEGRATION = {
     "test_accelerator", "test_diffusers", "test_drop_in_accelerate", "test_drop_in_safetensors",
     "test_examples", "test_guides", "test_hub", "test_merging", "test_modal", "test_openai",
-    "test_pipelines", "test_remote_providers", "test_serve", "test_served", "test_tools",
-    "test_urls",
+    "test_pipelines", "test_remote_accelerators", "test_remote_providers", "test_serve",
+    "test_served", "test_tools", "test_urls",
 }  # fmt: skip
 # Files that take longest come first: processes that share the tests then end at the same time.
 LONGEST = (

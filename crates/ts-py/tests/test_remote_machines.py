@@ -589,7 +589,7 @@ def test_device_indices_of_stopped_machines_are_reused() -> None:
 def test_invalid_options_of_a_machine_are_refused(tmp_path: Path) -> None:
     for wrong, message in [
         ({"address": "gpu1:7470"}, "got an unexpected keyword argument 'address'"),
-        ({"device_type": "A1000"}, 'must be "cpu", "cuda" or one of T4, .* got \'A1000\''),
+        ({"device_type": "A1000"}, '"cuda", "accelerator" or one of T4, .* got \'A1000\''),
         ({"gpu_type": "A1000"}, "got 'A1000'"),
         ({"device_count": 0}, "must be 1 to 127, got 0"),
         ({"gpu_count": 0}, "must be 1 to 127, got 0"),

@@ -20,8 +20,11 @@ pub(super) struct Arguments {
     listen: Address,
     #[command(flatten)]
     access: AccessArguments,
-    /// What runs the operators.
-    #[arg(long, env = "TENSORSTREAM_DEVICE", default_value = "cpu", value_parser = ["cpu", "cuda"])]
+    /// What runs the operators: the CPU, NVIDIA GPUs, or the accelerator of PyTorch.
+    #[arg(
+        long, env = "TENSORSTREAM_DEVICE", default_value = "cpu",
+        value_parser = ["cpu", "cuda", "accelerator"],
+    )]
     device: String,
     /// The number of devices. By default all GPUs, or 8 devices that share the CPU.
     #[arg(long, env = "TENSORSTREAM_DEVICES", value_parser = at_least_one)]

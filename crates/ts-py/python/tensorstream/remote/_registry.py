@@ -14,7 +14,7 @@ from .. import _native
 
 #: The sessions, by the index of their first device.
 SESSIONS: dict[int, Any] = {}
-#: By device index: the type of device on which the machine runs operators, "cpu" or "cuda".
+#: By device index: the type of device on which the machine runs operators, as PyTorch names it.
 KINDS: dict[int, str] = {}
 #: By device index: the index of the first device of the same machine, and the machine's address.
 #: Devices of paused and stopped machines are absent.

@@ -107,7 +107,7 @@ def _warn_of_open_doors(options: dict[str, Any], broker: Broker) -> None:
             "to %s",
             prevented,
         )
-    elif options["device"] == "cuda":
+    elif options["device"] != "cpu":
         _log.warning("sessions on GPUs can open files, because the GPU driver must open files")
 
 

@@ -63,7 +63,7 @@ class Processes:
         on_end: Callable[[float], None],
     ) -> None:
         self._options, self._on_failure, self._on_end = json.dumps(options), on_failure, on_end
-        self._once = options["device"] == "cuda"
+        self._once = options["device"] != "cpu"
         self._lock = threading.Lock()
         self._closing = False
         self._all: list[tuple[subprocess.Popen[bytes], socket.socket]] = []

@@ -22,9 +22,9 @@ from . import _server_operators as _operators
 
 Path = str | os.PathLike[str]
 
-#: The size of the tensors that are loaded with one request, in bytes. A request on a GPU needs as
-#: much host memory.
-_REQUEST_BYTES = {"cpu": 4 << 30, "cuda": 256 << 20}
+#: The size of the tensors that are loaded with one request, in bytes: on a CPU, and on an
+#: accelerator, where a request needs as much host memory.
+_ON_CPU, _ON_ACCELERATOR = 4 << 30, 256 << 20
 
 
 class OfMachine(dict[str, torch.Tensor]):
@@ -103,7 +103,8 @@ class RemoteCheckpoint:
         """Divides names into groups that are loaded with one request each."""
         if self._streams and names:
             return [names]  # nothing is read yet, and they share an engine
-        limit = _REQUEST_BYTES[_registry.KINDS.get(self._anchor.device.index, "cpu")]
+        is_on_cpu = _registry.runs_on_cpu(self._anchor.device.index)
+        limit = _ON_CPU if is_on_cpu else _ON_ACCELERATOR
         groups: list[list[str]] = []
         size = limit
         for name in names:

@@ -78,7 +78,7 @@ def kind_of(index: int) -> tuple[str, int]:
     """Returns the type and number of a machine's devices. ``index`` is any of them. Blocks.
 
     Returns:
-        The type, "cpu" or "cuda", and the number.
+        The type, such as "cpu" or "cuda", and the number.
     """
     tensor = _operators.anchor(index)
     return _operators.KIND(tensor), _operators.DEVICES(tensor)
@@ -143,7 +143,7 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def empty_cache() -> None:
-    """Makes machines with GPUs return memory that PyTorch keeps there for later tensors."""
+    """Makes machines with accelerators free memory that PyTorch keeps for later tensors."""
     for index in list(_registry.ADDRESSES):
         if not _registry.runs_on_cpu(index):
             with contextlib.suppress(ConnectionLost):  # the others do so nevertheless
@@ -151,7 +151,7 @@ def empty_cache() -> None:
 
 
 def get_device_name(device: Any = None) -> str:
-    """Returns the name of the GPU, or the address of the machine, that is a device. May block.
+    """Returns the name of a GPU, or of a CPU with the address of its machine. May block.
 
     Args:
         device: The device. The default is the current one.
@@ -161,7 +161,7 @@ def get_device_name(device: Any = None) -> str:
     """
     index = _known(device)
     if not _registry.runs_on_cpu(index):
-        return gpu_of(index)[0]
+        return _operators.GPU_NAME(_operators.anchor(index))
     return f"CPU of the machine at {_registry.ADDRESSES[index][1]}"
 
 
@@ -265,7 +265,13 @@ def set_up() -> None:
 def _set_up() -> None:
     accelerator = _accelerator.current()
     numbered = torch.device(0).type
-    _setup_privateuseone_for_python_backend("ts", backend_module=_module(), hook=_Hooks())
+    try:
+        _setup_privateuseone_for_python_backend("ts", backend_module=_module(), hook=_Hooks())
+    except RuntimeError as error:
+        raise ConfigurationError(
+            "cannot add the device ts to PyTorch: a process can have one device of a package "
+            f"({error}); set TORCH_DEVICE_BACKEND_AUTOLOAD=0 if PyTorch has loaded the other one"
+        ) from error
     _accelerator.redirect_to(accelerator)
     _bridge.connect()
     _kernels.register()

@@ -20,6 +20,7 @@ from ..._deprecated import renamed
 from ...errors import ConfigurationError
 from ...wire._connection import LIMIT_BYTES, _settings
 from .. import _registry, providers
+from ..providers._base import KINDS
 from ..providers._gpus import GPUS
 from . import _device, _direct
 from ._connection import MachineConnection
@@ -94,8 +95,8 @@ class RemoteMachine:
             ``tensorstream.remote.providers.available()``.
         place: A type of devices, as ``device_type``, or the first option of the provider: the
             address of a "tcp" machine ("HOST:PORT" or "unix:PATH"), or the host of an "ssh" one.
-        device_type: The type of device that runs the operators: "cpu", "cuda", or a type of GPU,
-            such as "A100".
+        device_type: The type of device that runs the operators: "cpu", "cuda", a type of GPU such
+            as "A100", or "accelerator" for any accelerator that PyTorch supports.
         device_count: The number of its devices, 1 to 127.
         name: The name of the machine in messages.
         idle_timeout: The longest silence of the machine, in seconds, while the client waits for it.
@@ -344,7 +345,7 @@ class RemoteMachine:
 
     def _check_gpus(self, kind: str, first: int) -> None:
         """Refuses devices of another type than the requested one."""
-        if kind != "cuda":
+        if kind == "cpu" or (kind != "cuda" and self.device_type != "accelerator"):
             raise ConfigurationError(
                 f"device_type is {self.device_type!r}, but machine {self.name} runs operators on "
                 f"{kind}"
@@ -376,8 +377,8 @@ class RemoteMachine:
         result can differ from ``index``.
 
         Args:
-            index: The index of the device on this machine, or "cpu", "cuda" or "ts", optionally
-                with an index, as in "cuda:1".
+            index: The index of the device on this machine, or its type, optionally with an index,
+                as in "cuda:1". "ts" is any type, and "cuda" any accelerator.
             of_kind: The index, if ``index`` is a type: ``device("cuda", 1)`` is ``device(1)``.
 
         Raises:
@@ -394,8 +395,9 @@ class RemoteMachine:
                 "and an index"
             )
         runs_on = _registry.KINDS[session.first]
-        simulated = "cuda" if self._provider.simulates and self.device_type != "cpu" else runs_on
-        if kind not in (None, "ts", runs_on, simulated):
+        simulates = self._provider.simulates and self.device_type != "cpu"
+        accelerator = ("cuda", "accelerator") if simulates or runs_on != "cpu" else ()
+        if kind not in (None, "ts", runs_on, *accelerator):
             raise ConfigurationError(
                 f"machine {self.name} has no {kind} devices: it runs operators on {runs_on}"
             )
@@ -714,12 +716,12 @@ class RemoteMachine:
         return f"RemoteMachine({self.kind!r}, name={self.name!r}, {devices}, {state})"
 
 
-_TYPES = f'"cpu", "cuda" or one of {", ".join(GPUS)}'
+_TYPES = f'"cpu", "cuda", "accelerator" or one of {", ".join(GPUS)}'
 
 
 def _canonical(device_type: Any) -> str | None:
     """Returns a type of devices as it is spelled in ``Request``, or ``None``."""
-    spelled = {name.lower(): name for name in ("cpu", "cuda", *GPUS)}
+    spelled = {name.lower(): name for name in (*KINDS, *GPUS)}
     return spelled.get(device_type.lower()) if isinstance(device_type, str) else None
 
 

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+#: The types of devices that are not types of NVIDIA GPUs.
+KINDS = ("cpu", "cuda", "accelerator")
+
 
 @dataclass(frozen=True)
 class Request:
@@ -16,7 +19,8 @@ class Request:
 
     Attributes:
         name: The name of the machine in messages.
-        device_type: "cpu", "cuda" for any NVIDIA GPU, or a type of NVIDIA GPU, such as "A100".
+        device_type: "cpu", "cuda" for any NVIDIA GPU, "accelerator" for any accelerator of PyTorch,
+            or a type of NVIDIA GPU, such as "A100".
         device_count: The number of devices, at least 1.
     """
 
@@ -26,8 +30,8 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """What runs the operators: "cpu" or "cuda"."""
-        return "cpu" if self.device_type == "cpu" else "cuda"
+        """What runs the operators: "cpu", "cuda" or "accelerator"."""
+        return self.device_type if self.device_type in KINDS else "cuda"
 
 
 class Server(ABC):

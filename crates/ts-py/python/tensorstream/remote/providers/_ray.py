@@ -27,7 +27,7 @@ from ...errors import (
     ProviderError,
 )
 from ...serve._ray_host import STOP, Host
-from ._base import Provider, Request, Server
+from ._base import KINDS, Provider, Request, Server
 from ._messages import brief_error
 
 _log = logging.getLogger("tensorstream.remote")
@@ -113,9 +113,9 @@ class RayProvider(Provider):
     def _actor_options(self, request: Request) -> dict[str, Any]:
         # `wait` blocks one thread of the actor, and `stop` needs another one.
         options: dict[str, Any] = {"num_cpus": self._num_cpus, "max_concurrency": 4}
-        if request.kind == "cuda":
+        if request.kind != "cpu":
             options["num_gpus"] = request.device_count
-            if request.device_type != "cuda":
+            if request.device_type not in KINDS:
                 options["accelerator_type"] = _base(request.device_type)
         if self._resources:
             options["resources"] = self._resources
@@ -242,9 +242,9 @@ def nodes(address: str | None, request: Request, num_cpus: int) -> list[str]:
     ray = connected(address)
     running = [node for node in ray.nodes() if node["Alive"]]
     needs: dict[str, float] = {"CPU": num_cpus}
-    if request.kind == "cuda":
+    if request.kind != "cpu":
         needs["GPU"] = request.device_count
-        if request.device_type != "cuda":
+        if request.device_type not in KINDS:
             needs[f"accelerator_type:{_base(request.device_type)}"] = 0.001
     found = sorted(
         node["NodeID"]

@@ -15,7 +15,8 @@ from typing import IO
 from ..._scratch import Scratch
 from ...budget import parse_size
 from ...errors import ConnectionLost
-from ._base import Provider, Request, Server
+from .._answers import answered
+from ._base import KINDS, Provider, Request, Server
 
 _log = logging.getLogger("tensorstream.remote")
 
@@ -49,14 +50,16 @@ class LocalProvider(Provider):
         """Starts the process. Blocks until it listens.
 
         Raises:
-            DeviceUnavailableError: This computer does not have the GPUs.
+            DeviceUnavailableError: This computer does not have the devices.
             ConnectionLost: The process ended before it listened.
         """
         import torch
 
         from ..server._server import devices_of
 
-        devices_of(request.kind, request.device_count)
+        # Only the process knows accelerators of packages: this one has `ts` in their place.
+        if request.kind != "accelerator":
+            devices_of(request.kind, request.device_count)
         threads = self._threads or torch.get_num_threads()
         return ProcessServer(
             request.name, request.kind, request.device_count, threads, self._budget
@@ -79,10 +82,12 @@ class MockProvider(Provider):
         """Starts the thread.
 
         Raises:
-            DeviceUnavailableError: The device type is "cuda", and this computer has no GPU.
+            DeviceUnavailableError: The device type is "cuda" or "accelerator", and this process
+                does not have the devices.
         """
-        kind = "cuda" if request.device_type == "cuda" else "cpu"
-        return ThreadServer(kind, request.device_count)
+        return ThreadServer(
+            request.device_type if request.device_type in KINDS else "cpu", request.device_count
+        )
 
 
 class _StderrReader:
@@ -115,12 +120,13 @@ class ProcessServer(Server):
 
     Args:
         name: The name of the machine, for messages.
-        device_type: "cpu" or "cuda".
+        device_type: "cpu", "cuda" or "accelerator".
         device_count: The number of devices.
         threads: The number of PyTorch threads.
         budget: The most memory for weights that it loads, in bytes.
 
     Raises:
+        DeviceUnavailableError: This computer does not have the devices.
         ConnectionLost: The process ended before it listened.
     """
 
@@ -130,6 +136,8 @@ class ProcessServer(Server):
     ) -> None:  # fmt: skip
         self._directory = Scratch("tensorstream-machine-")
         self.address = f"unix:{self._directory.path}/socket"
+        # This process may have set the variable, because it cannot have two devices of packages.
+        extra = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"} if device_type == "accelerator" else {}
         self.process = subprocess.Popen(
             [
                 sys.executable, "-m", "tensorstream.remote.server._local",
@@ -137,7 +145,7 @@ class ProcessServer(Server):
                 *([] if budget is None else [str(budget)]),
             ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **extra},
         )  # fmt: skip
         assert self.process.stdout is not None and self.process.stderr is not None
         self._stderr = _StderrReader(self.process.stderr)
@@ -152,9 +160,10 @@ class ProcessServer(Server):
             slow.cancel()
         if not line.startswith(b"listening"):
             self.stop()
-            raise ConnectionLost(
-                f"cannot start machine {name}: its process ended: {self._stderr.last_lines()}"
-            )
+            refused = f"cannot start machine {name}"
+            if line.startswith(b"{"):
+                answered(line.decode(), refused)
+            raise ConnectionLost(f"{refused}: its process ended: {self._stderr.last_lines()}")
 
     def failure(self) -> str | None:
         """Returns how the process has ended, with its last messages."""
@@ -183,11 +192,11 @@ class ThreadServer(Server):
     It listens on a Unix socket in a temporary directory.
 
     Args:
-        device_type: "cpu" or "cuda".
+        device_type: "cpu", "cuda" or "accelerator".
         device_count: The number of devices.
 
     Raises:
-        ConfigurationError: This computer does not have the devices.
+        DeviceUnavailableError: This computer does not have the devices.
     """
 
     def __init__(self, device_type: str, device_count: int) -> None:

@@ -5,6 +5,7 @@ It ends when its standard input closes, which happens when the client ends.
 """
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -13,9 +14,11 @@ import threading
 
 import torch
 
+from ...errors import DeviceUnavailableError
 from ...serve._outgoing import Outgoing
 from ...serve._peers import Peers
 from ...serve._weights import EVERYTHING, Weights
+from .._answers import failure
 from ._exchange import LocalExchange
 from ._functions import ANY, Functions
 from ._server import devices_of, server
@@ -27,7 +30,7 @@ def main() -> None:
     """Serves until the standard input closes or SIGTERM arrives. Blocks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("listen")
-    parser.add_argument("device", choices=["cpu", "cuda"])
+    parser.add_argument("device", choices=["cpu", "cuda", "accelerator"])
     parser.add_argument("devices", type=int)
     parser.add_argument("threads", type=int)
     parser.add_argument("budget", type=int, nargs="?")
@@ -42,6 +45,10 @@ def main() -> None:
             options.listen, devices=devices, exchange=exchange, budget=options.budget,
             functions=Functions((ANY,)),
         )  # fmt: skip
+    except DeviceUnavailableError as error:
+        # The client raises it.
+        print(json.dumps(failure(error)), flush=True)
+        sys.exit(1)
     except Exception as error:
         sys.exit(str(error))
 

@@ -203,15 +203,15 @@ class Session:
     @contextlib.contextmanager
     def _own_default_generator(self, device: torch.device) -> Iterator[None]:
         """Gives PyTorch's default generator of a device the state of this session's generator."""
-        own, default = self._generator(device), _default_generator(device)
+        own, (get_state, set_state) = self._generator(device), _default_rng(device)
         with _default_generator_lock:
-            before = default.get_state()
-            default.set_state(own.get_state())
+            before = get_state()
+            set_state(own.get_state())
             try:
                 yield
             finally:
-                own.set_state(default.get_state())
-                default.set_state(before)
+                own.set_state(get_state())
+                set_state(before)
 
     def _run_function(
         self, anchor: torch.Tensor, function: str, arguments: str, tensors: list[torch.Tensor]
@@ -335,14 +335,16 @@ class Session:
         return self._device_count
 
     def _gpu_name(self, anchor: torch.Tensor) -> str:
-        return str(torch.cuda.get_device_name(anchor.device))
+        # Not all accelerators have names.
+        name = getattr(torch.get_device_module(anchor.device), "get_device_name", str)
+        return str(name(anchor.device))
 
     def _gpu_bytes(self, anchor: torch.Tensor) -> int:
         return int(torch.cuda.get_device_properties(anchor.device).total_memory)
 
     def _empty_cache(self, anchor: torch.Tensor) -> None:
-        if anchor.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if anchor.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def _rng_state(self, anchor: torch.Tensor) -> torch.Tensor:
         return self._generator(anchor.device).get_state().to(anchor.device)
@@ -377,10 +379,16 @@ def _device_of(args: Any, kwargs: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
+def _default_rng(
+    device: torch.device,
+) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]:
+    """Returns functions that get and set the state of PyTorch's default generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator.get_state, torch.default_generator.set_state
+    # All accelerators have these functions, but not all show their generators.
+    module = torch.get_device_module(device)
+    get_state = functools.partial(module.get_rng_state, device)
+    return get_state, functools.partial(module.set_rng_state, device=device)
 
 
 #: The default dtype, whether operators must be deterministic, whether those that cannot be only
@@ -510,12 +518,12 @@ def _storage_bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> A
 
 
 def _staging(storage: torch.UntypedStorage, nbytes: int) -> tuple[torch.Tensor, Any]:
-    """Allocates host memory for bytes to be copied to a storage. For a GPU, the memory is pinned.
+    """Allocates host memory for bytes to be copied to a storage, pinned for an accelerator.
 
     Returns:
         The memory as a tensor, and a DLPack capsule of it.
     """
-    staged = torch.empty(nbytes, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+    staged = torch.empty(nbytes, dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
     return staged, torch._C._to_dlpack(staged)
 
 
@@ -626,17 +634,21 @@ def devices_of(kind: str, count: int | None = None) -> list[torch.device]:
     """Returns the devices of a server.
 
     Args:
-        kind: "cpu" or "cuda".
-        count: The number of devices. By default all GPUs, or 8 devices that share the CPU.
+        kind: "cpu", "cuda", or "accelerator" for the accelerator of PyTorch, whatever its type.
+        count: The number of devices. By default all, or 8 devices that share the CPU.
 
     Raises:
-        DeviceUnavailableError: PyTorch finds fewer GPUs, or none.
+        DeviceUnavailableError: PyTorch finds fewer devices, or none.
     """
     if kind == "cpu":
         return [torch.device("cpu")] * (8 if count is None else count)
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if available < (count or 1):
+    if kind == "cuda":
+        name, found = "GPUs", torch.device("cuda") if torch.cuda.is_available() else None
+    else:
+        name, found = "accelerators", torch.accelerator.current_accelerator(check_available=True)
+    available = 0 if found is None else torch.get_device_module(found).device_count()
+    if found is None or available < (count or 1):
         raise DeviceUnavailableError(
-            f"not enough GPUs: expected at least {count or 1}, but PyTorch finds {available}"
+            f"not enough {name}: expected at least {count or 1}, but PyTorch finds {available}"
         )
-    return [torch.device("cuda", index) for index in range(available if count is None else count)]
+    return [torch.device(found.type, index) for index in range(count or available)]

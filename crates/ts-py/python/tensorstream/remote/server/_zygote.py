@@ -78,7 +78,7 @@ def _serve(
         score.write("500")
     exchange = BrokerExchange(requests)
     # This precedes the start of a GPU driver, because Landlock does not restrict running threads.
-    blocked = _native.sandbox(options["device"] == "cuda") if options["sandbox"] else restrictions
+    blocked = _native.sandbox(options["device"] != "cpu") if options["sandbox"] else restrictions
     if blocked != restrictions:
         raise RuntimeError(
             f"cannot set up the sandbox: expected it to block access to {restrictions}, got "
@@ -127,7 +127,7 @@ def _restrictions(options: dict[str, Any]) -> list[str]:
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
-        os.write(writer, json.dumps(_native.sandbox(options["device"] == "cuda")).encode())
+        os.write(writer, json.dumps(_native.sandbox(options["device"] != "cpu")).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
