@@ -25,6 +25,7 @@ from tensorstream.remote import (
 )
 from tensorstream.remote.providers._this_computer import ProcessServer
 from torch import nn
+from torch.utils.dlpack import to_dlpack
 
 
 def test_tensors_compute_on_the_machine(machine: RemoteMachine, device: torch.device) -> None:
@@ -712,3 +713,28 @@ def test_module_ts_keeps_tied_weights_and_optimizers() -> None:
         net.ts(machine.device(1).index)
         assert net[1].weight is net[0].weight and net[0].weight.device == machine.device(1)
         assert optimizer.param_groups[0]["params"][0] is net[0].weight
+
+
+def test_parts_of_storages_keep_their_place(device: torch.device) -> None:
+    """DLPack and slices of storages have the address of a part, and no offset."""
+    outcomes = []
+    for where in (torch.device("cpu"), device):
+        x, other = torch.arange(1000.0, device=where), torch.ones(4, device=where)
+        first = torch.from_dlpack(to_dlpack(x[1:]))
+        part = torch.from_dlpack(to_dlpack(x[128:132]))
+        part.zero_()
+        sliced = torch.empty(0, device=where).set_(x.untyped_storage()[1024:], 2, (3,), (1,))
+        sliced += 1000
+        columns = torch.from_dlpack(to_dlpack(x.view(10, 100)[2:, 5::7]))
+        assert (
+            part.data_ptr() == x[128:].data_ptr() and x.view(torch.int32).data_ptr() == x.data_ptr()
+        )
+        outcomes.append([each.tolist() for each in (x, other, first[:3], sliced, columns)])
+        del x
+        outcomes[-1].append(columns.sum().item())
+        with pytest.raises(RuntimeError, match="not resizable"):
+            sliced.resize_(5000)
+    assert outcomes[0] == outcomes[1]
+    with pytest.raises(ValueError, match="multiple of the 4 bytes of an element, got 2"):
+        x = torch.arange(1000.0, device=device)
+        torch.empty(0, device=device).set_(x.untyped_storage()[2:], 0, (3,), (1,)).tolist()

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The client: sessions, devices and their tensors, and the kernels of the device `ts`.
 
+mod addresses;
 mod arguments;
 mod call_site;
 mod connector;

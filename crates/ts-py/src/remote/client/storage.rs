@@ -6,13 +6,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyRuntimeError, PyTypeError};
 use pyo3::prelude::*;
 use tensorstream::exec::{Request, StorageView, TensorRef};
 
+use super::addresses::{Addresses, storage_at};
 use super::devices::{DeviceEntry, device};
 use super::session::Session;
-use super::torch::{Torch, address_of, is_forked, storage_at, torch};
+use super::torch::{Torch, is_forked, torch};
 use crate::dlpack;
 
 static NEXT_STORAGE: AtomicU64 = AtomicU64::new(1);
@@ -33,6 +34,8 @@ pub(super) fn reserve_storages(count: u64) -> u64 {
 struct StorageHandle {
     session: Arc<Session>,
     storage: u64,
+    /// Is only dropped.
+    _addresses: Addresses,
 }
 
 impl Drop for StorageHandle {
@@ -63,8 +66,25 @@ pub(super) fn new_tensor<'py>(
     tensor: &TensorRef,
     bytes: u64,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let handle =
-        Box::new(StorageHandle { session: device.session.clone(), storage: tensor.storage });
+    let addresses = Addresses::reserve(tensor.storage, bytes);
+    tensor_at(py, torch, device, tensor, addresses, bytes)
+}
+
+/// Like [`new_tensor`], for the `bytes` bytes of a storage that have these addresses.
+fn tensor_at<'py>(
+    py: Python<'py>,
+    torch: &Torch,
+    device: &DeviceEntry,
+    tensor: &TensorRef,
+    addresses: Addresses,
+    bytes: u64,
+) -> PyResult<Bound<'py, PyAny>> {
+    let address = (addresses.begin(), device.index);
+    let handle = Box::new(StorageHandle {
+        session: device.session.clone(),
+        storage: tensor.storage,
+        _addresses: addresses,
+    });
     let view = &tensor.view;
     let row = torch.row(view.dtype)?;
     let is_whole = view.offset == 0 && extent(view) * row.bytes == bytes;
@@ -75,7 +95,6 @@ pub(super) fn new_tensor<'py>(
     } else {
         (vec![(bytes / row.bytes) as i64], vec![1])
     };
-    let address = (address_of(tensor.storage), device.index);
     let capsule = dlpack::extension(py, address, row.dlpack_type(), shape, strides, handle)?;
     let base = torch.from_dlpack.bind(py).call1((capsule,))?;
     if is_whole {
@@ -120,9 +139,10 @@ pub(crate) fn remote_empty<'py>(
     new_tensor(py, torch, &device, &TensorRef { storage, view }, bytes)
 }
 
-/// Creates a one-dimensional tensor of a whole existing storage.
+/// Creates a one-dimensional tensor of a whole existing storage, or of a part of one, which PyTorch
+/// has as a storage too.
 ///
-/// `address` is the data pointer of the storage, and `bytes` its size. With `resized`, first
+/// `address` is the data pointer of the storage or part, and `bytes` its size. With `resized`, first
 /// resizes the remote storage to `bytes`.
 #[pyfunction]
 #[pyo3(signature = (index, address, bytes, dtype, resized=false))]
@@ -135,24 +155,32 @@ pub(crate) fn remote_whole<'py>(
     resized: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     let (torch, device) = (torch(py)?, device(py, index)?);
-    let storage = storage_at(address).ok_or_else(|| {
+    let unknown = || {
         PyTypeError::new_err(format!(
             "invalid address {address:#x}: expected the storage of a tensor on a ts device"
         ))
-    })?;
-    if resized {
+    };
+    let (storage, begin) = storage_at(address).ok_or_else(unknown)?;
+    let dtype = torch.scalar_type(dtype)?;
+    let element = torch.row(dtype)?.bytes;
+    let count = bytes / element;
+    let addresses = if resized {
+        if begin != 0 {
+            return Err(PyRuntimeError::new_err("Trying to resize storage that is not resizable"));
+        }
         device.session.submit(py, &Request::Resize { storage, bytes })?;
         device.session.invalidate_scalars([storage].into_iter());
-    }
+        Addresses::reserve(storage, count * element)
+    } else {
+        Addresses::from(address).ok_or_else(unknown)?
+    };
     {
         let mut extra = EXTRA_HANDLES.lock();
         *extra.get_or_insert_default().entry(storage).or_default() += 1;
         ANY_EXTRA_HANDLES.store(true, Ordering::Relaxed);
     }
-    let dtype = torch.scalar_type(dtype)?;
-    let element = torch.row(dtype)?.bytes;
-    let view = StorageView::contiguous(dtype, vec![bytes / element]);
-    new_tensor(py, torch, &device, &TensorRef { storage, view }, bytes / element * element)
+    let tensor = TensorRef { storage, view: StorageView::contiguous(dtype, vec![count]) };
+    tensor_at(py, torch, &device, &tensor, addresses, count * element)
 }
 
 /// Returns the number of a tensor's storage and the hash that identifies the tensor in logs, or

@@ -5,13 +5,14 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
-use pyo3::exceptions::{PyRuntimeError, PyTypeError};
+use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyString, PyTuple, PyType};
 use tensorstream::exec::{Call, Output, ScalarType, StorageView, TensorRef, Value};
 
+use super::addresses::storage_at;
 use crate::dtype::{Row, TorchDtypes, missing_dtype};
 
 /// The level DEBUG of Python's `logging`.
@@ -114,22 +115,6 @@ pub(super) fn torch(py: Python<'_>) -> PyResult<&Torch> {
     TORCH.get(py).ok_or_else(|| {
         PyRuntimeError::new_err("the device ts is not set up: import tensorstream.remote first")
     })
-}
-
-/// The bit that is set in the addresses of remote storages. Addresses of memory do not have it.
-const REMOTE_BIT: u64 = 1 << 62;
-/// The addresses of consecutive storages differ by 2 to this power.
-const ADDRESS_SHIFT: u32 = 8;
-
-/// Returns the address that a remote storage has in PyTorch. No code may dereference the address.
-pub(super) fn address_of(storage: u64) -> u64 {
-    REMOTE_BIT | storage << ADDRESS_SHIFT
-}
-
-/// Returns the remote storage with this address, or `None` for an address of memory.
-pub(super) fn storage_at(address: u64) -> Option<u64> {
-    (address & REMOTE_BIT != 0 && address >> 63 == 0)
-        .then_some((address & !REMOTE_BIT) >> ADDRESS_SHIFT)
 }
 
 /// The precisions of products of float32 matrices, as PyTorch names them.
@@ -236,20 +221,36 @@ impl Torch {
         let sizes = tuple(&tensor.getattr(intern!(py, "shape"))?)?;
         let strides = tuple(&tensor.call_method0(intern!(py, "stride"))?)?;
         let offset: u64 = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+        let element = self.row(dtype)?.bytes;
         let address: u64 = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let address = if address == 0 {
             // `data_ptr` of a tensor without elements is 0, but `data_ptr` of its storage is not.
             let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
             storage.call_method0(intern!(py, "data_ptr"))?.extract()?
         } else {
-            address.wrapping_sub(offset * self.row(dtype)?.bytes)
+            address.wrapping_sub(offset * element)
         };
-        let Some(storage) = storage_at(address) else { return Ok(None) };
+        let Some((storage, begin)) = storage_at(address) else { return Ok(None) };
+        let offset = offset + elements(begin, element)?;
         Ok(Some((
             index,
             TensorRef { storage, view: StorageView { dtype, sizes, strides, offset } },
         )))
     }
+}
+
+/// Returns the offset in elements of this offset in bytes.
+///
+/// # Errors
+/// ValueError if it is in the middle of an element.
+fn elements(offset: u64, element: u64) -> PyResult<u64> {
+    if !offset.is_multiple_of(element) {
+        return Err(PyValueError::new_err(format!(
+            "invalid view of a storage on a ts device: expected an offset that is a multiple of \
+             the {element} bytes of an element, got {offset}"
+        )));
+    }
+    Ok(offset / element)
 }
 
 fn tuple<'py, T>(tuple: &Bound<'py, PyAny>) -> PyResult<Vec<T>>
