@@ -359,6 +359,8 @@ fn little_endian(bytes: &[u8]) -> u64 {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::collections::HashMap;
+
     use super::*;
 
     /// Decodes runs, one bit at a time.
@@ -373,7 +375,8 @@ pub(crate) mod tests {
                 RunContent::Repeated(byte) => out.resize(out.len() + count, *byte),
                 RunContent::Huffman { stream, code } => {
                     let mut bits = Backwards::new(&bytes[stream.clone()]).unwrap();
-                    out.extend((0..*count).map(|_| symbol(&codes[*code], &mut bits)));
+                    let codewords = codewords(&codes[*code]);
+                    out.extend((0..*count).map(|_| symbol(&codewords, &mut bits)));
                     assert_eq!(bits.left, 0, "all bits are read");
                 }
             }
@@ -381,23 +384,29 @@ pub(crate) mod tests {
         out
     }
 
-    fn symbol(code: &HuffmanCode, bits: &mut Backwards<'_>) -> u8 {
+    /// Returns the symbol of each codeword. The key is the number of its bits, and the bits.
+    fn codewords(code: &HuffmanCode) -> HashMap<(u32, u32), u8> {
+        let (mut codewords, mut next) = (HashMap::new(), 0);
+        for weight in 1..=code.max_bits {
+            for symbol in 0..=255u8 {
+                if u32::from(code.weights[usize::from(symbol)]) == weight {
+                    let len = code.max_bits + 1 - weight;
+                    codewords.insert((len, next >> (weight - 1)), symbol);
+                    next += 1 << (weight - 1);
+                }
+            }
+        }
+        codewords
+    }
+
+    fn symbol(codewords: &HashMap<(u32, u32), u8>, bits: &mut Backwards<'_>) -> u8 {
         let (mut word, mut len) = (0, 0);
         loop {
             (word, len) = (word << 1 | bits.read(1), len + 1);
-            let mut next = 0;
-            for weight in 1..=code.max_bits {
-                let bits = code.max_bits + 1 - weight;
-                for symbol in 0..=255u8 {
-                    if u32::from(code.weights[usize::from(symbol)]) == weight {
-                        if len == bits && next >> (weight - 1) == word {
-                            return symbol;
-                        }
-                        next += 1 << (weight - 1);
-                    }
-                }
+            if let Some(&symbol) = codewords.get(&(len, word)) {
+                return symbol;
             }
-            assert!(len < code.max_bits, "each word begins with a codeword");
+            assert!(len < 32, "each word begins with a codeword");
         }
     }
 }
