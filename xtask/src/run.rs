@@ -87,15 +87,15 @@ pub(crate) fn emulated(args: &[&str]) -> Result<Counts> {
 ///
 /// Both builds use the directory target/models. Their `--cfg` flags apply to all crates. In
 /// target/, such builds would force other builds to start again.
-pub(crate) fn models() -> Result<Counts> {
+pub(crate) fn models(interleavings: u32) -> Result<Counts> {
     let common = ["--target-dir", "target/models"];
     let small = ["--package", "ts-pool", "--package", "ts-streams", "--lib", "models"];
     let large = ["--package", "ts-streams", "--test", "orders"];
     let mut counts =
         count_tests(cargo().arg("test").args(common).args(small).env("RUSTFLAGS", "--cfg loom"))?;
-    counts += count_tests(
-        cargo().arg("test").args(common).args(large).env("RUSTFLAGS", "--cfg shuttle"),
-    )?;
+    let mut shuttle = cargo();
+    shuttle.env("RUSTFLAGS", "--cfg shuttle").env("TS_SCHEDULES", interleavings.to_string());
+    counts += count_tests(shuttle.arg("test").args(common).args(large))?;
     Ok(counts)
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests of the coordinator and the CPU device under many thread interleavings. Shuttle chooses the
-//! interleavings and finds deadlocks. `cargo xtask ci` builds these tests separately. Without
-//! shuttle this file is empty.
+//! interleavings and finds deadlocks. `TS_SCHEDULES` is their number for each test and each way of
+//! choosing, 10,000 by default. `cargo xtask ci` builds these tests separately, and tries fewer.
+//! Without shuttle this file is empty.
 #![cfg(shuttle)]
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
@@ -19,8 +20,9 @@ use ts_streams::{
 fn check(model: impl Fn() + Send + Sync + 'static) {
     let model = Arc::new(model);
     let same = Arc::clone(&model);
-    shuttle::check_random(move || same(), 10_000);
-    shuttle::check_pct(move || model(), 10_000, 3);
+    let schedules = std::env::var("TS_SCHEDULES").map_or(10_000, |count| count.parse().unwrap());
+    shuttle::check_random(move || same(), schedules);
+    shuttle::check_pct(move || model(), schedules, 3);
 }
 
 fn coordinator(device: &CpuDevice, count: usize) -> MultiStreamCoordinator<CpuDevice> {
