@@ -115,6 +115,8 @@ pub(crate) fn make() -> Result<()> {
             .map_err(|e| format!("cannot copy {} to {}: {e}", test.display(), copy.display()))?;
     }
     let venv = python::prepared()?;
+    // Nobody can mend a program on a machine that is lent for minutes.
+    python::test(&venv, &["tests/test_accelerator.py", "-k", "gpu_bundle"])?;
     let mut wheel = venv.python();
     wheel.args([
         "-m",

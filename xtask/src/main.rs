@@ -26,7 +26,8 @@ cargo xtask demo --large             run a 1.1B model with 1500 MiB of memory, c
                                      accelerate, diffusers and mmap; needs 15 GB of disk
 cargo xtask ci                       run lints, checks, and all Rust and Python tests
 cargo xtask docs                     build the documentation site in target/site
-cargo xtask test critical|fast|all   run tests only, those in Python first
+cargo xtask test critical|fast|all   run tests only, those in Python first; `all` has cases that
+                                     `ci` leaves out
 
 cargo xtask bench parts              criterion benchmarks of single components
 cargo xtask bench llama              the same as `demo --large`, in three rounds
@@ -206,9 +207,17 @@ fn ci() -> Result<()> {
     let venv = step("wheel", python::prepared)?;
     let in_python = at_once(
         || {
-            step("Python tests", || {
-                python::test(&venv, &[&python::PARALLEL[..], &["--pairs"]].concat())
-            })
+            // The processes share the processors. OpenMP threads of one would wait for those of
+            // another, which takes three times as long. The critical tests have more threads.
+            let single = [("OMP_NUM_THREADS", "1")];
+            let mut counts = step("Python tests", || {
+                let share = [&python::PARALLEL[..], &["--share"]].concat();
+                python::test_limited(&venv, &share, &single)
+            })?;
+            counts += step("critical Python tests, with all threads", || {
+                python::test(&venv, &["-m", "critical"])
+            })?;
+            Ok(counts)
         },
         || {
             // Some of these start Python servers. Most of the time, they wait.
@@ -222,7 +231,7 @@ fn ci() -> Result<()> {
                 Ok(())
             })?;
             step("models of concurrent code", || {
-                counts += run::models()?;
+                counts += run::models(1_000)?;
                 Ok(())
             })?;
             step("benchmarks, once each", bench::smoke)?;
@@ -264,7 +273,7 @@ fn oldest_torch() -> Result<()> {
 fn test(tier: &str) -> Result<()> {
     let (rust, python): (&[&str], &[&str]) = match tier {
         "critical" => (&["--workspace", "--lib"], &["-m", "critical"]),
-        "fast" => (&["--workspace"], &["-m", "not slow", "--pairs"]),
+        "fast" => (&["--workspace"], &["-m", "not slow", "--share"]),
         "all" => (&["--workspace"], &python::PARALLEL),
         _ => return Err(format!("unknown tier \"{tier}\": expected critical, fast or all")),
     };
@@ -272,6 +281,9 @@ fn test(tier: &str) -> Result<()> {
     // The Python tests come first, since most edits are to Python files.
     let mut counts = python::test(&venv, python)?;
     counts += cargo_test(rust)?;
+    if tier == "all" {
+        counts += run::models(10_000)?;
+    }
     println!("{counts}");
     Ok(())
 }

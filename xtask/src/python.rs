@@ -343,11 +343,11 @@ pub(crate) fn site(venv: &Venv) -> Result<()> {
     run(mkdocs.env("NO_MKDOCS_2_WARNING", "1"))
 }
 
-/// Options of pytest to run the tests in two processes, which take about half of the time. The
-/// tests of a file share expensive fixtures, so they stay in one process. conftest.py puts the
-/// files in order.
+/// Options of pytest to run the tests in three processes: many tests wait for machines, of which
+/// two processes leave a processor idle. The tests of a file share expensive fixtures, so they
+/// stay in one process. conftest.py puts the files in order.
 pub(crate) const PARALLEL: [&str; 3] =
-    ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"];
+    ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"];
 
 /// Runs pytest and counts the tests by outcome.
 pub(crate) fn test(venv: &Venv, args: &[&str]) -> Result<Counts> {

@@ -69,29 +69,34 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--pairs",
+        "--share",
         action="store_true",
-        help="of tests marked as a product, run only cases that cover each pair of two parameters",
+        help="run the most telling share: no tests marked as long, of tests marked as a product "
+        "only cases that cover each pair of two parameters, of tests marked as sampled each n-th "
+        "case, and fewer random programs",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests, and puts the longest files first. The others stay in their order.
-
-    With ``--pairs``, leaves out cases of long products of parameters whose pairs of values are all
-    in other cases.
-    """
+    """Marks the tests, and puts the longest files first. The others stay in their order."""
     for item in items:
-        if item.get_closest_marker("slow") is None:
+        if not any(item.get_closest_marker(name) for name in ("long", "slow")):
             item.add_marker("fast")
         if item.path.stem in INTEGRATION:
             item.add_marker("integration")
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
-    if config.getoption("pairs"):
-        left_out = further_cases(items)
+    if config.getoption("share"):
+        left_out = {item for item in items if item.get_closest_marker("long") is not None}
+        left_out |= further_cases(items) | further_samples(items)
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
+
+
+@pytest.fixture(scope="session")
+def share(pytestconfig: pytest.Config) -> Callable[[int], int]:
+    """Returns a function that returns how many of so many random programs to run."""
+    return lambda number: max(1, number // 5) if pytestconfig.getoption("share") else number
 
 
 def pytest_collection_finish() -> None:
@@ -125,6 +130,20 @@ def further_cases(items: list[pytest.Item]) -> set[pytest.Item]:
             best = max(further, key=lambda item: len(cases[item] & missing))
             missing -= further.pop(best)
         found |= further.keys()
+    return found
+
+
+def further_samples(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Returns the cases of tests marked as sampled that are not an n-th one."""
+    places: dict[str, int] = {}
+    found = set()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None:
+            test = item.nodeid.partition("[")[0]
+            places[test] = place = places.get(test, -1) + 1
+            if place % marker.args[0] != 0:
+                found.add(item)
     return found
 
 

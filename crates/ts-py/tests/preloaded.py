@@ -14,6 +14,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,13 @@ class Server:
         if expired.is_set():
             raise TimeoutError(f"{command} took more than {timeout} s: {stdout}{stderr}")
         return subprocess.CompletedProcess(command, code, stdout, stderr)
+
+    def run_code(self, code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        """Runs the text of a program for at most two minutes, like ``run``."""
+        with tempfile.TemporaryDirectory() as folder:
+            program = Path(folder, "program.py")
+            program.write_text(textwrap.dedent(code))
+            return self.run(program, list(map(str, arguments)), os.environ, timeout=120)
 
     def _tell(self, message: object) -> None:
         assert self._process.stdin is not None

@@ -98,6 +98,7 @@ def test_models_stream_to_a_device(name: str, tmp_path: Path) -> None:
 
 @needs_stand_in
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "names",
     [
@@ -119,7 +120,7 @@ def test_models_stream_to_two_devices(name: str, tmp_path: Path) -> None:
 
 
 @needs_stand_in
-@pytest.mark.slow
+@pytest.mark.long
 def test_families_are_bit_identical_on_two_devices(tmp_path: Path) -> None:
     names = ("gpt2", "t5", "mixtral", "llava", "jamba", "clip", "gpt2:bfloat16", "bert:float16")
     run("families", *names, tmp_path=tmp_path, file="on_two_devices.py")
@@ -132,7 +133,7 @@ def test_tensors_are_loaded_and_received_to_a_device(name: str, tmp_path: Path) 
 
 
 @needs_stand_in
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_measurements_of_the_gpu_bundle_run(tmp_path: Path) -> None:
     script = Path(__file__).parents[3] / "benches/python/gpu.py"
     arguments = ["--small", "--device", "accinte:0", "--stand-in", STAND_IN]

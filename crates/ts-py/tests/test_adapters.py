@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
 import transformers as hf
 from adapters import SHAPE, X, cases, check_adapter
-from torch import distributed, multiprocessing, nn
+from torch import distributed, nn
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +53,11 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("checkpointing", "dtype", "steps"),
     [
-        ("default", torch.float32, 20),
+        ("default", torch.float32, 8),
         # PyTorch multiplies these dtypes slowly.
-        ("default", torch.bfloat16, 4),
-        ("reentrant", torch.float16, 4),
-        ("none", torch.bfloat16, 4),
+        ("default", torch.bfloat16, 3),
+        ("reentrant", torch.float16, 3),
+        ("none", torch.bfloat16, 3),
     ],
 )
 def test_training_with_a_fifth_of_the_weights(
@@ -146,10 +147,10 @@ def test_functions_find_the_model_inside_of_a_wrapper(tmp_path: Path) -> None:
 
 def train_on_two(rank: int, path: Path, streams: bool) -> None:
     """Trains one of two replicas."""
+    torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
     distributed.init_process_group(
         "gloo", init_method=f"file://{path}/{streams}", rank=rank, world_size=2
     )
-    torch.set_num_threads(1)
     base: Any = (
         ts.from_pretrained(path / "model", budget="800KiB")
         if streams
@@ -173,11 +174,22 @@ def train_on_two(rank: int, path: Path, streams: bool) -> None:
 
 
 @pytest.mark.slow
-def test_replicas_in_two_processes(tmp_path: Path) -> None:
+def test_replicas_in_two_processes(programs: preloaded.Server, tmp_path: Path) -> None:
     """`DistributedDataParallel` averages gradients, and leaves the streamed weights alone."""
     saved(tmp_path / "model")
-    for streams in (False, True):
-        multiprocessing.spawn(train_on_two, args=(tmp_path, streams), nprocs=2)
+    program = """
+        import sys
+        from pathlib import Path
+        from torch import multiprocessing
+        tests, path = sys.argv[1:]
+        sys.path.insert(0, tests)
+        from test_adapters import train_on_two
+        for streams in (False, True):
+            arguments = (Path(path), streams)
+            multiprocessing.start_processes(train_on_two, arguments, nprocs=2, start_method="fork")
+    """
+    done = programs.run_code(program, Path(__file__).parent, tmp_path)
+    assert done.returncode == 0, done.stderr
     for rank in range(2):
         expected, actual = (
             torch.load(tmp_path / f"{streams}{rank}.pt") for streams in (False, True)

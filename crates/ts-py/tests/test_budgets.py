@@ -52,7 +52,10 @@ def smallest(path: Path, max_passes: int) -> int:
     return int(text.split("the smallest budget that works is ")[1].split(maxsplit=1)[0])
 
 
-def test_random_budgets(checkpoints: dict[str, tuple[Path, Any]]) -> None:
+def test_random_budgets(
+    checkpoints: dict[str, tuple[Path, Any]], share: Callable[[int], int]
+) -> None:
+    programs = share(PROGRAMS)
     choose = random.Random(7)
     least = {
         (name, passes): smallest(path, passes)
@@ -60,7 +63,7 @@ def test_random_budgets(checkpoints: dict[str, tuple[Path, Any]]) -> None:
         for passes in (1, 2)
     }
     streamed = 0
-    for program in range(PROGRAMS):
+    for program in range(programs):
         name = choose.choice(list(checkpoints))
         path, reference = checkpoints[name]
         passes = choose.choice([1, 1, 2])
@@ -85,7 +88,7 @@ def test_random_budgets(checkpoints: dict[str, tuple[Path, Any]]) -> None:
         assert stats["reserved_high_water_bytes"] <= budget, what
         assert stats["in_use_high_water_bytes"] <= budget, what
         streamed += stats["plan"]["streamed_bytes_per_pass"] > 0
-    assert streamed > PROGRAMS / 2
+    assert streamed > programs / 2
 
 
 def test_a_plan_falls_back_to_names(tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import CancelledError
 from pathlib import Path
 
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
@@ -101,7 +101,9 @@ def test_a_complete_conversion_reports_all_bytes(source: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
-def test_a_forked_child_ends_without_waiting_for_a_conversion(source: Path) -> None:
+def test_a_forked_child_ends_without_waiting_for_a_conversion(
+    programs: preloaded.Server, source: Path
+) -> None:
     program = """
 import os, sys, tensorstream as ts
 conversion = ts.convert(sys.argv[1], sys.argv[2], codec="auto", background=True)
@@ -117,12 +119,14 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 conversion.result()
 """
     target = source.with_name("target.ts")
-    command = [sys.executable, "-W", "ignore", "-c", program, source, target]
-    subprocess.run(command, timeout=60, check=True)
+    done = programs.run_code(program, source, target)
+    assert done.returncode == 0, done.stderr
     assert len(ts.load_file(target)) == 24
 
 
-def test_the_end_of_the_process_stops_a_conversion(source: Path) -> None:
+def test_the_end_of_the_process_stops_a_conversion(
+    programs: preloaded.Server, source: Path
+) -> None:
     target = source.with_name("target.ts")
     program = """
 import sys, time, tensorstream as ts
@@ -130,14 +134,8 @@ conversion = ts.convert(sys.argv[1], sys.argv[2], codec="auto", background=True)
 while conversion.done_bytes < 16 << 20:
     time.sleep(0.001)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, source, target],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stderr == ""
+    done = programs.run_code(program, source, target)
+    assert (done.returncode, done.stderr) == (0, "")
     assert not target.exists()
     ts.convert(source, target, codec="auto")
     assert len(ts.load_file(target)) == 24

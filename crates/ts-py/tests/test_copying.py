@@ -9,13 +9,12 @@ import gc
 import io
 import itertools
 import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
@@ -219,7 +218,9 @@ def test_pickled_weights_are_those_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", ["safetensors", "ts"])
-def test_saving_with_torch_takes_little_memory(stored: str, tmp_path: Path) -> None:
+def test_saving_with_torch_takes_little_memory(
+    stored: str, programs: preloaded.Server, tmp_path: Path
+) -> None:
     """Weights of 200 MB are saved in less than 50 MB that the system cannot reclaim."""
     config = hf.LlamaConfig(**SHAPE | {"hidden_size": 1024, "intermediate_size": 4096})
     hf.LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
@@ -248,9 +249,8 @@ done.set()
 watcher.join()
 print(peak)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = programs.run_code(program)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 50_000_000
     saved = torch.load(tmp_path / "saved.pt", weights_only=True, mmap=True)
     expected = ts.load_file(source)

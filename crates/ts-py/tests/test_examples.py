@@ -25,13 +25,19 @@ SAYS = {
     "send_tensors.py": "all delivered: True",
 }
 
+# Each of the others shows much of what one of these does.
+LONG = {"comparison.py", "lora_sft.py", "pipeline.py"}
+
 
 def test_every_example_is_tested() -> None:
     assert {file.name for file in EXAMPLES.glob("*.py")} == {*SAYS, "machines.py"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in LONG else []) for name in SAYS],
+)
 def test_examples_run(name: str, programs: preloaded.Server, tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = programs.run(EXAMPLES / name, [], environment, timeout=300)
@@ -45,7 +51,7 @@ def test_examples_run(name: str, programs: preloaded.Server, tmp_path: Path) -> 
         assert all(line in printed for line in without_numbers(shown.code))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_examples_run_on_a_ray_cluster(programs: preloaded.Server) -> None:
     with RayCluster() as cluster:
         for name in ("data_parallel.py", "pipeline.py"):

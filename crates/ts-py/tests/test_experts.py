@@ -189,6 +189,7 @@ def test_a_batch_of_all_experts_is_divided(dtype: torch.dtype, tmp_path: Path) -
             assert torch.equal(reference(ids).logits, exact(ids).logits)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_results_are_bit_identical(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

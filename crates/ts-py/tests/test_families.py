@@ -63,6 +63,7 @@ def three_largest_units(path: Path, name: str, **kwargs: Any) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_are_bit_identical_within_the_budget(saved: Saved, name: str) -> None:
     family, path = FAMILIES[name], saved(name)
@@ -99,6 +100,7 @@ def test_families_are_bit_identical_within_the_budget(saved: Saved, name: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_mode_and_pass_is_exact(saved: Saved, name: str) -> None:
     family, path = FAMILIES[name], saved(name)

@@ -229,6 +229,7 @@ def test_the_budget_in_an_error_is_the_smallest(llama: LlamaForCausalLM) -> None
         generated(llama, ts.FileCache(needed, config=llama.config), new=tokens + 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind", ["qwen3", "gemma2", "gpt2", "deepseek_v3", "zamba2", "nemotron_h", "qwen3_next"]
 )

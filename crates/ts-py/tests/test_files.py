@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 import safetensors
 import safetensors.numpy
@@ -277,7 +279,9 @@ def test_failed_saves_and_conversions_raise_typed_errors(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, suffix: str) -> None:
+def test_a_full_disk_leaves_the_old_file(
+    programs: preloaded.Server, tmp_path: Path, suffix: str
+) -> None:
     """Limits the size of files. Like a full disk, this causes a short write and then an error."""
     path = tmp_path / f"a.{suffix}"
     ts.save_file({"w": torch.zeros(3)}, path)
@@ -291,9 +295,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, suffix: str) -> None:
         "except ts.StorageError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True
-    )
+    done = programs.run_code(code, path)
     assert f"{path.name}: cannot write at byte 0: File too large" in done.stdout
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -327,7 +329,7 @@ while True:
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL], ids=["SIGINT", "SIGKILL"])
 def test_fifty_interrupted_conversions_leave_no_partial_file(
-    tmp_path: Path, kill: signal.Signals
+    tmp_path: Path, kill: signal.Signals, share: Callable[[int], int]
 ) -> None:
     source = tmp_path / "source.safetensors"
     ts.save_file({f"t{i}": torch.randn(300_000 + i) for i in range(40)}, source)
@@ -335,7 +337,7 @@ def test_fifty_interrupted_conversions_leave_no_partial_file(
     there, back = tmp_path / "a.ts", tmp_path / "b.safetensors"
     rng = random.Random(0)
     # Each process converts in a loop until the signal ends it.
-    for _ in range(50):
+    for _ in range(share(50)):
         for file in (there, back):
             file.unlink(missing_ok=True)
         with subprocess.Popen(

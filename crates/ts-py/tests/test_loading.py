@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Literal
 
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
@@ -82,7 +81,7 @@ def test_memory_of_deleted_tensors_is_used_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mapped", [False, "auto"])
 @pytest.mark.parametrize("size", [3 << 20, 140 << 20])
 def test_forked_processes_inherit_loaded_tensors(
-    tmp_path: Path, size: int, mapped: Literal[False, "auto"]
+    tmp_path: Path, programs: preloaded.Server, size: int, mapped: Literal[False, "auto"]
 ) -> None:
     """The workers of a ``DataLoader`` are forked by default."""
     count = size // 4
@@ -102,4 +101,5 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 assert torch.equal(tensor, torch.arange({count}, dtype=torch.int32))
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = programs.run_code(code)
+    assert done.returncode == 0, done.stderr

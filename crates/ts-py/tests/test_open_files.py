@@ -8,13 +8,12 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
@@ -168,7 +167,9 @@ def test_a_forked_child_reads_a_file_without_a_name(tmp_path: Path) -> None:
     assert torch.equal(outputs(model), expected)
 
 
-def test_hundreds_of_shards_stream_on_under_a_low_limit_of_open_files(tmp_path: Path) -> None:
+def test_hundreds_of_shards_stream_on_under_a_low_limit_of_open_files(
+    programs: preloaded.Server, tmp_path: Path
+) -> None:
     program = textwrap.dedent(
         """
         import json, os, resource, shutil, sys
@@ -199,12 +200,11 @@ def test_hundreds_of_shards_stream_on_under_a_low_limit_of_open_files(tmp_path: 
     for limit in (min(4096, hard), 330):
         directory = tmp_path / str(limit)
         directory.mkdir()
-        arguments = [sys.executable, "-c", program, str(directory), str(limit)]
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        done = programs.run_code(program, directory, limit)
         assert done.stdout.strip().endswith("done"), done.stderr
 
 
-def test_too_many_files_say_what_to_do(tmp_path: Path) -> None:
+def test_too_many_files_say_what_to_do(programs: preloaded.Server, tmp_path: Path) -> None:
     program = textwrap.dedent(
         """
         import resource, sys
@@ -219,8 +219,7 @@ def test_too_many_files_say_what_to_do(tmp_path: Path) -> None:
             print(error)
         """
     )
-    arguments = [sys.executable, "-c", program, str(saved(tmp_path))]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    done = programs.run_code(program, saved(tmp_path))
     assert "ulimit -n" in done.stdout, done.stdout + done.stderr
 
 

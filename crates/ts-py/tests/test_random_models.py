@@ -284,9 +284,11 @@ PROGRAMS = 500
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_random_models_match_the_model_in_memory(part: int, tmp_path: Path) -> None:
-    streamed = 0
-    for seed in range(part * PROGRAMS // 10, (part + 1) * PROGRAMS // 10):
+def test_random_models_match_the_model_in_memory(
+    part: int, share: Callable[[int], int], tmp_path: Path
+) -> None:
+    programs, streamed = share(PROGRAMS // 10), 0
+    for seed in range(part * programs, (part + 1) * programs):
         path = tmp_path / str(seed)
         path.mkdir()
         try:
@@ -294,4 +296,4 @@ def test_random_models_match_the_model_in_memory(part: int, tmp_path: Path) -> N
         except Exception as error:
             error.add_note(f"program {seed}")
             raise
-    assert streamed > PROGRAMS // 10 // 2, "most models read units more than once"
+    assert streamed > programs // 2, "most models read units more than once"

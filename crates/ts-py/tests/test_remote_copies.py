@@ -23,7 +23,7 @@ from tensorstream.serve import _offers, _peers
 from tensorstream.serve._messages import sealed
 
 
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("kill", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_copy_waits_for_a_machine_that_computes(kill: bool) -> None:
     """It is asked again and again, until it is lost."""
     size = 700
@@ -86,6 +86,7 @@ def test_one_machine_copies_to_several() -> None:
         assert x.to(targets[1].device())[0].item() == 40.0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_large_tensors_are_copied_through_brokers(dtype: torch.dtype) -> None:
     options = {"--peer": "any"}

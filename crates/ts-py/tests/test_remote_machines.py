@@ -7,12 +7,12 @@ import copy
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import torch
 from serving import SERVE, Serving
@@ -451,10 +451,8 @@ assert results() == before, (before, results())
 """
 
 
-def test_the_device_is_never_the_accelerator() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ACCELERATOR], capture_output=True, text=True, check=False
-    )
+def test_the_device_is_never_the_accelerator(programs: preloaded.Server) -> None:
+    done = programs.run_code(ACCELERATOR)
     assert done.returncode == 0, done.stderr
 
 
@@ -511,9 +509,10 @@ machine.stop()
 
 
 @pytest.mark.parametrize("where", ["local", "refused", "remote"])
-def test_trainers_do_not_move_a_remote_model_silently(where: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TRAINER, where, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_trainers_do_not_move_a_remote_model_silently(
+    where: str, programs: preloaded.Server, tmp_path: Path
+) -> None:
+    done = programs.run_code(TRAINER, where, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -712,7 +711,7 @@ import torch
 from tensorstream.remote import RemoteMachine
 machine = RemoteMachine(sys.argv[1], **({"threads": 1} if sys.argv[1] == "local" else {}))
 x = torch.ones(4, device=machine.device())
-for _ in range(5):
+for _ in range(3):
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -724,12 +723,6 @@ for _ in range(5):
 
 
 @pytest.mark.parametrize("kind", ["local", "mock"])
-def test_forks_that_exit_do_not_end_the_session(kind: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, kind],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_forks_that_exit_do_not_end_the_session(kind: str, programs: preloaded.Server) -> None:
+    done = programs.run_code(FORKS, kind)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

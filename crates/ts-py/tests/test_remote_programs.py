@@ -7,13 +7,11 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
@@ -327,7 +325,7 @@ def test_encoders_with_layers_of_their_own_are_refused(device: torch.device) -> 
         encoder(torch.rand(2, 2, 8, device=device), src_key_padding_mask=mask)
 
 
-def test_a_machine_starts_with_an_unknown_python() -> None:
+def test_a_machine_starts_with_an_unknown_python(programs: preloaded.Server) -> None:
     program = """
         import logging, sys, torch
         logging.basicConfig(format="%(message)s", stream=sys.stdout)
@@ -341,10 +339,7 @@ def test_a_machine_starts_with_an_unknown_python() -> None:
         with RemoteMachine.mock() as machine:
             print(torch.ones(3, device=machine.device()).sum().item())
     """
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    ran = programs.run_code(program)
     assert ran.stdout.splitlines() == [
         "cannot change Generator; they are created as without machines",
         "cannot change device; they are created as without machines",

@@ -67,6 +67,8 @@ def tcp() -> Iterator[Serving]:
 
 
 KINDS = ["mock", "local", "tcp", pytest.param("ssh", marks=needs_sshd), "ray"]
+# An actor of Ray takes some ten seconds to start.
+STARTED_KINDS = [*KINDS[:-1], pytest.param("ray", marks=pytest.mark.long)]
 
 
 def arguments(kind: str, request: pytest.FixtureRequest) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def arguments(kind: str, request: pytest.FixtureRequest) -> dict[str, Any]:
     return {}
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=STARTED_KINDS)
 def start(request: pytest.FixtureRequest) -> Iterator[Start]:
     """Returns a function that starts a machine of each provider."""
     options = arguments(request.param, request)
@@ -266,7 +268,7 @@ def _servers() -> list[str]:
 
 
 @needs_sshd
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_is_left_of_a_client_that_is_killed(sshd: Sshd, tmp_path: Path) -> None:
     """The tunnel ends, and the server keeps its session for a minute, and then ends with it."""
     before = _servers()
@@ -363,6 +365,7 @@ def test_a_wheel_is_copied_once(sshd: Sshd, tmp_path: Path, monkeypatch: Any) ->
     assert times[0] == times[1]
 
 
+@pytest.mark.long
 def test_a_dead_actor_is_noticed_at_once(cluster: RayCluster) -> None:
     import ray
 
@@ -386,6 +389,7 @@ def test_a_dead_actor_is_noticed_at_once(cluster: RayCluster) -> None:
     _await_statuses(statuses, ["running", "lost", "stopped", "running", "stopped"])
 
 
+@pytest.mark.long
 def test_the_server_of_an_actor_ends_with_it(cluster: RayCluster) -> None:
     import ray
 
@@ -404,6 +408,7 @@ def test_the_server_of_an_actor_ends_with_it(cluster: RayCluster) -> None:
             time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_machines_on_all_nodes_of_a_cluster_share_tensors(cluster: RayCluster) -> None:
     machines = create_ray_machines(**cluster.options())
     try:

@@ -481,6 +481,7 @@ def test_weights_stream_on_the_machine(large: tuple[Path, int], share: float) ->
         assert model.lm_head.weight[3, 5].item() == reference.lm_head.weight[3, 5].item()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_stream_in_half_precision(llama: Llama, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM

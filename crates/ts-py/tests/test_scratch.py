@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,7 +73,14 @@ def test_a_directory_that_cannot_be_locked_is_not_removed(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_directory_of_a_killed_client_is_removed_by_the_next(tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory in which the path of a socket is short enough. Those of pytest can be longer."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+def test_the_directory_of_a_killed_client_is_removed_by_the_next(short_path: Path) -> None:
     program = """
 import os, signal, torch
 from tensorstream.remote import RemoteMachine
@@ -80,13 +89,13 @@ x = torch.ones(3, device=machine.device())
 {}
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(short_path)}
     for kind, more in (("mock", ""), ("local", ""), ("mock", "x.sum(); machine.pause()")):
         text = program.format(kind, more)
-        before = set(tmp_path.iterdir())
+        before = set(short_path.iterdir())
         subprocess.run([sys.executable, "-c", text], env=environment, check=False, timeout=120)
         # What the one before has left is gone, and this one leaves its own.
-        left = set(tmp_path.iterdir())
+        left = set(short_path.iterdir())
         assert left and not left & {path for path in before if "paused" not in path.name}
     text = (
         "from tensorstream.remote import RemoteMachine\nwith RemoteMachine.mock() as m: m.pause()"

@@ -62,11 +62,13 @@ def check(small: SmallModel, path: Path) -> None:
     assert check_exact(path, type(small.model), lambda model: model(**small.inputs)), "it streamed"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_transformers(model_type: str, tmp_path: Path) -> None:
     check(small_model(model_type), tmp_path / "model")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CLASSES)
 def test_diffusers(name: str, tmp_path: Path) -> None:
     check(small_diffusers(name), tmp_path / "model")

@@ -14,12 +14,11 @@ import os
 import random
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
@@ -456,7 +455,9 @@ EXITS = {
 
 
 @pytest.mark.parametrize("state", EXITS)
-def test_a_program_exits_cleanly_in_every_state(state: str, tmp_path: Path) -> None:
+def test_a_program_exits_cleanly_in_every_state(
+    state: str, programs: preloaded.Server, tmp_path: Path
+) -> None:
     program = f"""
 import os, sys, threading, time, torch, tensorstream as ts
 torch.set_num_threads(1); torch.set_grad_enabled(False)
@@ -464,9 +465,7 @@ m = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(8)]); x = tor
 ts.offload(m, ts.Config(storage_path={str(tmp_path)!r}, budget={3 * UNIT}))
 {EXITS[state]}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = programs.run_code(program)
     output = (done.returncode, done.stdout.strip(), done.stderr)
     assert output == (0, "0" if "fork" in EXITS[state] else "", "")
 
