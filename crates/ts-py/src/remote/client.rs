@@ -7,6 +7,7 @@ mod call_site;
 mod connector;
 mod creation;
 mod devices;
+mod forks;
 mod kernel;
 mod machine;
 mod peer;
@@ -25,7 +26,7 @@ pub(super) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<machine::PySession>()?;
     m.add_class::<peer::PeerSession>()?;
     m.add_function(wrap_pyfunction!(torch::remote_setup, m)?)?;
-    m.add_function(wrap_pyfunction!(torch::remote_forked, m)?)?;
+    m.add_function(wrap_pyfunction!(forks::remote_forked, m)?)?;
     m.add_function(wrap_pyfunction!(creation::remote_create_with, m)?)?;
     m.add_function(wrap_pyfunction!(plan::remote_cache_stats, m)?)?;
     m.add_function(wrap_pyfunction!(storage::remote_empty, m)?)?;

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::RwLock;
 
-use super::torch::is_forked;
+use super::forks::is_forked;
 
 /// The bit that is set in the addresses of remote storages. Addresses of memory do not have it.
 const REMOTE_BIT: u64 = 1 << 62;
@@ -50,8 +50,8 @@ impl Addresses {
         Self { range, begin: range }
     }
 
-    /// Returns the addresses from this one on, which are those of a storage that has others. Returns
-    /// `None` if no storage has the address.
+    /// Returns the addresses from this one on, which a storage has already. Returns `None` if no
+    /// storage has the address.
     pub(super) fn from(address: u64) -> Option<Self> {
         let mut ranges = RANGES.write();
         let (range, found) = ranges.range_mut(..=address).next_back()?;

@@ -7,8 +7,8 @@ use parking_lot::RwLock;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
+use super::forks::is_forked;
 use super::session::Session;
-use super::torch::is_forked;
 use crate::errors::configuration_error;
 
 /// The largest number of devices. PyTorch stores the number of devices in a signed byte.

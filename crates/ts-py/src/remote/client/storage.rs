@@ -12,8 +12,9 @@ use tensorstream::exec::{Request, StorageView, TensorRef};
 
 use super::addresses::{Addresses, storage_at};
 use super::devices::{DeviceEntry, device};
+use super::forks::is_forked;
 use super::session::Session;
-use super::torch::{Torch, is_forked, torch};
+use super::torch::{Torch, torch};
 use crate::dlpack;
 
 static NEXT_STORAGE: AtomicU64 = AtomicU64::new(1);
@@ -142,8 +143,8 @@ pub(crate) fn remote_empty<'py>(
 /// Creates a one-dimensional tensor of a whole existing storage, or of a part of one, which PyTorch
 /// has as a storage too.
 ///
-/// `address` is the data pointer of the storage or part, and `bytes` its size. With `resized`, first
-/// resizes the remote storage to `bytes`.
+/// `address` is the data pointer of the storage or part, and `bytes` its size in bytes. With
+/// `resized`, first resizes the remote storage to `bytes`.
 #[pyfunction]
 #[pyo3(signature = (index, address, bytes, dtype, resized=false))]
 pub(crate) fn remote_whole<'py>(
@@ -166,7 +167,8 @@ pub(crate) fn remote_whole<'py>(
     let count = bytes / element;
     let addresses = if resized {
         if begin != 0 {
-            return Err(PyRuntimeError::new_err("Trying to resize storage that is not resizable"));
+            let words = "Trying to resize storage that is not resizable"; // PyTorch's
+            return Err(PyRuntimeError::new_err(words));
         }
         device.session.submit(py, &Request::Resize { storage, bytes })?;
         device.session.invalidate_scalars([storage].into_iter());

@@ -2,7 +2,6 @@
 //! The parts of PyTorch that the client uses, and the mapping of PyTorch's tensors to remote ones.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
@@ -68,7 +67,6 @@ pub(crate) struct Torch {
 }
 
 static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
-static FORKED: AtomicBool = AtomicBool::new(false);
 
 /// Sets the Python half of the client, when the device is set up. Later calls have no effect.
 #[pyfunction]
@@ -95,16 +93,6 @@ pub(crate) fn remote_setup(py: Python<'_>, hooks: Hooks) -> PyResult<()> {
     };
     let _ = TORCH.set(py, torch);
     Ok(())
-}
-
-/// Marks this process as a forked child, which cannot use the sessions of its parent.
-#[pyfunction]
-pub(crate) fn remote_forked() {
-    FORKED.store(true, Ordering::Relaxed);
-}
-
-pub(super) fn is_forked() -> bool {
-    FORKED.load(Ordering::Relaxed)
 }
 
 /// Returns the objects of PyTorch.
