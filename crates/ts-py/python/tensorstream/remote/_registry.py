@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .. import _native
+from ..errors import DeviceUnavailableError
 
 #: The sessions, by the index of their first device.
 SESSIONS: dict[int, Any] = {}
@@ -63,10 +64,22 @@ def set_device(device: Any) -> None:
         RuntimeError: There is no such device.
     """
     index = torch.device(device).index if isinstance(device, (str, torch.device)) else device
-    if index is not None and index >= max(count(), 1):
-        raise RuntimeError(f"invalid device ts:{index}: this process has {count()} devices")
     if index is not None and index >= 0:
+        require(index)
         _current.index = index
+
+
+def require(index: int) -> None:
+    """Requires that this process has a device. The first one may have no machine yet.
+
+    Raises:
+        RuntimeError: There is no such device. The message contains that of PyTorch.
+    """
+    if index >= max(count(), 1):
+        raise RuntimeError(
+            f"invalid device ts:{index}: The device index is out of range (this process has "
+            f"{count()} devices)"
+        )
 
 
 def index_of(device: Any) -> int:
@@ -79,6 +92,20 @@ def is_forked() -> bool:
     """Returns whether this process was forked from the process that owns the sessions."""
     forked: bool = _process.forked
     return forked
+
+
+def init() -> None:
+    """Does nothing, except in a forked child: the device needs no initialization.
+
+    Raises:
+        DeviceUnavailableError: This process was forked from the one that owns the machines. The
+            message is PyTorch's.
+    """
+    if is_forked():
+        raise DeviceUnavailableError(
+            "Cannot re-initialize ts in forked subprocess. To use ts with multiprocessing, you "
+            "must use the 'spawn' start method"
+        )
 
 
 def _after_fork() -> None:

@@ -40,6 +40,13 @@ _WIDEST = (
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 )
 
+#: The message of PyTorch for binary_cross_entropy, whose backward overflows in half precision.
+_UNSAFE = """torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.
+Many models use a sigmoid layer right before the binary cross entropy layer.
+In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits
+or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are
+safe to autocast."""
+
 _AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -102,6 +109,10 @@ def _widest(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return _run(op, widest, args, kwargs)
 
 
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(_UNSAFE)
+
+
 def register(library: torch.library.Library) -> None:
     """Registers the autocast kernels of all listed operators."""
     policies: list[tuple[str, Callable[..., Any]]] = [
@@ -112,3 +123,4 @@ def register(library: torch.library.Library) -> None:
             base, _, overload = name.partition(".")
             op = getattr(getattr(aten, base), overload or "default")
             library.impl(name, functools.partial(policy, op), "AutocastPrivateUse1")
+    library.impl("binary_cross_entropy", _refuse, "AutocastPrivateUse1")

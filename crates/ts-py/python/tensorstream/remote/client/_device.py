@@ -16,7 +16,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from ...errors import ConfigurationError, ConnectionLost
 from .. import _accelerator, _patches, _registry
-from .._registry import current_device, index_of, set_device
+from .._registry import current_device, index_of, init, set_device
 from . import _bridge, _kernels
 from . import _server_operators as _operators
 
@@ -112,16 +112,16 @@ def set_rng_state_all(states: Iterable[torch.Tensor]) -> None:
         set_rng_state(state, index)
 
 
-def init() -> None:
-    """Does nothing. The device needs no initialization."""
-
-
 def synchronize(device: Any = None) -> None:
     """Blocks until all machines that are not paused have run all operators called so far.
 
     Args:
         device: Ignored.
+
+    Raises:
+        DeviceUnavailableError: This process was forked from the one that owns the machines.
     """
+    init()
     for session in _registry.sessions():
         session.synchronize()
 
@@ -167,6 +167,7 @@ def get_device_name(device: Any = None) -> str:
 
 def _known(device: Any) -> int:
     """Returns the index of a device of a machine that is running."""
+    init()
     index = current_device() if device is None else index_of(device)
     if index not in _registry.ADDRESSES:
         raise ConfigurationError(
@@ -221,8 +222,8 @@ def _module() -> types.ModuleType:
         # torch.utils.checkpoint keeps the states of generators only of devices with this attribute.
         "_initialized": True,
         "_is_in_bad_fork": _registry.is_forked,
-        "_lazy_init": lambda: None,
-        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "_lazy_init": init,
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "device": _DeviceContext,
         "PythonWrapperCodegen": _NoInductor,
         "CppWrapperCodegen": _NoInductor,
@@ -230,12 +231,12 @@ def _module() -> types.ModuleType:
     }
     for name, value in attributes.items():
         setattr(module, name, value)
-    for function in (
+    for member in (
         current_device, set_device, init, manual_seed, manual_seed_all, seed, seed_all,
         initial_seed, get_rng_state, set_rng_state, get_rng_state_all, set_rng_state_all,
         synchronize, memory_allocated, empty_cache, get_device_name,
     ):  # fmt: skip
-        setattr(module, function.__name__, function)
+        setattr(module, member.__name__, member)
     return module
 
 
