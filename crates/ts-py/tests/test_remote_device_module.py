@@ -5,6 +5,7 @@ streams, events, storages, DLPack, autocast, the profiler, and errors with PyTor
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,9 +31,119 @@ def module(pair: RemoteMachine) -> Iterator[Any]:
         yield module
 
 
+def test_streams_have_a_device_and_a_number(pair: RemoteMachine, module: Any) -> None:
+    first, second = pair.device(0), pair.device(1)
+    stream = torch.Stream(second)
+    assert isinstance(stream, module.Stream)
+    assert (stream.device, stream.device_index) == (second, second.index)
+    assert f"device_type=ts, device_index={second.index}" in repr(stream)
+    assert torch.Stream(device="ts").device == module.Stream().device == first
+    assert stream != torch.Stream(second) != torch.Stream(second)
+    fields = (stream.stream_id, stream.device_index, stream.device_type)
+    again = torch.Stream(stream_id=fields[0], device_index=fields[1], device_type=fields[2])
+    assert again == stream == torch.Stream(*fields) and hash(again) == hash(stream)
+    assert isinstance(again, module.Stream)
+    assert torch.Stream(second, priority=-1).device == second
+    with pytest.raises(RuntimeError, match="device index is out of range"):
+        torch.Stream(torch.device("ts", module.device_count()))
+    with pytest.raises(RuntimeError):
+        torch.Stream("no such device")  # type: ignore[call-overload]
+
+
+def test_each_thread_has_current_streams(pair: RemoteMachine, module: Any) -> None:
+    first, second = pair.device(0), pair.device(1)
+    before = module.current_stream()
+    assert before == module.default_stream() and before.device == first
+    outer, inner = torch.Stream(second), torch.Stream(second)
+    with pytest.raises(ValueError, match="leaves both blocks"), outer as entered:
+        assert entered is outer
+        assert module.current_stream() == outer and module.current_device() == second.index
+        assert torch.ones(2, device="ts").device == second
+        with module.stream(inner), module.stream(None):
+            assert module.current_stream() == inner
+            in_thread: list[torch.Stream] = []
+            thread = threading.Thread(
+                target=lambda: in_thread.append(module.current_stream(second))
+            )
+            thread.start()
+            thread.join()
+            assert in_thread == [module.default_stream(second)]
+            raise ValueError("leaves both blocks")
+    assert module.current_stream() == before and module.current_device() == first.index
+    assert module.current_stream(second) == module.default_stream(second)
+    module.set_stream(outer)
+    assert module.current_stream() == outer and module.current_device() == second.index
+    module.set_stream(module.default_stream(second))
+
+
+def test_streams_and_events_wait_for_the_machine(pair: RemoteMachine, module: Any) -> None:
+    stream, other = torch.Stream(pair.device(1)), torch.Stream(pair.device(1))
+    event = torch.Event(device="ts")
+    assert isinstance(event, module.Event)
+    assert event.device.type == "ts" and event.device.index is None and event.event_id == 0
+    event.synchronize()
+    assert event.query() and stream.query()
+    x = torch.ones(3, device=pair.device(1)) + 1
+    event.record(stream)
+    assert event.device == pair.device(1) and event.event_id
+    assert stream.record_event().event_id != event.event_id
+    other.wait_event(event)
+    other.wait_stream(stream)
+    event.wait(other)
+    x.record_stream(other)
+    requests = pair.stats()
+    for wait in (event.synchronize, stream.synchronize):
+        wait()
+        assert pair.stats() != requests
+        requests = pair.stats()
+    assert x.tolist() == [2.0] * 3
+
+
+def test_events_measure_the_time_of_the_machine(pair: RemoteMachine, module: Any) -> None:
+    device = pair.device()
+    begin, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    with pytest.raises(ValueError, match="must be recorded"):
+        begin.elapsed_time(end)
+    x = torch.rand(300, 300, device=device)
+    waits = pair.stats()["waits"]
+    begin.record()
+    for _ in range(5):
+        x = x @ x
+    end.record()
+    assert pair.stats()["waits"] == waits
+    assert 0 < begin.elapsed_time(end) < 60_000
+    assert end.elapsed_time(begin) == -begin.elapsed_time(end)
+    with pytest.raises(ValueError, match="enable_timing=True"):
+        begin.elapsed_time(torch.Stream(device).record_event())
+    with RemoteMachine.mock() as machine:
+        there = torch.Event(machine.device(), enable_timing=True)
+        there.record(torch.Stream(machine.device()))
+        with pytest.raises(ConfigurationError, match="different clocks"):
+            begin.elapsed_time(there)
+
+
+def test_streams_of_other_devices_are_those_of_pytorch(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert type(torch.Stream("cpu")) is torch.Stream
+    assert type(torch.Event("cpu")) is torch.Event
+    assert torch.Event("cpu").device.type == "cpu"
+    if torch.version.cuda and not torch.cuda.is_available():
+        assert torch.Event().device.type == torch.Stream().device.type == "ts"
+        assert torch.Stream(module.current_device()).device_index == module.current_device()
+        # With a GPU, programs that name no device get its streams, as without machines.
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert torch.Event().device.type == torch.Event(0).device.type == "cuda"  # type: ignore
+
+
 def test_a_forked_child_gets_the_error_of_pytorch(module: Any, pair: RemoteMachine) -> None:
     x = torch.ones(2, device=pair.device())
-    calls = [module.init, module.synchronize, module.memory_allocated]
+    calls = [
+        module.init,
+        module.synchronize,
+        module.memory_allocated,
+        torch.Stream("ts").synchronize,
+    ]
 
     def child(errors: Any) -> None:
         for call in (*calls, lambda: x + 1):

@@ -343,5 +343,7 @@ def test_a_machine_starts_with_an_unknown_python(programs: preloaded.Server) -> 
     assert ran.stdout.splitlines() == [
         "cannot change Generator; they are created as without machines",
         "cannot change device; they are created as without machines",
+        "cannot change Stream; they are created as without machines",
+        "cannot change Event; they are created as without machines",
         "3.0",
     ]

@@ -2,9 +2,9 @@
 """Hides the device ``ts`` from ``torch.accelerator``.
 
 A process has one accelerator. If a package registers a device, PyTorch chooses that device instead
-of CUDA. ``ts`` has no streams, no allocator and no pinned memory on this computer, so PyTorch must
-not choose it. The functions that PyTorch calls for the accelerator are therefore redirected to the
-accelerator that the process had before ``ts`` was registered.
+of CUDA. ``ts`` has no allocator and no pinned memory on this computer, so PyTorch must not choose
+it. The functions that PyTorch calls for the accelerator are therefore redirected to the accelerator
+that the process had before ``ts`` was registered.
 """
 
 from __future__ import annotations

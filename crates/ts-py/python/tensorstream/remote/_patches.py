@@ -23,17 +23,18 @@ from .. import _native
 from .._exchange import exchange
 from ..errors import ConfigurationError
 from . import _registry
-from .client import _encoder
+from .client import _encoder, _streams
 from .client._checkpoint import OfMachine
 from .client._views import is_ours
 
 _log = logging.getLogger("tensorstream.remote")
 
 
-def apply(numbered: str) -> None:
+def apply(accelerator: torch.device | None, numbered: str) -> None:
     """Applies all patches.
 
     Args:
+        accelerator: The accelerator of the process before ``ts`` was registered.
         numbered: The type of ``torch.device(0)`` before ``ts`` was registered.
     """
     _patch_backward()
@@ -44,6 +45,7 @@ def apply(numbered: str) -> None:
     _patch_safetensors()
     _patch_generator()
     _patch_numbered_devices(numbered)
+    _patch_streams(accelerator)
     _patch_available_device()
     _patch_storages()
     _patch_tensor_data()
@@ -269,6 +271,50 @@ def _patch_numbered_devices(kind: str) -> None:
         return NotImplemented if args[0] < 0 else torch.device(kind, args[0])
 
     _create_with(torch.device, create, only_numbers=True)
+
+
+def _patch_streams(accelerator: torch.device | None) -> None:
+    """Makes ``torch.Stream`` and ``torch.Event`` create those of ``ts`` for its devices.
+
+    Changes how their objects are created. PyTorch would make all streams of ``ts`` the same one,
+    and has no events for a device that is implemented in Python. Without a device, or with its
+    number, they are those of ``ts`` only if the process has no available accelerator.
+
+    Args:
+        accelerator: The accelerator of the process before ``ts`` was registered.
+    """
+
+    def default() -> str:
+        if accelerator is None or not torch.get_device_module(accelerator).is_available():
+            return "ts"
+        return accelerator.type
+
+    def create_stream(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        options = dict(kwargs or {})
+        if len(args) < 2 and "stream_id" not in options:
+            return create(torch.Stream, _streams.Stream, args, kwargs)
+        options |= zip(("stream_id", "device_index", "device_type"), args, strict=False)
+        is_ts = options.get("device_type") == _streams.TYPE
+        return _streams.Stream(**options) if is_ts else NotImplemented
+
+    def create_event(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        return create(torch.Event, _streams.Event, args, kwargs)
+
+    def create(original: Any, ours: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+        options = dict(kwargs or {})
+        given = args[0] if args else options.pop("device", None)
+        if given is None or type(given) is int:
+            device = torch.device(default() if given is None else f"{default()}:{given}")
+        elif _names_device(given):
+            device = torch.device(given)
+        else:
+            return NotImplemented
+        if device.type == "ts":
+            return ours(device, **options)
+        return NotImplemented if given == device else original(device, **options)
+
+    _create_with(torch.Stream, create_stream, only_numbers=False)
+    _create_with(torch.Event, create_event, only_numbers=False)
 
 
 def _patch_available_device() -> None:

@@ -19,6 +19,7 @@ from .. import _accelerator, _patches, _registry
 from .._registry import current_device, index_of, init, set_device
 from . import _bridge, _kernels
 from . import _server_operators as _operators
+from ._streams import Event, Stream, current_stream, default_stream, set_stream, stream
 
 
 class _DeviceContext:
@@ -234,7 +235,8 @@ def _module() -> types.ModuleType:
     for member in (
         current_device, set_device, init, manual_seed, manual_seed_all, seed, seed_all,
         initial_seed, get_rng_state, set_rng_state, get_rng_state_all, set_rng_state_all,
-        synchronize, memory_allocated, empty_cache, get_device_name,
+        synchronize, memory_allocated, empty_cache, get_device_name, Stream, Event,
+        current_stream, default_stream, set_stream, stream,
     ):  # fmt: skip
         setattr(module, member.__name__, member)
     return module
@@ -276,5 +278,5 @@ def _set_up() -> None:
     _accelerator.redirect_to(accelerator)
     _bridge.connect()
     _kernels.register()
-    _patches.apply(numbered)
+    _patches.apply(accelerator, numbered)
     _registry.watch_forks()

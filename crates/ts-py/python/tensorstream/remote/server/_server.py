@@ -8,6 +8,7 @@ import functools
 import json
 import socket
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,8 +31,8 @@ NAMESPACES = frozenset({"aten", "prims", "torchvision", "torchaudio", "quantized
 SERVER_OPERATORS = frozenset({
     "manual_seed", "rng_state", "set_rng_state", "give_generator", "given_generator",
     "settings", "kind",
-    "devices", "gpu_name", "gpu_bytes", "empty_cache", "offer", "withdraw", "claim", "fetch",
-    "take", "deposit", "connect", "send", "disconnect",
+    "devices", "gpu_name", "gpu_bytes", "empty_cache", "clock", "offer", "withdraw", "claim",
+    "fetch", "take", "deposit", "connect", "send", "disconnect",
     "open_checkpoint", "load_tensors", "close_checkpoint", "read_text", "directories",
     "run_function", "lstm_inference", "nested_encoder_layer",
 })  # fmt: skip
@@ -345,6 +346,11 @@ class Session:
     def _empty_cache(self, anchor: torch.Tensor) -> None:
         if anchor.device.type != "cpu":
             torch.accelerator.empty_cache()
+
+    def _clock(self, anchor: torch.Tensor) -> torch.Tensor:
+        if anchor.device.type != "cpu":
+            torch.accelerator.synchronize(anchor.device)
+        return torch.tensor(time.perf_counter_ns(), device=anchor.device)
 
     def _rng_state(self, anchor: torch.Tensor) -> torch.Tensor:
         return self._generator(anchor.device).get_state().to(anchor.device)
