@@ -4,9 +4,12 @@ streams, events, storages, DLPack, autocast, the profiler, and errors with PyTor
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
+import pickle
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -136,6 +139,28 @@ def test_streams_of_other_devices_are_those_of_pytorch(
         assert torch.Event().device.type == torch.Event(0).device.type == "cuda"  # type: ignore
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x, lambda x: x[1:], lambda x: x[64:68], lambda x: x[::3],
+        lambda x: x.view(10, 10).T, lambda x: x.view(10, 10)[2:, 3], lambda x: x.view(torch.int16),
+    ],
+)  # fmt: skip
+def test_from_dlpack_shares_memory(
+    view: Callable[[torch.Tensor], torch.Tensor], pair: RemoteMachine
+) -> None:
+    x = torch.arange(100, dtype=torch.float32)
+    there = view(x.to(pair.device(1)))
+    kind, index = there.__dlpack_device__()
+    assert kind == torch.utils.dlpack.DLDeviceType.kDLExtDev and index == pair.device(1).index
+    taken = torch.from_dlpack(there)
+    assert taken.device == there.device and taken.stride() == there.stride()
+    assert torch.equal(taken.cpu(), view(x))
+    taken.zero_()
+    assert not there.cpu().any()
+    assert torch.ones(2).__dlpack_device__() == (torch.utils.dlpack.DLDeviceType.kDLCPU, 0)
+
+
 def test_a_forked_child_gets_the_error_of_pytorch(module: Any, pair: RemoteMachine) -> None:
     x = torch.ones(2, device=pair.device())
     calls = [
@@ -166,6 +191,19 @@ def test_a_forked_child_gets_the_error_of_pytorch(module: Any, pair: RemoteMachi
     assert (x + 1).tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("untyped", [False, True])
+def test_storages_move_to_the_device(untyped: bool, pair: RemoteMachine, module: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # storages with dtypes are deprecated
+        x = torch.arange(5.0)
+        here: Any = x.untyped_storage() if untyped else x.storage()
+        there = here.ts()
+        assert there.is_ts and not here.is_ts
+        assert here.ts(pair.device(1)).device == pair.device(1)
+        assert there.ts() is there or not untyped
+        assert there.cpu().tolist() == here.tolist()
+
+
 def test_autocast_refuses_what_it_refuses_on_a_gpu(device: torch.device) -> None:
     x, y = torch.rand(3, device=device), torch.rand(3, device=device)
     with torch.autocast("ts"), pytest.raises(RuntimeError, match="are unsafe to autocast"):
@@ -174,3 +212,25 @@ def test_autocast_refuses_what_it_refuses_on_a_gpu(device: torch.device) -> None
         assert functional.binary_cross_entropy(x, y).isfinite()
     with pytest.warns(UserWarning, match=r"dtypes of torch\.float16, torch\.bfloat16"):
         torch.autocast("ts", dtype=torch.float32)
+
+
+def test_generators_name_their_device(pair: RemoteMachine, module: Any) -> None:
+    device = pair.device(1)
+    generator = torch.Generator(device).manual_seed(3)
+    assert generator.device == device and torch.Generator("ts").device == pair.device(0)
+    drawn = torch.randn(4, generator=generator, device=device)
+    assert torch.equal(drawn.cpu(), torch.randn(4, generator=torch.Generator().manual_seed(3)))
+    for copied in (copy.deepcopy(generator), pickle.loads(pickle.dumps(generator))):
+        assert torch.equal(copied.get_state(), generator.get_state())
+
+
+@pytest.mark.parametrize("use_kineto", [False, True])
+def test_profiles_have_operators_and_no_errors(
+    use_kineto: bool, device: torch.device, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with torch.autograd.profiler.profile(use_device="ts", use_kineto=use_kineto) as profile:
+        x = torch.rand(8, 8, device=device)
+        (x @ x).relu()
+    assert {"aten::mm", "aten::relu"} <= {event.name for event in profile.function_events}
+    assert "aten::mm" in profile.key_averages().table()
+    assert "frame #" not in capfd.readouterr().err

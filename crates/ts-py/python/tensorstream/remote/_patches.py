@@ -48,6 +48,8 @@ def apply(accelerator: torch.device | None, numbered: str) -> None:
     _patch_streams(accelerator)
     _patch_available_device()
     _patch_storages()
+    _patch_dlpack()
+    _patch_profiler()
     _patch_tensor_data()
     _patch_swap_tensors()
     _patch_distributed()
@@ -233,6 +235,13 @@ def _create_with(class_: type, create: Any, *, only_numbers: bool) -> None:
         _log.warning("%s; they are created as without machines", error)
 
 
+class _Generator(torch.Generator):
+    """A generator of the CPU that names a device ``ts``."""
+
+    # That of PyTorch's class cannot be set.
+    device: Any = None
+
+
 def _patch_generator() -> None:
     """Makes ``torch.Generator(device="ts:0")`` return a generator of the CPU, for CPU machines.
 
@@ -252,7 +261,9 @@ def _patch_generator() -> None:
                 "generators this computer cannot create: use torch.manual_seed, which also "
                 "seeds machines"
             )
-        return torch.Generator()
+        generator = _Generator()
+        generator.device = torch.device("ts", index)
+        return generator
 
     _create_with(torch.Generator, create, only_numbers=False)
 
@@ -337,10 +348,46 @@ def _patch_available_device() -> None:
 
 
 def _patch_storages() -> None:
-    """Adds ``is_ts`` to the classes of storages, as ``is_cuda``."""
-    for kind in (torch.UntypedStorage, torch.TypedStorage):
-        # mypy does not know these attributes.
-        kind.is_ts = property(lambda self: self.device.type == "ts")  # type: ignore[union-attr]
+    """Adds ``is_ts`` and ``ts()`` to the classes of storages, as ``is_cuda`` and ``cuda()``."""
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=False, for_module=False, for_packed_sequence=False, for_storage=True
+    )
+
+
+def _patch_dlpack() -> None:
+    """Makes ``torch.from_dlpack`` accept tensors of ``ts``, without a copy.
+
+    Changes ``torch.Tensor.__dlpack_device__``, which does not know renamed devices.
+    """
+    device_of = torch.Tensor.__dlpack_device__
+
+    @functools.wraps(device_of)
+    def find_device(self: torch.Tensor) -> Any:
+        if torch.overrides.has_torch_function_unary(self) or not is_ours(self):
+            return device_of(self)
+        return torch.utils.dlpack.DLDeviceType.kDLExtDev, self.device.index
+
+    # PyTorch has no hook for this. mypy does not allow assignments to methods.
+    torch.Tensor.__dlpack_device__ = find_device  # type: ignore[method-assign]
+
+
+def _patch_profiler() -> None:
+    """Makes the profiler record the calls of operators of ``ts`` as those of a CPU.
+
+    Changes ``torch.autograd.profiler.profile.__init__``. PyTorch would ask the device for times,
+    and print an error with a stack for each operator.
+    """
+    profile = torch.autograd.profiler.profile
+    initialise = profile.__init__
+
+    @functools.wraps(initialise)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        if getattr(self, "use_device", None) == "ts":
+            self.profiler_kind = torch._C._profiler.ProfilerState.KINETO
+
+    # PyTorch has no hook for this. mypy does not allow assignments to methods.
+    profile.__init__ = init  # type: ignore[method-assign]
 
 
 def _patch_tensor_data() -> None:

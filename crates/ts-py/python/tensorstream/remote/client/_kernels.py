@@ -387,8 +387,9 @@ def draw(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any])
         (value for value in values if isinstance(value, torch.Tensor) and is_ours(value)), None
     )
     index = _index(kwargs.get("device")) if tensor is None else tensor.device.index
-    if _registry.KINDS.get(index, "cpu") != generator.device.type:
-        kind = _registry.KINDS.get(index, "cpu")
+    kind = _registry.KINDS.get(index, "cpu")
+    # Only CPU machines have generators of the device.
+    if kind != generator.device.type.replace("ts", "cpu"):
         raise RuntimeError(
             f"{op}: the generator is for {generator.device}, but the machine runs operators on "
             f'{kind}; pass torch.Generator("{kind}")'
