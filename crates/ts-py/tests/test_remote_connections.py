@@ -151,6 +151,9 @@ def test_failures_are_typed_and_leave_the_machine_usable(kind: str) -> None:
         with pytest.raises(ConfigurationError, match="is closed"):
             connection.send(x)
         with pytest.raises(ZeroDivisionError), machine.connect(receiver.address) as another:
+            another.send(x)
+            # The receiver has accepted the connection.
+            assert torch.equal(receiver.received.get(timeout=20), x.cpu())
             raise ZeroDivisionError
         # What was sent may not be all.
         assert receiver.received.get(timeout=20) == "lost"

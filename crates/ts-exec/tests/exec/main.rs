@@ -18,7 +18,7 @@ use ts_exec::{
 use ts_remote::{Acceptor, Address, ConnectionOptions, Error, Link, Listener};
 
 /// A timeout that no test should reach.
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A server that is stopped when it is dropped.
 struct TestServer {
