@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tensorstream._scratch import Scratch
+from tensorstream.remote import RemoteMachine
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells one boot of a computer from another"
@@ -102,3 +104,13 @@ os.kill(os.getpid(), signal.SIGKILL)
     )
     subprocess.run([sys.executable, "-c", text], env=environment, check=True, timeout=120)
     assert not [path for path in left if path.exists()]
+
+
+def test_sockets_have_short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary directory of a job on a cluster can have a long path."""
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with RemoteMachine("mock") as machine:
+        assert torch.ones(3, device=machine.device()).sum().item() == 3.0
+    assert not list(long.iterdir())

@@ -19,6 +19,11 @@ except ImportError:  # Windows
 _MARK = ".tensorstream"
 
 
+#: The most bytes of the path of a temporary directory for sockets. The path of a socket has at most
+#: 103 bytes on macOS and 107 on Linux.
+_PARENT_OF_SOCKETS = 60
+
+
 class Scratch:
     """A new temporary directory, until ``remove`` is called or the ``with`` block ends.
 
@@ -55,6 +60,15 @@ class Scratch:
         traceback: TracebackType | None,
     ) -> None:
         self.remove()
+
+
+def for_socket(name: str) -> Scratch:
+    """Returns a temporary directory whose path is short enough for that of a Unix socket in it.
+
+    It is in /tmp if the path of the system's temporary directory is long.
+    """
+    is_short = len(os.fsencode(tempfile.gettempdir())) <= _PARENT_OF_SOCKETS
+    return Scratch(name, None if is_short else "/tmp")
 
 
 def _boot() -> bytes:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from ..._scratch import Scratch
+from ..._scratch import for_socket
 from ...budget import parse_size
 from ...errors import (
     ConfigurationError,
@@ -318,7 +318,7 @@ class _Forwarded(Server):
     """
 
     def __init__(self, options: list[str], host: str, directory: str, name: str) -> None:
-        self._directory = Scratch("tensorstream-tunnel-")
+        self._directory = for_socket("tensorstream-tunnel-")
         self._socket = f"{self._directory.path}/socket"
         self.address = f"unix:{self._socket}"
         self._host, self._name = host, name

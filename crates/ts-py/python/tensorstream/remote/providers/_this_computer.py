@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from typing import IO
 
-from ..._scratch import Scratch
+from ..._scratch import for_socket
 from ...budget import parse_size
 from ...errors import ConnectionLost
 from .._answers import answered
@@ -134,7 +134,7 @@ class ProcessServer(Server):
         self, name: str, device_type: str, device_count: int, threads: int,
         budget: int | None = None,
     ) -> None:  # fmt: skip
-        self._directory = Scratch("tensorstream-machine-")
+        self._directory = for_socket("tensorstream-machine-")
         self.address = f"unix:{self._directory.path}/socket"
         # This process may have set the variable, because it cannot have two devices of packages.
         extra = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"} if device_type == "accelerator" else {}
@@ -208,7 +208,7 @@ class ThreadServer(Server):
 
         devices = devices_of(device_type, device_count)
         exchange = LocalExchange(weights=Weights(EVERYTHING), outgoing=Outgoing(("any",)))
-        self._directory = Scratch("tensorstream-machine-")
+        self._directory = for_socket("tensorstream-machine-")
         self.address = f"unix:{self._directory.path}/socket"
         functions = Functions((ANY,))
         self._server = server(
