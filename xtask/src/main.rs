@@ -24,7 +24,8 @@ const HELP: &str = "\
 cargo xtask demo                     run a real model with less memory than its weights need
 cargo xtask demo --large             run a 1.1B model with 1500 MiB of memory, compared with
                                      accelerate, diffusers and mmap; needs 15 GB of disk
-cargo xtask ci                       run lints, checks, and all Rust and Python tests
+cargo xtask ci                       run lints, checks, all Rust tests, and a share of the Python
+                                     tests
 cargo xtask docs                     build the documentation site in target/site
 cargo xtask test critical|fast|all   run tests only, those in Python first; `all` has cases that
                                      `ci` leaves out
@@ -165,7 +166,7 @@ fn docs() -> Result<()> {
     python::site(&python::prepared()?)
 }
 
-/// Runs lints, checks, and all Rust and Python tests. The fast checks come first.
+/// Runs lints, checks, all Rust tests, and a share of the Python tests. The fast checks come first.
 ///
 /// Steps that compile run at the same time as steps that wait or use a single thread.
 fn ci() -> Result<()> {
@@ -207,8 +208,8 @@ fn ci() -> Result<()> {
     let venv = step("wheel", python::prepared)?;
     let in_python = at_once(
         || {
-            // The processes share the processors. OpenMP threads of one would wait for those of
-            // another, which takes three times as long. The critical tests have more threads.
+            // With several OpenMP threads, the processes wait for each other's threads, and take
+            // three times as long. Only the critical tests run with all threads.
             let single = [("OMP_NUM_THREADS", "1")];
             let mut counts = step("Python tests", || {
                 let share = [&python::PARALLEL[..], &["--share"]].concat();

@@ -343,8 +343,8 @@ pub(crate) fn site(venv: &Venv) -> Result<()> {
     run(mkdocs.env("NO_MKDOCS_2_WARNING", "1"))
 }
 
-/// Options of pytest to run the tests in three processes: many tests wait for machines, of which
-/// two processes leave a processor idle. The tests of a file share expensive fixtures, so they
+/// Options of pytest to run the tests in three processes. Many tests wait for machines, so that two
+/// processes leave a processor idle. The tests of a file share expensive fixtures, so they
 /// stay in one process. conftest.py puts the files in order.
 pub(crate) const PARALLEL: [&str; 3] =
     ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"];

@@ -128,7 +128,7 @@ def test_a_container_on_modal_hosts_a_machine(
 
 
 def test_a_container_has_what_was_requested(service: ModalService, wheel: Path) -> None:
-    """There is no capacity, so that no container starts."""
+    """Modal has no capacity, so no container starts."""
     service.has_capacity = False
     options = {"cpu": 3.5, "memory": "3GiB", "lifetime": 600, "app": "mine", "start_timeout": 0.1}
     for asked, gpu_type, count in (
