@@ -2,15 +2,15 @@
 //! Reads a file into pool buffers with the best backend. Prints the backend's name and the rate.
 //!
 //! ```text
-//! cargo run --release -p ts-io --example read_file -- model.safetensors
+//! cargo run --release -p tensorstream-io --example read_file -- model.safetensors
 //! ```
 
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
 
+use ts_io::ts_pool::{Budget, HostPool};
 use ts_io::{BackendOptions, ReadRequest, Registry, Source, completion_queue};
-use ts_pool::{Budget, HostPool};
 
 const REQUEST_BYTES: usize = 4 << 20;
 

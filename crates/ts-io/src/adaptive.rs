@@ -18,8 +18,10 @@ use std::sync::{Arc, OnceLock};
 
 use ts_pool::HostPool;
 
+#[cfg(target_os = "linux")]
+use crate::backend::Completion;
 use crate::backend::{
-    Backend, BackendOptions, Capabilities, Completion, CompletionSink, ReadRequest, Rejected,
+    Backend, BackendOptions, Capabilities, CompletionSink, ReadRequest, Rejected,
 };
 use crate::file::Access;
 use crate::file_backends::FileProvider;

@@ -298,10 +298,12 @@ pub struct Rejected {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct BackendOptions {
-    /// The maximum number of reads in flight, clamped to the range 1 to 4096. Backends that use
-    /// blocking reads start this many threads. `adaptive` passes the limit to each backend that it
-    /// uses.
+    /// The maximum number of reads in flight, clamped to the range 1 to 4096. `adaptive` passes the
+    /// limit to each backend that it uses.
     pub in_flight: usize,
+    /// The number of threads of backends that use blocking reads, each of which has one read in
+    /// flight. `None`, the default, for `in_flight` threads.
+    pub threads: Option<usize>,
     /// The time after which a read fails with [`Error::TimedOut`], counted from its start. Values
     /// below 1 ms count as 1 ms.
     pub timeout: Duration,
@@ -316,7 +318,7 @@ impl Default for BackendOptions {
     /// small machine. Disks that must spin up and busy network file systems respond within a
     /// minute.
     fn default() -> Self {
-        Self { in_flight: 8, timeout: DEFAULT_TIMEOUT, hook: ReadHook::default() }
+        Self { in_flight: 8, threads: None, timeout: DEFAULT_TIMEOUT, hook: ReadHook::default() }
     }
 }
 
@@ -325,6 +327,13 @@ impl BackendOptions {
     #[must_use]
     pub fn with_in_flight(mut self, in_flight: usize) -> Self {
         self.in_flight = in_flight;
+        self
+    }
+
+    /// Sets the number of threads: see [`threads`](Self::threads).
+    #[must_use]
+    pub fn with_threads(mut self, threads: Option<usize>) -> Self {
+        self.threads = threads;
         self
     }
 
@@ -341,8 +350,14 @@ impl BackendOptions {
     }
 
     /// Returns `in_flight`, clamped to the range 1 to 4096.
+    #[cfg(any(target_os = "linux", feature = "object"))]
     pub(crate) fn clamped_in_flight(&self) -> usize {
         self.in_flight.clamp(1, 4096)
+    }
+
+    /// Returns `threads`, or else `in_flight`, clamped to the range 1 to 4096.
+    pub(crate) fn clamped_threads(&self) -> usize {
+        self.threads.unwrap_or(self.in_flight).clamp(1, 4096)
     }
 
     /// Returns `timeout`, clamped to a range that can be added to an `Instant`.

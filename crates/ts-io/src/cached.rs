@@ -115,6 +115,7 @@ mod tests {
         write_cached(&path, "fast").unwrap();
         assert_eq!(read_cached(&path), None, "another process may be writing it");
         left.set_modified(std::time::SystemTime::now() - 2 * ABANDONED_AFTER).unwrap();
+        drop(left); // Windows removes a file when it is closed
         write_cached(&path, "fast").unwrap();
         assert_eq!(read_cached(&path).as_deref(), Some("fast"));
         assert!(!partial.exists());

@@ -8,7 +8,7 @@
 //! use std::time::Duration;
 //! use ts_io::fault::{Fault, Faults, FaultyProvider};
 //! use ts_io::{BackendOptions, BackendProvider, ReadRequest, Registry, Source, completion_queue};
-//! use ts_pool::{Budget, HostPool};
+//! use ts_io::ts_pool::{Budget, HostPool};
 //!
 //! # let dir = tempfile::tempdir()?;
 //! # let path = dir.path().join("data");

@@ -204,7 +204,13 @@ impl FileOrigin {
                     backend: "direct".into(),
                     reason: format!("{}: {reason}", self.path.display()),
                 };
-                let direct = self.direct().map_err(unavailable)?;
+                let direct = match self.direct() {
+                    Ok(direct) => direct,
+                    Err(reason) => {
+                        self.verify(offset)?;
+                        return Err(unavailable(reason));
+                    }
+                };
                 alignment = direct.alignment;
                 &direct.file
             }

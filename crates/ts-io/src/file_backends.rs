@@ -15,8 +15,7 @@ use crate::{Error, Source};
 
 /// The provider of the backend for one kind of access.
 ///
-/// `mmap` is used only if it is named, because it has a risk: if another process truncates a file
-/// during a read, this process can be killed with SIGBUS.
+/// `mmap` is used only if it is named, because it is not faster than `buffered`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FileProvider(pub(crate) Access);
 

@@ -9,7 +9,7 @@
 //! ```
 //! use std::time::Duration;
 //! use ts_io::{BackendOptions, ReadRequest, Registry, Source, completion_queue};
-//! use ts_pool::{Budget, HostPool};
+//! use ts_io::ts_pool::{Budget, HostPool};
 //!
 //! # let dir = tempfile::tempdir()?;
 //! # let path = dir.path().join("data");
@@ -94,6 +94,7 @@ mod object;
 mod open;
 mod page_cache;
 mod passwords;
+mod positional;
 mod progress;
 mod provider;
 mod registry;
@@ -127,12 +128,15 @@ pub use gpu_read::GpuRead;
 pub use measure::measure_mapped_views;
 pub use measure::{Measurement, Workload, measure, measure_memcpy};
 pub use passwords::hide_passwords;
+pub use positional::{read_exact_at, write_all_at};
 pub use provider::{Availability, BackendProvider};
 pub use registry::{Choice, Registry};
 #[cfg(unix)]
 pub use relay::{Relay, RelayClient};
 pub use remote::RemoteSource;
 pub use source::{Fingerprint, Source};
+/// The `ts-pool` crate, which defines the buffers of reads.
+pub use ts_pool;
 pub use tune::{Trial, Tuner, Tuning, file_system};
 #[cfg(target_os = "linux")]
 pub use view::MappedView;

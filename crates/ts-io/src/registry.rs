@@ -103,9 +103,11 @@ impl Registry {
     ///
     /// # Errors
     /// - [`Error::UnknownBackend`] if no provider has that name.
-    /// - [`Error::Unavailable`], with the reason, if the provider cannot read all sources. If
-    ///   `name` is `None` and no provider can read them, the error names the provider with the
-    ///   lowest priority.
+    /// - [`Error::Changed`] if the provider cannot read all sources, and one has changed since it
+    ///   was opened.
+    /// - [`Error::Unavailable`], with the reason, if the provider cannot read all sources
+    ///   otherwise. If `name` is `None` and no provider can read them, the error names the provider
+    ///   with the lowest priority.
     pub fn choose(&self, name: Option<&str>, sources: &[Arc<Source>]) -> Result<Choice, Error> {
         let mut passed_over = Vec::new();
         for provider in self.providers.iter().filter(|p| name.is_none_or(|name| p.name() == name)) {
@@ -117,7 +119,10 @@ impl Registry {
             }
         }
         match passed_over.into_iter().next_back() {
-            Some((backend, reason)) => Err(Error::Unavailable { backend: backend.into(), reason }),
+            Some((backend, reason)) => {
+                sources.iter().try_for_each(|source| source.verify(0))?;
+                Err(Error::Unavailable { backend: backend.into(), reason })
+            }
             None => Err(Error::UnknownBackend {
                 name: name.unwrap_or("").into(),
                 known: self.names().join(", "),

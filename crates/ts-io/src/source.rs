@@ -205,6 +205,7 @@ impl Source {
     }
 
     /// Reads like [`read_at`](Self::read_at), over the network for at most `timeout`.
+    #[cfg(unix)]
     pub(crate) fn read_at_within(
         &self,
         offset: u64,

@@ -77,7 +77,7 @@ impl<R: BlockingRead> ThreadBackend<R> {
         let workers = Arc::new(Workers {
             reader,
             sink,
-            in_flight: options.clamped_in_flight(),
+            in_flight: options.clamped_threads(),
             timeout: options.clamped_timeout(),
             state: Mutex::default(),
             work: Condvar::new(),

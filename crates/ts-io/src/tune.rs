@@ -70,7 +70,7 @@ pub struct Trial {
 ///
 /// ```
 /// use ts_io::{Source, Tuner, Tuning};
-/// use ts_pool::Budget;
+/// use ts_io::ts_pool::Budget;
 ///
 /// # let dir = tempfile::tempdir()?;
 /// # let path = dir.path().join("data");

@@ -74,11 +74,7 @@ fn read_with_faults(name: &str, wanted: u64) {
         if round % 2 == 0 {
             source.evict().unwrap();
         }
-        let damage = match [Damage::None, Damage::Truncated, Damage::Replaced][round as usize % 3] {
-            // With `mmap`, truncation can kill the process with SIGBUS, as documented.
-            Damage::Truncated if name == "mmap" => Damage::Replaced,
-            damage => damage,
-        };
+        let damage = [Damage::None, Damage::Truncated, Damage::Replaced][round as usize % 3];
         let moment = random.below(40);
         let (dice, count) = (Mutex::new(Random(random.below(u64::MAX) | 1)), Arc::clone(&happened));
         let decide = move |attempt: &Attempt<'_>| {
@@ -175,9 +171,34 @@ fn count(dir: &str) -> usize {
     std::fs::read_dir(dir).unwrap().count()
 }
 
+/// A file that was truncated before it is read is `Changed`, whatever the backend checks first.
+fn shrunk_files_are_changed() {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = dir.path().join("data");
+    let registry = Registry::builtin();
+    let names = ["buffered", "direct", "uring", "adaptive", "mmap"];
+    for name in names.into_iter().filter(|name| registry.names().contains(name)) {
+        std::fs::write(&path, [7; 100_000]).unwrap();
+        let source = Source::open(&path).unwrap();
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(5000).unwrap();
+        let (sink, done) = completion_queue();
+        let read = || {
+            let choice = registry.choose(Some(name), std::slice::from_ref(&source))?;
+            let backend = choice.provider.create(&BackendOptions::default(), sink)?;
+            let pool = HostPool::new(&Budget::new(1 << 20), 1 << 20).unwrap();
+            let buffer = pool.allocate(100_000).unwrap();
+            let request = ReadRequest::new(0, Arc::clone(&source), 0, 100_000, buffer);
+            backend.submit(request).map_err(|rejected| rejected.error)?;
+            done.recv().unwrap().result
+        };
+        assert_eq!(read().unwrap_err().kind(), ErrorKind::Changed, "{name}");
+    }
+}
+
 /// All backends are in one test, so that no other test opens files or starts threads meanwhile.
 #[test]
 fn faults_end_in_right_bytes_or_errors_without_leaks() {
+    shrunk_files_are_changed();
     let names = ["buffered", "direct", "uring", "adaptive", "mmap"];
     let names = names.into_iter().filter(|name| Registry::builtin().names().contains(name));
     let all = || names.clone().for_each(|name| read_with_faults(name, 2500));

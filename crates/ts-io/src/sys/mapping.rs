@@ -44,36 +44,54 @@ impl std::ops::Deref for Mapping {
 }
 
 /// Copies from a file into the slices through a mapping, up to the end of the file. Returns the
-/// number of bytes.
+/// number of bytes. If another process writes to the range, the bytes are unspecified, as with any
+/// read.
 ///
-/// If another process truncates the file meanwhile, this process can be killed with SIGBUS. If
-/// another process writes to the range, the bytes are unspecified, as with any read.
+/// The kernel copies, so a page that a truncated file no longer has, or that the device cannot
+/// read, ends the copy. This code would get SIGBUS for it. Where the kernel does not copy, for
+/// example in a sandbox, the file is read.
 pub(crate) fn read_mapped_at(
     file: &File,
     slices: &mut [io::IoSliceMut<'_>],
     offset: u64,
 ) -> io::Result<usize> {
-    let capacity: usize = slices.iter().map(|slice| slice.len()).sum();
-    let available =
-        usize::try_from(super::state_of(file)?.1.len.saturating_sub(offset)).unwrap_or(usize::MAX);
-    let len = capacity.min(available);
-    // SAFETY: another process may write to the range. The code therefore reads the mapping only
-    // once and then drops it, and the documentation leaves the bytes unspecified in this case.
-    let mapping = unsafe { Mapping::new(file, offset, len)? };
-    let mut rest = &mapping[..];
-    for slice in slices {
-        let (head, tail) = rest.split_at(slice.len().min(rest.len()));
-        slice[..head.len()].copy_from_slice(head);
-        rest = tail;
+    let len = slices.iter().map(|slice| slice.len()).sum();
+    let copied = if len == 0 { Ok(0) } else { copy_mapped(file, slices, offset, len) };
+    match copied {
+        Ok(bytes) if bytes > 0 => Ok(bytes),
+        // Tells the end of the file from an error.
+        _ => super::read_vectored_at(file, slices, offset),
     }
-    Ok(len)
 }
 
-/// Maps a range, reads one byte of each page, and returns the sum of these bytes. Truncation and
-/// writes by another process have the same effect as for [`read_mapped_at`].
-pub(crate) fn touch_mapped(file: &File, offset: u64, len: usize) -> io::Result<u64> {
-    // SAFETY: another process may write to the range. The mapping is therefore read only once and
-    // then dropped, and the documentation leaves the sum unspecified in this case.
-    let mapping = unsafe { Mapping::new(file, offset, len)? };
-    Ok(mapping.iter().step_by(4096).map(|&byte| u64::from(byte)).sum())
+fn copy_mapped(
+    file: &File,
+    slices: &mut [io::IoSliceMut<'_>],
+    offset: u64,
+    len: usize,
+) -> io::Result<usize> {
+    let map = MmapOptions::new().offset(offset).len(len).map_raw_read_only(file)?;
+    // The copy reads pages that are not in memory, too, but with less in flight.
+    drop(map.advise(Advice::PopulateRead).or_else(|_| map.advise(Advice::WillNeed)));
+    let from = libc::iovec { iov_base: map.as_mut_ptr().cast(), iov_len: len };
+    let count = slices.len().min(super::IOV_MAX) as libc::c_ulong;
+    // SAFETY: `IoSliceMut` has the layout of `iovec`, and the slices are exclusively borrowed. The
+    // kernel reads this process's memory at `from`, where only `map` is, and checks each page.
+    let copied = unsafe {
+        let to = slices.as_ptr().cast();
+        libc::process_vm_readv(libc::getpid(), to, count, &raw const from, 1, 0)
+    };
+    let copied = usize::try_from(copied).map_err(|_| io::Error::last_os_error())?;
+    // The last page goes on with zeros behind the end of the file, which may have moved meanwhile.
+    let in_file = super::state_of(file)?.1.len.saturating_sub(offset);
+    Ok(copied.min(usize::try_from(in_file).unwrap_or(usize::MAX)))
+}
+
+/// Maps a range and its pages, which it reads into memory. Blocks.
+///
+/// # Errors
+/// Returns the system's error if the range cannot be mapped or read, for example because the file
+/// was truncated. Before Linux 5.14, returns `InvalidInput`.
+pub(crate) fn populate_mapped(file: &File, offset: u64, len: usize) -> io::Result<()> {
+    MmapOptions::new().offset(offset).len(len).map_raw_read_only(file)?.advise(Advice::PopulateRead)
 }

@@ -22,7 +22,7 @@ pub(crate) use cufile::{CuFile, CuFileHandle, CuFileRead, NO_ASYNC};
 #[cfg(target_os = "linux")]
 pub(crate) use linux::*;
 #[cfg(target_os = "linux")]
-pub(crate) use mapping::{Mapping, read_mapped_at, touch_mapped};
+pub(crate) use mapping::{Mapping, populate_mapped, read_mapped_at};
 #[cfg(not(target_os = "linux"))]
 pub(crate) use portable::*;
 #[cfg(target_os = "linux")]
