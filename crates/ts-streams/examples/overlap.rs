@@ -6,7 +6,7 @@
 //! The host submits everything at once and waits only at the end.
 //!
 //! ```sh
-//! cargo run --release --package ts-streams --example overlap
+//! cargo run --release --package tensorstream-streams --example overlap
 //! ```
 
 use std::alloc::Layout;

@@ -205,7 +205,9 @@ device_kind!(AnyDevice);
 device_kind!(AnyStream);
 device_kind!(AnyEvent);
 
-impl Device for AnyDevice {
+// SAFETY: each method calls the same method of the device inside, which implements `Device`.
+// Streams, events and memory of another kind are refused.
+unsafe impl Device for AnyDevice {
     type Stream = AnyStream;
     type Event = AnyEvent;
     type Memory = AnyMemory;
@@ -356,6 +358,10 @@ impl Stream for AnyStream {
 
     fn metrics(&self) -> StreamMetrics {
         dispatch!(AnyStream, self, stream => stream.metrics())
+    }
+
+    fn outstanding(&self) -> u64 {
+        dispatch!(AnyStream, self, stream => stream.outstanding())
     }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A conformance suite for implementers of [`Device`].
+//! A conformance suite for implementers of [`Device`], whose documentation states their promises.
 
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,9 +13,16 @@ use crate::{
 
 /// Runs all checks, each on a new device that `make` creates. Blocks for some seconds.
 ///
+/// The checks cover each promise of [`Device`]: the size, alignment and kind of memory, the order
+/// of streams and events, the ends of work, frees in order, and the identity of streams. Passing
+/// them proves nothing for other runs, so an implementer still says in a `// SAFETY:` comment why
+/// each promise holds.
+///
 /// # Panics
 /// Panics if a check fails.
 pub fn check<D: Device>(make: impl Fn() -> D) {
+    allocations_meet_their_layout(&make());
+    streams_have_their_own_identity(&make(), &make());
     copies_round_trip(&make());
     invalid_copies_are_refused(&make());
     a_stream_runs_in_order(&make());
@@ -62,6 +69,48 @@ fn content<M: RawMemory>(memory: &M) -> Vec<u8> {
     // SAFETY: the callers wait for all work on the memory first.
     unsafe { memory.read(0, &mut bytes) }.expect("unused memory is accessible");
     bytes
+}
+
+/// Memory has the size, the alignment and a kind that was asked for, and belongs to nobody else.
+fn allocations_meet_their_layout<D: Device>(device: &D) {
+    let kinds = [MemoryKind::Device, MemoryKind::Host, MemoryKind::PinnedHost, MemoryKind::Managed];
+    let mut all = Vec::new();
+    for kind in kinds {
+        for (len, align) in [(0, 1), (1, 1), (4097, 64), (100, 4096), (1 << 20, 256)] {
+            let layout = Layout::from_size_align(len, align).expect("the layout is valid");
+            let memory = match device.allocate(layout, kind) {
+                Ok(memory) => memory,
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::Unsupported, "{kind:?}: {error}");
+                    continue;
+                }
+            };
+            let range = memory.range();
+            assert!(range.len() >= len, "{kind:?}: {} bytes instead of {len}", range.len());
+            assert_eq!(range.address() % align, 0, "{kind:?}: not aligned to {align}");
+            assert_eq!(range, memory.range(), "the range does not change");
+            let is_of_host = memory.kind() != MemoryKind::Device;
+            assert!(is_of_host || kind == MemoryKind::Device, "{kind:?} is not on the host");
+            let number = all.len() as u8;
+            // SAFETY: nothing else uses the memory.
+            unsafe { memory.write(0, &vec![number; range.len()]) }.expect("it can be written");
+            all.push(memory);
+        }
+    }
+    for (number, memory) in all.iter().enumerate() {
+        assert!(content(memory).iter().all(|&byte| byte == number as u8), "memory is shared");
+    }
+}
+
+fn streams_have_their_own_identity<D: Device>(device: &D, other: &D) {
+    let streams: Vec<_> = [device, device, other].into_iter().map(stream).collect();
+    for (number, stream) in streams.iter().enumerate() {
+        let same = streams.iter().filter(|other| other.id() == stream.id());
+        assert_eq!(same.count(), 1, "each stream has its own identifier");
+        assert_eq!(stream.id(), stream.clone().id());
+        assert_eq!(device.owns(stream), number < 2);
+        assert_eq!((device.clone().owns(stream), other.owns(stream)), (number < 2, number == 2));
+    }
 }
 
 /// Memory freed in stream order stays valid until the work before the free is done, even if the
@@ -349,6 +398,8 @@ fn metrics_count_submitted_work<D: Device>(device: &D) {
     assert_eq!((metrics.transfers, metrics.transferred_bytes, metrics.launches), (2, 400, 1));
     assert_eq!((metrics.operations, metrics.outstanding()), (4, 0));
     assert!(metrics.average_latency().is_some());
+    assert_eq!((stream.outstanding(), metrics.completed_work), (0, 3));
+    assert!(Duration::ZERO < metrics.busy && metrics.busy <= metrics.latency, "{metrics:?}");
 }
 
 fn unsupported_operations_return_an_error<D: Device>(device: &D) {

@@ -196,10 +196,11 @@ impl CpuShared {
             };
             let work = state.queues.take(ready);
             drop(state);
+            let began_ns = monotonic_ns();
             let outcome = work.run();
-            let now_ns = monotonic_ns();
+            let times_ns = (began_ns, monotonic_ns());
             state = self.lock();
-            let effects = state.queues.complete(ready.stream, outcome, now_ns);
+            let effects = state.queues.complete(ready.stream, outcome, times_ns);
             drop(state);
             // This thread takes one ready stream itself.
             self.notify(effects.ready.saturating_sub(1), false);
@@ -253,7 +254,11 @@ pub(crate) fn monotonic_ns() -> u64 {
     u64::try_from(START.get_or_init(Instant::now).elapsed().as_nanos()).unwrap_or(u64::MAX)
 }
 
-impl Device for CpuDevice {
+// SAFETY: `HostBlock` allocates by the layout, and `Queues` keeps the order: it starts an operation
+// when the one before it has ended and its points are reached. After that it reaches a point,
+// becomes idle and drops released memory. Memory and streams keep the threads alive. Streams are
+// compared by their threads, which clones share.
+unsafe impl Device for CpuDevice {
     type Stream = CpuStream;
     type Event = CpuEvent;
     type Memory = CpuMemory;
@@ -408,6 +413,10 @@ impl Stream for CpuStream {
 
     fn metrics(&self) -> StreamMetrics {
         self.handle.counters.read()
+    }
+
+    fn outstanding(&self) -> u64 {
+        self.handle.counters.outstanding()
     }
 }
 

@@ -98,7 +98,54 @@ impl Drop for Registration {
 /// run(&SimDevice::new(SimOptions::default()))?;
 /// # Ok::<(), Error>(())
 /// ```
-pub trait Device: Clone + fmt::Debug + Send + Sync + 'static {
+///
+/// # Safety
+/// Pools and engines give out memory of a device as slices, and reuse it by the order of its
+/// streams. So an implementer promises, for the device, its streams, events and memory:
+///
+/// - **Memory.** [`allocate`](Self::allocate) and [`allocate_async`](Self::allocate_async) return
+///   at least `layout.size()` bytes, aligned to `layout.align()`, or an error. Only a request for
+///   [`MemoryKind::Device`] may return memory that the host cannot access. With
+///   [`DeviceInfo::host_memory`], the host can access all memory.
+/// - **Order.** A stream runs each operation at most once, after the operations submitted to it
+///   before and after the events that it waits for, whether or not these failed. A copy or a fill
+///   accesses the ranges that it was submitted with, and no others.
+/// - **Ends.** An event is reached, `query` returns [`Status::Ready`], and `synchronize` returns
+///   something else than [`Error::WaitInHostFn`] only when all work before that point has ended and
+///   accesses no memory any more.
+/// - **Frees.** Memory passed to [`free_async`](Self::free_async) stays valid until the work
+///   submitted to the stream before has ended. Memory, streams and events stay valid as long as a
+///   handle to them or submitted work that uses them.
+/// - **Identity.** Clones are the same device, stream or event. [`StreamId`]s are those of
+///   [`StreamId::unique`], one for each stream, and [`owns`](Self::owns) returns `true` only for
+///   streams of this device.
+///
+/// [`conformance::check`](crate::conformance::check) tests these promises; it cannot prove them. A
+/// safe implementation does not compile:
+///
+/// ```compile_fail,E0200
+/// # use ts_streams::*;
+/// # use std::alloc::Layout;
+/// # #[derive(Debug, Clone)]
+/// # struct Short(CpuDevice);
+/// impl Device for Short {
+/// #   type Stream = CpuStream;
+/// #   type Event = CpuEvent;
+/// #   type Memory = CpuMemory;
+/// #   fn info(&self) -> &DeviceInfo { self.0.info() }
+/// #   fn create_stream(&self, p: StreamPriority) -> Result<CpuStream, Error> {
+/// #       self.0.create_stream(p)
+/// #   }
+/// #   fn owns(&self, stream: &CpuStream) -> bool { self.0.owns(stream) }
+/// #   fn create_event(&self) -> Result<CpuEvent, Error> { self.0.create_event() }
+///     fn allocate(&self, layout: Layout, kind: MemoryKind) -> Result<CpuMemory, Error> {
+///         self.0.allocate(Layout::new::<u8>(), kind) // too short
+///     }
+/// #   fn synchronize(&self) -> Result<(), Error> { self.0.synchronize() }
+///     // ...
+/// }
+/// ```
+pub unsafe trait Device: Clone + fmt::Debug + Send + Sync + 'static {
     /// The streams of this device.
     type Stream: Stream<Event = Self::Event>;
     /// The events of this device.
@@ -295,10 +342,12 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// Makes this stream wait for the point that `event` marks now. All work submitted to the
     /// stream after this call runs after that point. The wait happens on the device and does not
-    /// block the host.
+    /// block the host. The event may be one of another device of the same kind.
     ///
     /// # Errors
-    /// Returns the error of this stream if it has failed.
+    /// Returns the error of this stream if it has failed, and [`Error::MixedDevices`] if it cannot
+    /// wait for events of this device. For an order that works between all devices, use
+    /// [`MultiStreamCoordinator::order`](crate::MultiStreamCoordinator::order).
     fn wait(&self, event: &Self::Event) -> Result<(), Error>;
 
     /// Makes all later work on this stream wait for `event`, as [`wait`](Self::wait) does. The
@@ -401,7 +450,8 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
     /// a host function.
     fn synchronize(&self) -> Result<(), Error>;
 
-    /// Returns and clears the error of this stream, so that the stream accepts work again. Does not
+    /// Returns and clears the error of this stream, so that the stream accepts work again. Work
+    /// that was submitted before is skipped, and events that were recorded before fail. Does not
     /// block.
     ///
     /// Returns `None` if the stream has not failed, or if it cannot recover, for example after an
@@ -410,6 +460,12 @@ pub trait Stream: Clone + fmt::Debug + Send + Sync + 'static {
 
     /// Returns counters of the work submitted and done so far. Does not block.
     fn metrics(&self) -> StreamMetrics;
+
+    /// Returns the number of operations submitted but not completed. Does not block. Cheaper than
+    /// [`metrics`](Self::metrics) on most devices.
+    fn outstanding(&self) -> u64 {
+        self.metrics().outstanding()
+    }
 }
 
 /// Memory that a device allocated.

@@ -8,7 +8,7 @@ use petgraph::algo::{has_path_connecting, toposort};
 use petgraph::graph::{DiGraph, NodeIndex};
 use petgraph::visit::EdgeRef;
 
-use crate::{Error, HostFn, Stream};
+use crate::{Error, HostFn, Stream, StreamId, WorkloadType};
 
 /// Identifies a task of a [`TaskGraph`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -17,7 +17,7 @@ pub struct TaskId(NodeIndex);
 /// The function of a task, which submits work to a stream.
 pub(crate) type Submit<S> = Box<dyn FnOnce(&S) -> Result<(), Error> + Send>;
 
-/// A directed acyclic graph of tasks, each of which submits work to a stream. For embedders.
+/// A directed acyclic graph of tasks, each of which submits work to a stream.
 ///
 /// [`MultiStreamCoordinator::execute`](crate::MultiStreamCoordinator::execute) runs the graph.
 /// [`add_dependency`](Self::add_dependency) returns an error if a dependency would close a cycle.
@@ -40,6 +40,14 @@ pub struct TaskGraph<S> {
 pub(crate) struct Task<S> {
     pub(crate) name: String,
     pub(crate) submit: Submit<S>,
+    pub(crate) wanted: Wanted,
+}
+
+/// What a task asks of its stream.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted {
+    pub(crate) workload: WorkloadType,
+    pub(crate) stream: Option<StreamId>,
 }
 
 impl<S> fmt::Debug for TaskGraph<S> {
@@ -74,7 +82,26 @@ impl<S: Stream> TaskGraph<S> {
         name: impl Into<String>,
         submit: impl FnOnce(&S) -> Result<(), Error> + Send + 'static,
     ) -> TaskId {
-        TaskId(self.tasks.add_node(Task { name: name.into(), submit: Box::new(submit) }))
+        let wanted = Wanted { workload: WorkloadType::Mixed, stream: None };
+        TaskId(self.tasks.add_node(Task { name: name.into(), submit: Box::new(submit), wanted }))
+    }
+
+    /// Sets the kind of work of a task, by which a pool chooses its stream. It is
+    /// [`Mixed`](WorkloadType::Mixed) otherwise.
+    ///
+    /// # Panics
+    /// Panics if the graph has no such task.
+    pub fn set_workload(&mut self, task: TaskId, workload: WorkloadType) {
+        self.tasks[task.0].wanted.workload = workload;
+    }
+
+    /// Sets the stream of a task, for example because its memory is on the device of the stream.
+    /// If the coordinator does not have this stream, the task fails with [`Error::ForeignStream`].
+    ///
+    /// # Panics
+    /// Panics if the graph has no such task.
+    pub fn set_stream(&mut self, task: TaskId, stream: StreamId) {
+        self.tasks[task.0].wanted.stream = Some(stream);
     }
 
     /// Adds a task that runs a function on the host, and returns the identifier of the task.

@@ -2,6 +2,7 @@
 //! Stream identifiers and device kinds.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The implementation that a device uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -21,6 +22,15 @@ pub enum DeviceKind {
 /// Identifies a stream. Each identifier is unique within the process and never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StreamId(pub u64);
+
+impl StreamId {
+    /// Returns an identifier that no other stream of this process has, for implementers of
+    /// [`Device`](crate::Device).
+    pub fn unique() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
 
 impl fmt::Display for StreamId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -43,10 +43,12 @@
 //!   [waits](Stream::wait) for the operation is skipped too. All of these streams report the error.
 //!   No other stream is affected, unless the GPU itself fails. [`Stream`] describes the details.
 //!
-//! # For embedders
-//! TensorStream itself uses devices, streams, events and [`StreamPool`]. The coordinator
-//! ([`MultiStreamCoordinator`], [`TaskGraph`], [`CancelToken`], [`Execution`]) and the profiler
-//! ([`StreamProfiler`], [`Profile`]) are for embedders: programs that use this crate directly.
+//! # From a pool to an order
+//! A [`StreamPool`] chooses streams by workload and priority. A [`MultiStreamCoordinator`] orders
+//! work on them: a [`TaskGraph`] once, a [`Pipeline`] again and again. TensorStream takes the
+//! streams of accelerators from both. It does not use the profiler
+//! ([`StreamProfiler`], [`Profile`]), which is for programs, also in Python
+//! (`tensorstream.streams`).
 //!
 //! # Features
 //! - `cuda` (off by default) adds `CudaDevice`. The driver is loaded at run time, so the same
@@ -69,6 +71,8 @@ mod id;
 mod kernel;
 mod memory;
 mod metrics;
+mod open;
+mod pipeline;
 mod pool;
 mod priority;
 mod profiler;
@@ -78,18 +82,22 @@ mod race;
 mod range;
 mod sim;
 mod sync;
+mod workload;
 
 pub mod conformance;
 
 #[cfg(any(feature = "cuda", feature = "runtime"))]
 pub use accelerator::{AcceleratorDevice, AcceleratorEvent, AcceleratorMemory, AcceleratorStream};
 #[cfg(feature = "cuda")]
-pub use accelerator::{CudaDevice, CudaEvent, CudaMemory, CudaStream};
+pub use accelerator::{CudaDevice, CudaEvent, CudaMemory, CudaStream, CudarcSlice};
 #[cfg(feature = "runtime")]
 pub use accelerator::{RuntimeDevice, RuntimeEvent, RuntimeLibrary, RuntimeMemory, RuntimeStream};
 pub use any::{AnyDevice, AnyEvent, AnyMemory, AnyStream};
 pub use coordinator::{CancelToken, Execution, MultiStreamCoordinator};
 pub use cpu::{CpuDevice, CpuEvent, CpuMemory, CpuStream};
+/// The `cudarc` crate, whose streams and slices [`CudaDevice`] shares.
+#[cfg(feature = "cuda")]
+pub use cudarc;
 pub use detect::GpuError;
 pub use device::{
     Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Registration, Status, Stream,
@@ -100,11 +108,16 @@ pub use graph::{TaskGraph, TaskId};
 pub use id::{DeviceKind, StreamId};
 pub use kernel::Kernel;
 pub use metrics::{MemoryMetrics, StreamMetrics};
-pub use pool::{AllocationStrategy, StrategyChange, StreamPool, WorkloadType};
+pub use open::OpenDevice;
+pub use pipeline::{Pipeline, StageGraph, StageId};
+pub use pool::{AllocationStrategy, PooledStreamStats, StrategyChange, StreamPool};
 pub use priority::{PriorityRange, StreamPriority};
-pub use profiler::{Activity, ActivityStats, Profile, ScopeGuard, Span, StreamProfiler};
+pub use profiler::{
+    Activity, ActivityStats, Profile, ProfileReport, ScopeGuard, Span, StreamProfiler, StreamReport,
+};
 pub use provider::{DeviceAvailability, DeviceChoice, DeviceProvider, DeviceRegistry};
 pub use queue::check_may_block;
 pub use race::{Access, Race};
 pub use range::{MemoryKind, MemoryRange};
 pub use sim::{SimDevice, SimEvent, SimMemory, SimOptions, SimStream};
+pub use workload::WorkloadType;

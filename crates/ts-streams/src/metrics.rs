@@ -2,6 +2,8 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use crate::workload::WorkloadType;
+
 /// Counters of the work that was submitted to a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -23,12 +25,33 @@ pub struct StreamMetrics {
     pub launches: u64,
     /// Sum of the times from submission to completion, over all completed operations.
     pub latency: Duration,
+    /// Number of copies, fills, host functions and kernels that ran to their end.
+    pub completed_work: u64,
+    /// Sum of the times that these took, without waits for earlier work. On accelerators an upper
+    /// bound, because the driver does not report when work ends.
+    pub busy: Duration,
 }
 
 impl StreamMetrics {
     /// Returns the number of operations submitted but not completed.
     pub fn outstanding(&self) -> u64 {
         self.operations.saturating_sub(self.completed)
+    }
+
+    /// Returns the kind of work of which most was submitted: [`Memory`](WorkloadType::Memory) or
+    /// [`Compute`](WorkloadType::Compute) if at least three quarters are transfers or launches,
+    /// [`Coordination`](WorkloadType::Coordination) if there is neither, and otherwise
+    /// [`Mixed`](WorkloadType::Mixed). Returns `None` if nothing was submitted.
+    pub fn workload(&self) -> Option<WorkloadType> {
+        let work = self.transfers + self.launches;
+        let most = |count: u64| count * 4 >= work * 3;
+        match () {
+            () if self.operations == 0 => None,
+            () if work == 0 => Some(WorkloadType::Coordination),
+            () if most(self.transfers) => Some(WorkloadType::Memory),
+            () if most(self.launches) => Some(WorkloadType::Compute),
+            () => Some(WorkloadType::Mixed),
+        }
     }
 
     /// Returns the average time from submission to completion, or `None` before the first
@@ -48,6 +71,8 @@ pub(crate) struct Counters {
     transferred_bytes: AtomicU64,
     launches: AtomicU64,
     latency_ns: AtomicU64,
+    completed_work: AtomicU64,
+    busy_ns: AtomicU64,
 }
 
 impl Counters {
@@ -69,6 +94,18 @@ impl Counters {
         self.completed.fetch_add(1, Ordering::Release);
     }
 
+    /// Counts work that ran for this long. Call this before [`completed`](Self::completed).
+    pub(crate) fn worked(&self, busy_ns: u64) {
+        self.busy_ns.fetch_add(busy_ns, Ordering::Relaxed);
+        self.completed_work.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the number of operations submitted but not completed.
+    pub(crate) fn outstanding(&self) -> u64 {
+        let completed = self.completed.load(Ordering::Acquire);
+        self.operations.load(Ordering::Relaxed).saturating_sub(completed)
+    }
+
     pub(crate) fn read(&self) -> StreamMetrics {
         let completed = self.completed.load(Ordering::Acquire);
         StreamMetrics {
@@ -78,6 +115,8 @@ impl Counters {
             transferred_bytes: self.transferred_bytes.load(Ordering::Relaxed),
             launches: self.launches.load(Ordering::Relaxed),
             latency: Duration::from_nanos(self.latency_ns.load(Ordering::Relaxed)),
+            completed_work: self.completed_work.load(Ordering::Relaxed),
+            busy: Duration::from_nanos(self.busy_ns.load(Ordering::Relaxed)),
         }
     }
 }

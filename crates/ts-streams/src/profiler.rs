@@ -3,7 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::{Device, Error, Event, Status, Stream, StreamId, StreamPriority};
@@ -28,13 +29,14 @@ impl fmt::Display for Activity {
     }
 }
 
-/// Measures work on streams with device events. For embedders.
+/// Measures work on streams with device events.
 ///
 /// Each scope lasts from the point on its stream where it was opened to the point where it was
 /// dropped. Callers can also add durations that they measured themselves; a profile reports them
 /// separately.
 ///
-/// Only [`new`](Self::new) and [`finish`](Self::finish) block.
+/// Only [`new`](Self::new) and [`finish`](Self::finish) block. While the profiler is
+/// [off](Self::set_enabled), scopes record nothing.
 ///
 /// # Examples
 /// ```
@@ -57,7 +59,8 @@ pub struct StreamProfiler<D: Device> {
     device: D,
     /// The event from which the start of each span is counted.
     origin: D::Event,
-    records: Mutex<Records<D>>,
+    enabled: AtomicBool,
+    records: Arc<Mutex<Records<D>>>,
 }
 
 #[derive(Debug)]
@@ -97,16 +100,17 @@ pub struct Span {
 /// so far.
 #[derive(Debug)]
 #[must_use = "the scope ends when this value is dropped"]
-pub struct ScopeGuard<'a, D: Device> {
-    profiler: &'a StreamProfiler<D>,
-    stream: &'a D::Stream,
-    activity: Activity,
-    bytes: u64,
-    start: D::Event,
+pub struct ScopeGuard<D: Device> {
+    device: D,
+    records: Arc<Mutex<Records<D>>>,
+    stream: D::Stream,
+    /// What is measured, or `None` if the profiler was off when the scope was opened.
+    measured: Option<(Activity, u64, D::Event)>,
 }
 
 impl<D: Device> StreamProfiler<D> {
-    /// Creates a profiler and starts its clock. Blocks until the device has recorded the start.
+    /// Creates a profiler that is on, and starts its clock. Blocks until the device has recorded
+    /// the start.
     ///
     /// # Errors
     /// Returns the same errors as [`Device::create_stream`] and [`Device::create_event`], and
@@ -118,7 +122,19 @@ impl<D: Device> StreamProfiler<D> {
         origin.synchronize()?;
         let records =
             Records { pending: Vec::new(), measured: Vec::new(), reported: Vec::new(), lost: 0 };
-        Ok(Self { device, origin, records: Mutex::new(records) })
+        let enabled = AtomicBool::new(true);
+        Ok(Self { device, origin, enabled, records: Arc::new(Mutex::new(records)) })
+    }
+
+    /// Turns the profiler on or off. While it is off, scopes and reported durations are dropped and
+    /// cost one load of a flag. Scopes that are open stay as they are.
+    pub fn set_enabled(&self, enabled: bool) {
+        self.enabled.store(enabled, Ordering::Relaxed);
+    }
+
+    /// Returns whether the profiler is on.
+    pub fn is_enabled(&self) -> bool {
+        self.enabled.load(Ordering::Relaxed)
     }
 
     /// Opens a named scope, which covers all work submitted to `stream` until the returned value is
@@ -126,36 +142,32 @@ impl<D: Device> StreamProfiler<D> {
     ///
     /// # Errors
     /// Returns the same errors as [`Stream::record`].
-    pub fn scope<'a>(
-        &'a self,
-        stream: &'a D::Stream,
+    pub fn scope(
+        &self,
+        stream: &D::Stream,
         name: impl Into<String>,
-    ) -> Result<ScopeGuard<'a, D>, Error> {
-        self.open(stream, Activity::Scope(name.into()), 0)
+    ) -> Result<ScopeGuard<D>, Error> {
+        self.open(stream, || (Activity::Scope(name.into()), 0))
     }
 
     /// Opens a scope like [`scope`](Self::scope), for copies and fills of `bytes` bytes in total.
     ///
     /// # Errors
     /// Returns the same errors as [`Stream::record`].
-    pub fn transfer<'a>(
-        &'a self,
-        stream: &'a D::Stream,
-        bytes: u64,
-    ) -> Result<ScopeGuard<'a, D>, Error> {
-        self.open(stream, Activity::Transfer, bytes)
+    pub fn transfer(&self, stream: &D::Stream, bytes: u64) -> Result<ScopeGuard<D>, Error> {
+        self.open(stream, || (Activity::Transfer, bytes))
     }
 
     /// Opens a scope like [`scope`](Self::scope), for the kernel or host function `name`.
     ///
     /// # Errors
     /// Returns the same errors as [`Stream::record`].
-    pub fn launch<'a>(
-        &'a self,
-        stream: &'a D::Stream,
+    pub fn launch(
+        &self,
+        stream: &D::Stream,
         name: impl Into<String>,
-    ) -> Result<ScopeGuard<'a, D>, Error> {
-        self.open(stream, Activity::Launch(name.into()), 0)
+    ) -> Result<ScopeGuard<D>, Error> {
+        self.open(stream, || (Activity::Launch(name.into()), 0))
     }
 
     /// Adds a duration that the caller measured, with any clock. The duration appears in
@@ -167,7 +179,9 @@ impl<D: Device> StreamProfiler<D> {
         time: Duration,
         bytes: u64,
     ) {
-        self.lock().reported.push((stream, activity, time, bytes));
+        if self.is_enabled() {
+            self.lock().reported.push((stream, activity, time, bytes));
+        }
     }
 
     /// Blocks until all closed scopes have ended, and returns all measurements so far. A scope
@@ -230,15 +244,24 @@ impl<D: Device> StreamProfiler<D> {
         })
     }
 
-    fn open<'a>(
-        &'a self,
-        stream: &'a D::Stream,
-        activity: Activity,
-        bytes: u64,
-    ) -> Result<ScopeGuard<'a, D>, Error> {
-        let start = self.device.create_event()?;
-        stream.record(&start)?;
-        Ok(ScopeGuard { profiler: self, stream, activity, bytes, start })
+    fn open(
+        &self,
+        stream: &D::Stream,
+        what: impl FnOnce() -> (Activity, u64),
+    ) -> Result<ScopeGuard<D>, Error> {
+        let mut measured = None;
+        if self.is_enabled() {
+            let start = self.device.create_event()?;
+            stream.record(&start)?;
+            let (activity, bytes) = what();
+            measured = Some((activity, bytes, start));
+        }
+        Ok(ScopeGuard {
+            device: self.device.clone(),
+            records: Arc::clone(&self.records),
+            stream: stream.clone(),
+            measured,
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, Records<D>> {
@@ -246,20 +269,17 @@ impl<D: Device> StreamProfiler<D> {
     }
 }
 
-impl<D: Device> Drop for ScopeGuard<'_, D> {
+impl<D: Device> Drop for ScopeGuard<D> {
     fn drop(&mut self) {
-        let end = self
-            .profiler
-            .device
-            .create_event()
-            .and_then(|end| self.stream.record(&end).map(|()| end));
-        let mut records = self.profiler.lock();
+        let Some((activity, bytes, start)) = self.measured.take() else { return };
+        let end = self.device.create_event().and_then(|end| self.stream.record(&end).map(|()| end));
+        let mut records = self.records.lock().unwrap_or_else(PoisonError::into_inner);
         match end {
             Ok(end) => records.pending.push(PendingScope {
                 stream: self.stream.id(),
-                activity: self.activity.clone(),
-                bytes: self.bytes,
-                start: self.start.clone(),
+                activity,
+                bytes,
+                start,
                 end,
             }),
             Err(_) => records.lost += 1,
@@ -277,6 +297,34 @@ pub struct Profile {
     pub reported: Vec<(StreamId, Activity, Duration, u64)>,
     /// Number of scopes that did not complete, usually because their stream failed.
     pub lost: u64,
+}
+
+/// The measurements of a [`StreamProfiler`], by stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ProfileReport {
+    /// Number of streams that have spans or reported durations.
+    pub total_streams: usize,
+    /// What ran on each of these streams, sorted by identifier.
+    pub streams: Vec<StreamReport>,
+    /// How long at least one stream had a span.
+    pub busy: Duration,
+    /// How long at least two streams had spans at the same time.
+    pub overlap: Duration,
+    /// Number of scopes that did not complete.
+    pub lost: u64,
+}
+
+/// The measurements of one stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StreamReport {
+    /// The stream.
+    pub stream: StreamId,
+    /// Statistics of each activity measured by the device.
+    pub measured: BTreeMap<Activity, ActivityStats>,
+    /// Statistics of each activity reported by callers.
+    pub reported: BTreeMap<Activity, ActivityStats>,
 }
 
 /// Statistics of the durations of one activity. Percentiles use the nearest-rank method.
@@ -339,6 +387,22 @@ impl Profile {
         let reported =
             self.reported.iter().filter(|(of, ..)| stream.is_none_or(|stream| *of == stream));
         times(reported.map(|(_, activity, time, bytes)| (activity, *time, *bytes)))
+    }
+
+    /// Returns all measurements by stream, and the number of streams.
+    pub fn report(&self) -> ProfileReport {
+        let reported = self.reported.iter().map(|(stream, ..)| *stream);
+        let mut ids: Vec<StreamId> = self.streams().into_iter().chain(reported).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        let report = |stream| StreamReport {
+            stream,
+            measured: self.times(Some(stream)),
+            reported: self.reported_times(Some(stream)),
+        };
+        let streams: Vec<_> = ids.into_iter().map(report).collect();
+        let (busy, overlap) = self.busy();
+        ProfileReport { total_streams: streams.len(), streams, busy, overlap, lost: self.lost }
     }
 
     /// Returns the streams that have spans, sorted by identifier.

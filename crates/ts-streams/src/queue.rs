@@ -12,7 +12,6 @@ use std::any::Any;
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, Weak};
 
 use crate::memory::Transfer;
@@ -33,12 +32,6 @@ thread_local! {
 /// Returns [`Error::WaitInHostFn`] inside a host function, and in destructors that a stream runs.
 pub fn check_may_block() -> Result<(), Error> {
     if IN_HOST_FN.with(Cell::get) { Err(Error::WaitInHostFn) } else { Ok(()) }
-}
-
-/// Returns an identifier that no other stream of this process has.
-pub(crate) fn next_stream_id() -> StreamId {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    StreamId(NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
 /// A recorded point on a stream. Events refer to points, and other streams wait for them.
@@ -256,6 +249,8 @@ struct Queue {
     submitted: u64,
     /// Work up to this operation number is skipped, because it was submitted before `take_error`.
     skipped_until: u64,
+    /// The error that [`take_error`](Queues::take_error) returned last.
+    taken: Option<Error>,
     /// Earliest time at which the next operation can start, in nanoseconds of the device's clock.
     ended_ns: u64,
     counters: Arc<Counters>,
@@ -287,7 +282,7 @@ impl Queues {
     }
 
     pub(crate) fn open(&mut self, level: i32) -> (StreamId, Arc<Counters>) {
-        let (id, counters) = (next_stream_id(), Arc::new(Counters::default()));
+        let (id, counters) = (StreamId::unique(), Arc::new(Counters::default()));
         let queue = Queue {
             level,
             ops: VecDeque::new(),
@@ -295,6 +290,7 @@ impl Queues {
             failed: None,
             submitted: 0,
             skipped_until: 0,
+            taken: None,
             ended_ns: 0,
             counters: Arc::clone(&counters),
             closed: false,
@@ -387,7 +383,10 @@ impl Queues {
             queue.counters.completed(queue.ended_ns.saturating_sub(submitted_ns));
             match op {
                 Op::Record(point) => {
-                    point.reach(queue.failed.clone().map_or(Ok(queue.ended_ns), Err), &mut effects);
+                    // Work before this point was skipped, also if the error was taken since.
+                    let taken = queue.taken.as_ref().filter(|_| number <= queue.skipped_until);
+                    let error = queue.failed.as_ref().or(taken);
+                    point.reach(error.cloned().map_or(Ok(queue.ended_ns), Err), &mut effects);
                 }
                 Op::Wait(..) => {}
                 Op::Release(_) | Op::Work(_) => finished.push(op),
@@ -437,12 +436,13 @@ impl Queues {
         }
     }
 
-    /// Continues a stream after the work that was taken from it has ended.
+    /// Continues a stream after the work that was taken from it has ended. The work ran from
+    /// `began_ns` to `now_ns`.
     pub(crate) fn complete(
         &mut self,
         stream: StreamId,
         outcome: Result<(), String>,
-        now_ns: u64,
+        (began_ns, now_ns): (u64, u64),
     ) -> Effects {
         let queue = self.queue(stream);
         let QueueState::Running { submitted_ns } =
@@ -454,6 +454,7 @@ impl Queues {
         if let Err(what) = outcome {
             queue.failed = Some(Error::Failed { stream, what });
         }
+        queue.counters.worked(now_ns.saturating_sub(began_ns));
         queue.counters.completed(now_ns.saturating_sub(submitted_ns));
         self.proceed(stream)
     }
@@ -479,11 +480,12 @@ impl Queues {
     }
 
     /// Returns and clears the error of a stream, so that the stream accepts work again. Work that
-    /// was submitted before is skipped.
+    /// was submitted before is skipped, and points that were recorded before fail.
     pub(crate) fn take_error(&mut self, stream: StreamId) -> Option<Error> {
         let queue = self.queue(stream);
         let error = queue.failed.take()?;
         queue.skipped_until = queue.submitted;
+        queue.taken = Some(error.clone());
         Some(error)
     }
 
@@ -509,6 +511,8 @@ impl Queues {
 
 #[cfg(all(test, loom))]
 mod models {
+    use std::sync::atomic::Ordering;
+
     use super::*;
     use crate::sync::thread;
 
@@ -543,7 +547,7 @@ mod models {
             let work = queues.take(ready);
             drop(queues);
             let outcome = work.run();
-            let effects = self.0.lock().unwrap().complete(ready.stream, outcome, 0);
+            let effects = self.0.lock().unwrap().complete(ready.stream, outcome, (0, 0));
             effects.apply();
             Some(ready.stream)
         }

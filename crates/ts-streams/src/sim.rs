@@ -14,9 +14,7 @@ use crate::id::{DeviceKind, StreamId};
 use crate::memory::{HostBlock, Transfer};
 use crate::metrics::{Counters, MemoryCounters, MemoryMetrics, StreamMetrics};
 use crate::priority::{PriorityRange, StreamPriority};
-use crate::queue::{
-    Effects, OnFailure, Op, Owner, Point, Queues, Released, Work, check_may_block, next_stream_id,
-};
+use crate::queue::{Effects, OnFailure, Op, Owner, Point, Queues, Released, Work, check_may_block};
 use crate::race::{Clock, Detector, Race};
 use crate::range::{MemoryKind, MemoryRange};
 
@@ -188,7 +186,7 @@ impl SimDevice {
             info,
             state: Mutex::new(SimState {
                 queues: Queues::new(Weak::clone(this) as Weak<dyn Owner>),
-                detector: Detector::new(next_stream_id()),
+                detector: Detector::new(StreamId::unique()),
                 now_ns: 0,
                 rng: Rng(options.seed),
                 leaked: Vec::new(),
@@ -260,7 +258,7 @@ impl SimShared {
         let mut sim = self.lock();
         let end_ns = began_ns.saturating_add(cost_ns);
         sim.now_ns = sim.now_ns.max(end_ns);
-        let effects = sim.queues.complete(ready.stream, outcome, end_ns);
+        let effects = sim.queues.complete(ready.stream, outcome, (began_ns, end_ns));
         drop(sim);
         effects.apply();
         true
@@ -368,7 +366,10 @@ impl Rng {
     }
 }
 
-impl Device for SimDevice {
+// SAFETY: as for `CpuDevice`: `HostBlock` allocates by the layout, and `Queues` keeps the order.
+// Memory that is dropped while work may still use it is leaked. Streams are compared by their
+// simulation, which clones share.
+unsafe impl Device for SimDevice {
     type Stream = SimStream;
     type Event = SimEvent;
     type Memory = SimMemory;
@@ -588,6 +589,10 @@ impl Stream for SimStream {
 
     fn metrics(&self) -> StreamMetrics {
         self.handle.counters.read()
+    }
+
+    fn outstanding(&self) -> u64 {
+        self.handle.counters.outstanding()
     }
 }
 

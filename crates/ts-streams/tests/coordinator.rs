@@ -11,9 +11,9 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use ts_streams::{
-    AllocationStrategy, CancelToken, CpuDevice, Device, Error, ErrorKind, HostFn, MemoryKind,
-    MultiStreamCoordinator, RawMemory, SimDevice, SimOptions, Status, Stream, StreamPool,
-    StreamPriority, TaskGraph, WorkloadType,
+    AllocationStrategy, AnyDevice, AnyStream, CancelToken, CpuDevice, Device, Error, ErrorKind,
+    HostFn, MemoryKind, MultiStreamCoordinator, RawMemory, SimDevice, SimOptions, StageGraph,
+    Status, Stream, StreamId, StreamPool, StreamPriority, TaskGraph, WorkloadType,
 };
 
 fn streams<D: Device>(device: &D, count: usize) -> Vec<D::Stream> {
@@ -263,7 +263,7 @@ fn a_pool_follows_its_strategy() {
 
     let urgent = pool.priority_stream(StreamPriority::High).unwrap();
     assert_eq!(urgent.level(), device.info().priorities.greatest);
-    assert_eq!(pool.len(), 4);
+    assert_eq!(pool.len(), 3, "the pool has streams of several priorities");
     pool.set_strategy(AllocationStrategy::Priority);
     assert_eq!(pool.stream_for_workload(WorkloadType::Coordination).id(), urgent.id());
     assert_ne!(pool.stream_for_workload(WorkloadType::Compute).id(), urgent.id());
@@ -271,12 +271,151 @@ fn a_pool_follows_its_strategy() {
     assert_eq!(pool.streams().count(), 2);
     // Only the requested stream becomes active again.
     assert_eq!(pool.priority_stream(StreamPriority::High).unwrap().id(), urgent.id());
-    assert_eq!(pool.len(), 3);
+    assert_eq!(pool.len(), 3, "it was the one that `resize` took away");
     pool.set_strategy(AllocationStrategy::RoundRobin);
     let given: Vec<_> = (0..6).map(|_| pool.stream().id()).collect();
     assert_eq!((given[..3].iter().collect::<HashSet<_>>().len(), &given[..3]), (3, &given[3..]));
     pool.resize(4).unwrap();
     assert_eq!(pool.len(), 4);
+}
+
+const STRATEGIES: [AllocationStrategy; 4] = [
+    AllocationStrategy::RoundRobin,
+    AllocationStrategy::LoadBalanced,
+    AllocationStrategy::Priority,
+    AllocationStrategy::Workload,
+];
+const THREE: [WorkloadType; 3] = [WorkloadType::Compute, WorkloadType::Memory, WorkloadType::Mixed];
+
+/// The streams are taken before anything is submitted to them. The work on each waits for that on
+/// the others, so it only ends if all three run at the same time.
+#[test]
+fn three_workloads_get_three_streams_that_overlap() {
+    for strategy in STRATEGIES {
+        let pool = StreamPool::new(CpuDevice::with_threads(3).unwrap(), 8, strategy).unwrap();
+        let all = Arc::new(std::sync::Barrier::new(3));
+        for stream in THREE.map(|workload| pool.stream_for_workload(workload)) {
+            let all = Arc::clone(&all);
+            stream
+                .launch_host_fn(HostFn::new(move || {
+                    all.wait();
+                }))
+                .unwrap();
+        }
+        pool.device().synchronize().unwrap();
+        // Other streams are busy: the idle ones still take turns.
+        let busy: Vec<_> = pool.streams().step_by(2).collect();
+        let gate = Arc::new(std::sync::Barrier::new(2));
+        let close = Arc::clone(&gate);
+        busy[0]
+            .launch_host_fn(HostFn::new(move || {
+                close.wait();
+            }))
+            .unwrap();
+        let reached = pool.device().create_event().unwrap();
+        busy[0].record(&reached).unwrap();
+        busy[1..].iter().for_each(|stream| stream.wait(&reached).unwrap());
+        let ids: HashSet<_> = THREE.map(|w| pool.stream_for_workload(w).id()).into();
+        assert_eq!(ids.len(), 3, "{strategy:?}");
+        gate.wait();
+    }
+}
+
+#[test]
+fn workloads_have_their_own_streams_from_the_first_use() {
+    let device = SimDevice::new(SimOptions::default());
+    let range = device.info().priorities;
+    for strategy in [AllocationStrategy::Priority, AllocationStrategy::Workload] {
+        let pool = StreamPool::new(device.clone(), 8, strategy).unwrap();
+        for workload in WorkloadType::ALL.into_iter().cycle().take(12) {
+            let level = pool.stream_for_workload(workload).level();
+            assert_eq!(level, range.level(workload.priority()), "{strategy:?}, {workload:?}");
+        }
+    }
+    // Two streams of one priority have two operations each. Copies are expected to end first.
+    let priorities = [StreamPriority::Normal; 2];
+    let strategy = AllocationStrategy::Workload;
+    let pool = StreamPool::with_priorities(device.clone(), &priorities, strategy).unwrap();
+    let [compute, memory] = [WorkloadType::Compute, WorkloadType::Memory].map(|workload| {
+        let stream = pool.stream_for_workload(workload);
+        (0..2).for_each(|_| stream.launch_host_fn(HostFn::new(|| ())).unwrap());
+        stream.id()
+    });
+    assert_ne!(compute, memory);
+    assert_eq!(pool.stream_for_workload(WorkloadType::Compute).id(), memory);
+    device.synchronize().unwrap();
+}
+
+/// A simulated device reports how long its work takes; nothing is recorded by hand.
+#[test]
+fn a_pool_learns_from_what_it_runs() {
+    let device = SimDevice::new(SimOptions::default());
+    let priorities = [StreamPriority::Normal; 4];
+    let strategy = AllocationStrategy::RoundRobin;
+    let pool = StreamPool::with_priorities(device.clone(), &priorities, strategy).unwrap();
+    let layout = Layout::from_size_align(4 << 20, 64).unwrap();
+    let memory = device.allocate(layout, MemoryKind::Device).unwrap();
+    let slow = pool.streams().next().unwrap().id();
+    for _ in 0..400 {
+        let stream = pool.stream_for_workload(WorkloadType::Memory);
+        let len = if stream.id() == slow { 4 << 20 } else { 64 };
+        // SAFETY: the device is synchronized before the memory is used again.
+        unsafe { stream.fill(memory.range().slice(0..len), 1) }.unwrap();
+        device.synchronize().unwrap();
+    }
+    let change = pool.optimize().unwrap();
+    assert_eq!(change.to, AllocationStrategy::Workload);
+    assert!(change.evidence.contains("Memory work"), "{}", change.evidence);
+    assert!(pool.average_time(WorkloadType::Memory).unwrap() > Duration::ZERO);
+    assert_eq!(pool.average_time(WorkloadType::Compute), None);
+    for _ in 0..20 {
+        assert_ne!(pool.stream_for_workload(WorkloadType::Memory).id(), slow);
+    }
+    let stats = pool.stats();
+    let slow = stats.iter().find(|stats| stats.stream == slow).unwrap();
+    assert_eq!(slow.workload, Some(WorkloadType::Memory));
+    assert_eq!(slow.metrics.workload(), Some(WorkloadType::Memory));
+    assert_eq!((slow.active, slow.metrics.completed_work), (true, 100));
+}
+
+#[test]
+fn work_of_several_workloads_at_once_teaches_nothing() {
+    let device = SimDevice::new(SimOptions::default());
+    let pool = StreamPool::new(device.clone(), 1, AllocationStrategy::Workload).unwrap();
+    for workload in THREE {
+        pool.stream_for_workload(workload).launch_host_fn(HostFn::new(|| ())).unwrap();
+    }
+    assert_eq!(pool.stats()[0].workload, None);
+    device.synchronize().unwrap();
+    assert_eq!(THREE.map(|workload| pool.average_time(workload)), [None; 3]);
+    // The stream is idle, so what runs on it now is known.
+    pool.stream_for_workload(WorkloadType::Mixed).launch_host_fn(HostFn::new(|| ())).unwrap();
+    device.synchronize().unwrap();
+    assert!(pool.average_time(WorkloadType::Mixed).is_some());
+}
+
+#[test]
+fn a_pool_grows_and_shrinks_with_queued_work() {
+    let device = SimDevice::new(SimOptions::default());
+    for strategy in STRATEGIES {
+        let pool = StreamPool::with_bounds(device.clone(), 2..=5, strategy).unwrap();
+        assert_eq!((pool.len(), pool.bounds()), (2, Some(2..=5)));
+        for _ in 0..100 {
+            pool.stream().launch_host_fn(HostFn::new(|| ())).unwrap();
+        }
+        assert_eq!(pool.len(), 5, "{strategy:?}");
+        (0..100).for_each(|_| assert!(pool.stream().level() <= 0));
+        assert_eq!(pool.len(), 5, "no stream is idle");
+        device.synchronize().unwrap();
+        (0..100).for_each(|_| assert!(pool.stream().level() <= 0));
+        assert_eq!(pool.len(), 2, "{strategy:?}");
+        (0..100).for_each(|_| pool.stream().launch_host_fn(HostFn::new(|| ())).unwrap());
+        assert_eq!((pool.len(), pool.stats().len()), (5, 5), "streams are used again");
+        device.synchronize().unwrap();
+    }
+    let fixed = StreamPool::new(device, 2, AllocationStrategy::RoundRobin).unwrap();
+    (0..100).for_each(|_| fixed.stream().launch_host_fn(HostFn::new(|| ())).unwrap());
+    assert_eq!((fixed.len(), fixed.bounds()), (2, None));
 }
 
 #[test]
@@ -366,4 +505,163 @@ fn ordering_a_foreign_stream_is_an_error() {
     // A clone of the handle is the same device.
     let same = own.clone().create_stream(StreamPriority::Normal).unwrap();
     coordinator.order(stream, &same).unwrap();
+}
+
+/// The first device writes to memory that the second then reads, and the reverse.
+fn orders_two_devices(devices: &[AnyDevice; 2]) {
+    let [first, second] = [0, 1].map(|i| streams(&devices[i], 1).remove(0));
+    let coordinator = MultiStreamCoordinator::new(devices[0].clone(), vec![first.clone()])
+        .with_device(devices[1].clone(), vec![second.clone()]);
+    assert_eq!(coordinator.streams().len(), 2);
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let push = |step: usize| {
+        let order = Arc::clone(&order);
+        HostFn::new(move || order.lock().unwrap().push(step))
+    };
+    for step in 0..6 {
+        let (own, other) = if step % 2 == 0 { (&first, &second) } else { (&second, &first) };
+        own.launch_host_fn(push(step)).unwrap();
+        coordinator.order(other, own).unwrap();
+    }
+    coordinator.barrier().unwrap();
+    // A graph whose tasks alternate between the devices.
+    let mut graph = TaskGraph::new();
+    let mut before = None;
+    for step in 6..12 {
+        let work = push(step);
+        let task =
+            graph.add(step.to_string(), move |stream: &AnyStream| stream.launch_host_fn(work));
+        graph.set_stream(task, coordinator.streams()[step % 2].id());
+        before.into_iter().for_each(|before| graph.add_dependency(task, before).unwrap());
+        before = Some(task);
+    }
+    let execution = coordinator.execute(graph, &CancelToken::default());
+    let last = Arc::clone(&order);
+    execution.on_complete(&second, move || last.lock().unwrap().push(12)).unwrap();
+    execution.wait().unwrap();
+    second.synchronize().unwrap();
+    assert_eq!(*order.lock().unwrap(), (0..13).collect::<Vec<_>>());
+}
+
+#[test]
+fn streams_of_several_devices_are_ordered() {
+    let sim = |seed| AnyDevice::from(SimDevice::new(SimOptions::default().with_seed(seed)));
+    let cpu = || AnyDevice::from(CpuDevice::with_threads(1).unwrap());
+    orders_two_devices(&[cpu(), cpu()]);
+    orders_two_devices(&[sim(1), sim(2)]);
+    // These cannot wait for each other, so the host does.
+    orders_two_devices(&[sim(3), cpu()]);
+    orders_two_devices(&[cpu(), sim(4)]);
+}
+
+#[test]
+fn a_task_for_a_foreign_stream_fails() {
+    let device = SimDevice::new(SimOptions::default());
+    let foreign = device.create_stream(StreamPriority::Normal).unwrap();
+    let mut graph = TaskGraph::new();
+    let task = graph.add_host_fn("lost", || panic!("it has no stream"));
+    graph.set_stream(task, foreign.id());
+    let error = coordinator(&device, 1).execute(graph, &CancelToken::default()).wait().unwrap_err();
+    assert!(matches!(error, Error::ForeignStream { stream, .. } if stream == foreign.id()));
+}
+
+/// Each function waits for all others, so they only return if they run at the same time.
+#[test]
+fn functions_on_different_streams_run_at_the_same_time() {
+    let device = CpuDevice::with_threads(1).unwrap();
+    let coordinator = coordinator(&device, 3);
+    let (all, threads) = (std::sync::Barrier::new(3), Mutex::new(Vec::new()));
+    let works = (0..9).map(|number| {
+        let (all, threads) = (&all, &threads);
+        move |stream: &<CpuDevice as Device>::Stream| {
+            all.wait();
+            threads.lock().unwrap().push((stream.id(), number, std::thread::current().id()));
+            match number {
+                4 => Err(Error::TimedOut { timeout: Duration::ZERO }),
+                7 => panic!("on purpose"),
+                _ => Ok(()),
+            }
+        }
+    });
+    let failed = coordinator.execute_parallel(works).unwrap_err();
+    assert_eq!(failed.kind(), ErrorKind::TimedOut, "the first error is that of function 4");
+    let threads = threads.into_inner().unwrap();
+    assert_eq!(threads.iter().map(|(.., thread)| thread).collect::<HashSet<_>>().len(), 3);
+    for (index, stream) in coordinator.streams().iter().enumerate() {
+        let own: Vec<usize> =
+            threads.iter().filter(|(id, ..)| *id == stream.id()).map(|own| own.1).collect();
+        assert_eq!(own, [index, index + 3, index + 6]);
+    }
+}
+
+#[test]
+fn each_stream_has_its_own_completion() {
+    let device = CpuDevice::with_threads(2).unwrap();
+    let coordinator = coordinator(&device, 3);
+    let (open, gate) = mpsc::channel::<()>();
+    let gate = Mutex::new(Some(gate));
+    let works = (0..2).map(|number| {
+        let gate = &gate;
+        move |stream: &<CpuDevice as Device>::Stream| {
+            let gate = gate.lock().unwrap().take_if(|_| number == 0);
+            stream.launch_host_fn(HostFn::new(move || {
+                let _ = gate.map(|gate| gate.recv());
+            }))
+        }
+    });
+    let execution = coordinator.execute_parallel(works).unwrap();
+    let (sender, receiver) = mpsc::channel::<StreamId>();
+    execution.on_stream_complete(move |stream| sender.send(stream).unwrap()).unwrap();
+    // The work on the first stream has not ended.
+    assert_eq!(receiver.recv().unwrap(), coordinator.streams()[1].id());
+    assert_eq!(receiver.try_recv(), Err(mpsc::TryRecvError::Empty));
+    drop(open);
+    assert_eq!(receiver.recv().unwrap(), coordinator.streams()[0].id());
+    assert!(receiver.recv().is_err(), "no task ran on the third stream");
+}
+
+/// Copies to two buffers in turn, each of which a host function then reads. Without one of the
+/// waits, the device finds a race.
+#[test]
+fn a_pipeline_orders_its_stages_in_every_run() {
+    for repeats in [true, false] {
+        let device = SimDevice::new(SimOptions::default().with_stall_rate(0.5));
+        let (mut graph, mut stages) = (StageGraph::new(), Vec::new());
+        for buffer in 0..2 {
+            let copy = graph.add(format!("copy {buffer}"), WorkloadType::Memory, &[]);
+            let read = graph.add(format!("read {buffer}"), WorkloadType::Compute, &[copy]);
+            if repeats {
+                graph.repeat_after(copy, read);
+            }
+            stages.push((copy, read));
+        }
+        assert_eq!(graph.len(), 4);
+        let strategy = AllocationStrategy::Workload;
+        let pool = Arc::new(StreamPool::new(device.clone(), 4, strategy).unwrap());
+        let pipeline = MultiStreamCoordinator::with_pool(Arc::clone(&pool)).pipeline(&graph);
+        let pipeline = pipeline.unwrap();
+        let (copy, read) = stages[0];
+        assert_ne!(pipeline.stream(copy).id(), pipeline.stream(read).id());
+        assert_eq!(pipeline.stream(copy).id(), pipeline.stream(stages[1].0).id());
+        let workload = |of: StreamId| {
+            pool.stats().into_iter().find(|stats| stats.stream == of).unwrap().workload
+        };
+        assert_eq!(workload(pipeline.stream(copy).id()), Some(WorkloadType::Memory));
+        assert_eq!(workload(pipeline.stream(read).id()), Some(WorkloadType::Compute));
+        let layout = Layout::from_size_align(4096, 64).unwrap();
+        let memory = [0, 1].map(|_| device.allocate(layout, MemoryKind::Device).unwrap());
+        let mut raced = false;
+        for turn in 0..10 {
+            let (range, (copy, read)) = (memory[turn % 2].range(), stages[turn % 2]);
+            // SAFETY: a simulated device runs one operation at a time; the memory outlives it.
+            let copied = pipeline.run(copy, |stream| unsafe { stream.fill(range, turn as u8) });
+            raced |= matches!(copied, Err(Error::Race(_)));
+            let work = HostFn::new(|| ()).reads(range);
+            pipeline.run(read, |stream| stream.launch_host_fn(work)).unwrap();
+        }
+        pipeline.synchronize().unwrap();
+        assert_eq!((raced, device.races().is_empty()), (!repeats, repeats));
+        let events = pipeline.stages().map(|(name, stream)| (name.len(), stream.metrics()));
+        assert!(events.into_iter().all(|(name, metrics)| name == 6 && metrics.operations > 0));
+    }
 }

@@ -398,3 +398,31 @@ fn order_across<D: Device>(device: &D, first: &D::Stream, second: &D::Stream) {
     point.synchronize().unwrap();
     assert!(seen.lock().unwrap().iter().copied().eq(0..40));
 }
+
+/// Work that was submitted before an error was taken is skipped, so an event after it must fail:
+/// whoever waits for it would read what was never written.
+#[test]
+fn events_after_skipped_work_fail() {
+    let device = CpuDevice::with_threads(2).unwrap();
+    let [failing, gated] = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
+    let [failed, opened, after, later] = [(); 4].map(|()| device.create_event().unwrap());
+    let (open, gate) = mpsc::channel::<()>();
+    let (start, started) = mpsc::channel::<()>();
+    gated.launch_host_fn(HostFn::new(move || gate.recv().unwrap())).unwrap();
+    gated.record(&opened).unwrap();
+    let panic = || std::panic::resume_unwind(Box::new("on purpose"));
+    let fail = HostFn::new(move || started.recv().map_or((), |()| panic()));
+    failing.launch_host_fn(fail).unwrap();
+    failing.record(&failed).unwrap();
+    failing.wait(&opened).unwrap();
+    failing.launch_host_fn(HostFn::new(|| unreachable!("this work is skipped"))).unwrap();
+    failing.record(&after).unwrap();
+    start.send(()).unwrap();
+    failed.synchronize().unwrap_err();
+    failing.take_error().unwrap();
+    failing.record(&later).unwrap();
+    open.send(()).unwrap();
+    assert!(after.synchronize().unwrap_err().to_string().contains("on purpose"));
+    later.synchronize().unwrap();
+    failing.synchronize().unwrap();
+}

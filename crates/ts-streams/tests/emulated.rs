@@ -12,8 +12,8 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 use ts_streams::{
-    AnyDevice, CudaDevice, Device, Error, Event, GpuStatus, HostFn, Kernel, MemoryKind,
-    MemoryRange, RawMemory, Stream, StreamPriority, conformance,
+    AnyDevice, CudaDevice, CudarcSlice, Device, Error, Event, GpuStatus, HostFn, Kernel,
+    MemoryKind, MemoryRange, RawMemory, Stream, StreamPriority, conformance,
 };
 
 /// The environment variable of processes with the emulated driver.
@@ -391,5 +391,41 @@ fn kernels_run_in_the_order_of_their_stream() {
         assert_eq!((stream.metrics().launches, counters().modules), (10, 1));
         drop((stream, memory, device));
         assert_eq!(counters(), before);
+    });
+}
+
+#[test]
+fn streams_and_memory_are_shared_with_cudarc() {
+    emulated("streams_and_memory_are_shared_with_cudarc", &[], || {
+        let (device, other) = (CudaDevice::new(0).unwrap(), CudaDevice::new(1).unwrap());
+        let context = device.cudarc_context().unwrap();
+        let theirs = context.new_stream_with_priority(0).unwrap();
+        let ours = device.stream_from_cudarc(&theirs).unwrap();
+        let error = other.stream_from_cudarc(&theirs).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+        drop(theirs);
+        let memory = device.allocate(layout(4096), MemoryKind::Device).unwrap();
+        // SAFETY: the memory outlives the work, all of which is submitted to one stream. `ours` and
+        // `own` outlive what is made from them.
+        unsafe {
+            ours.fill(memory.range(), 1).unwrap();
+            let theirs = ours.to_cudarc().unwrap();
+            assert!(CudarcSlice::<u32>::new(memory.range().slice(0..6), &theirs).is_none());
+            assert!(CudarcSlice::<u32>::new(memory.range().slice(2..6), &theirs).is_none());
+            let slice = CudarcSlice::<u32>::new(memory.range(), &theirs).unwrap();
+            let view = slice.slice(1000..1024);
+            assert_eq!(theirs.clone_dtoh(&view).unwrap(), [0x0101_0101; 24]);
+            drop(slice);
+            // The other direction, through a stream that this crate owns.
+            let own = device.create_stream(StreamPriority::High).unwrap();
+            let theirs = own.to_cudarc().unwrap();
+            own.fill(memory.range(), 2).unwrap();
+            let slice = CudarcSlice::<u8>::new(memory.range(), &theirs).unwrap();
+            assert_eq!(theirs.clone_dtoh(&slice.slice(..3)).unwrap(), [2; 3]);
+            theirs.synchronize().unwrap();
+        }
+        drop((ours, context, memory, device, other));
+        let current = counters().current; // that of cudarc stays
+        assert_eq!(counters(), Counters { current, ..Counters::default() });
     });
 }

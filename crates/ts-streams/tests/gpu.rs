@@ -34,8 +34,8 @@ fn has_an_engine(device: &CudaDevice) -> bool {
 
 #[test]
 fn a_gpu_conforms() {
-    if let Some(device) = device() {
-        conformance::check(|| device.clone());
+    if device().is_some() {
+        conformance::check(|| CudaDevice::new(0).unwrap());
     }
 }
 

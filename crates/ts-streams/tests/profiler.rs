@@ -81,3 +81,34 @@ fn scopes_of_failed_streams_are_lost() {
     assert_eq!((profile.lost, profile.spans.len()), (1, 0));
     assert_eq!(profile.times(Some(StreamId(0))).len(), 0);
 }
+
+#[test]
+fn a_profiler_that_is_off_records_nothing() {
+    let device = SimDevice::new(SimOptions::default());
+    let streams = [(); 2].map(|()| device.create_stream(StreamPriority::Normal).unwrap());
+    let profiler = StreamProfiler::new(device).unwrap();
+    let run = |index: usize| {
+        let _scope = profiler.scope(&streams[index], "scope").unwrap();
+        streams[index].launch_host_fn(HostFn::new(|| ())).unwrap();
+        let time = Duration::from_micros(5);
+        profiler.record_operation(streams[index].id(), Activity::Transfer, time, 10);
+    };
+    assert!(profiler.is_enabled());
+    profiler.set_enabled(false);
+    let before = streams[0].metrics().operations;
+    run(0);
+    assert_eq!(streams[0].metrics().operations, before + 1, "no event is recorded");
+    let report = profiler.finish().unwrap().report();
+    assert_eq!((report.total_streams, report.streams, report.lost), (0, vec![], 0));
+    profiler.set_enabled(true);
+    (0..4).for_each(|turn| run(turn % 2));
+    let report = profiler.finish().unwrap().report();
+    assert_eq!(report.total_streams, 2);
+    let ids: Vec<_> = report.streams.iter().map(|stream| stream.stream).collect();
+    assert_eq!(ids, [streams[0].id(), streams[1].id()]);
+    for stream in &report.streams {
+        assert_eq!(stream.measured[&Activity::Scope("scope".into())].count, 2);
+        assert_eq!(stream.reported[&Activity::Transfer].bytes, 20);
+    }
+    assert!(report.busy > Duration::ZERO && report.overlap <= report.busy);
+}

@@ -218,6 +218,11 @@ impl CudaApi {
         Ok(Self { device, ordinal: ordinal as u32, raw, modules: Mutex::default() })
     }
 
+    /// Returns the primary context, which is retained until this value is dropped.
+    pub(super) fn context(&self) -> CUcontext {
+        self.raw
+    }
+
     /// Makes the context current on this thread until the result is dropped. PyTorch's current
     /// device is that of the current context, so it must not change.
     fn make_current(&self) -> Result<Current, Error> {

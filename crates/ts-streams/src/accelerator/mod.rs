@@ -4,12 +4,16 @@
 
 mod api;
 #[cfg(feature = "cuda")]
+mod bridge;
+#[cfg(feature = "cuda")]
 mod cuda;
 mod dependencies;
 mod event;
 mod memory;
 #[cfg(feature = "runtime")]
 mod runtime;
+#[cfg(feature = "cuda")]
+mod shared_stream;
 mod stream;
 
 use std::alloc::Layout;
@@ -17,6 +21,8 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use self::api::{Api, RawEvent, RawStream};
+#[cfg(feature = "cuda")]
+pub use self::bridge::CudarcSlice;
 #[cfg(feature = "cuda")]
 pub(crate) use self::cuda::status;
 #[cfg(feature = "cuda")]
@@ -78,6 +84,8 @@ enum Deferred<A: Api> {
     /// Memory to free. If there is a stream, after the earlier work of the stream.
     Memory(Allocation, Option<Arc<StreamHandle<A>>>),
     Stream(RawStream),
+    #[cfg(feature = "cuda")]
+    Shared(shared_stream::SharedStream),
     Event(RawEvent),
     /// Registered host memory.
     Registration(HostAddress),
@@ -109,6 +117,8 @@ impl<A: Api> Shared<A> {
                         self.free(&allocation, stream.as_deref());
                     }
                     Deferred::Stream(raw) => self.api.destroy_stream(&raw),
+                    #[cfg(feature = "cuda")]
+                    Deferred::Shared(stream) => drop(stream),
                     Deferred::Event(raw) => self.api.destroy_event(&raw),
                     Deferred::Registration(start) => self.api.unregister(start.0),
                 }
@@ -197,7 +207,12 @@ impl<A: Api> AcceleratorDevice<A> {
     }
 }
 
-impl<A: Api> Device for AcceleratorDevice<A> {
+// SAFETY: `allocate` asks the driver for the bytes of the layout, and for more if the address is
+// not aligned; `allocate_async` refuses it then. Only device memory is not accessible to the host.
+// The driver keeps the order of its streams and events, and frees in that order; each method makes
+// the call of the driver with the same meaning. Handles keep `Shared`, and with it the library,
+// alive. What is dropped in a host function is destroyed later. Streams are compared by `Shared`.
+unsafe impl<A: Api> Device for AcceleratorDevice<A> {
     type Stream = AcceleratorStream<A>;
     type Event = AcceleratorEvent<A>;
     type Memory = AcceleratorMemory<A>;

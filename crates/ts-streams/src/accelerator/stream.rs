@@ -2,7 +2,7 @@
 //! Streams of accelerators.
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::id::StreamId;
 use crate::kernel::Kernel;
 use crate::memory::check_copy;
 use crate::metrics::StreamMetrics;
-use crate::queue::{Work, check_may_block, next_stream_id};
+use crate::queue::{Work, check_may_block};
 use crate::range::MemoryRange;
 
 /// Counters of a stream. Only queries and synchronization update the completions.
@@ -29,6 +29,10 @@ pub(super) struct Counts {
     pub(super) transferred_bytes: AtomicU64,
     pub(super) launches: AtomicU64,
     pub(super) submitted_ns: AtomicU64,
+    /// When work was submitted to the idle stream last.
+    pub(super) began_ns: AtomicU64,
+    /// Whether work was submitted since all of it was last seen to be done.
+    pub(super) busy: AtomicBool,
 }
 
 /// The operations that have completed.
@@ -39,6 +43,21 @@ pub(super) struct Completions {
     pub(super) submitted_ns: u64,
     /// The sum of the times from submission until the completion was noticed.
     pub(super) latency_ns: u64,
+    /// The number of transfers and launches among them, and how long these took at most.
+    pub(super) work: u64,
+    pub(super) busy_ns: u64,
+    /// When completions were noticed last.
+    pub(super) noticed_ns: u64,
+}
+
+/// What was submitted at a moment.
+#[derive(Debug, Clone, Copy)]
+struct Submitted {
+    operations: u64,
+    /// The sum of the times of submission.
+    ns: u64,
+    /// The number of transfers and launches.
+    work: u64,
 }
 
 /// A [`Stream`] of an [`AcceleratorDevice`](crate::AcceleratorDevice).
@@ -68,16 +87,27 @@ pub(super) struct StreamHandle<A: Api> {
 }
 
 /// Whether the drop of the last handle destroys a stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) enum Ownership {
     Own,
     External,
+    /// A stream of cudarc, which destroys it.
+    #[cfg(feature = "cuda")]
+    Shared(super::shared_stream::SharedStream),
 }
 
 impl<A: Api> Drop for StreamHandle<A> {
     fn drop(&mut self) {
-        if self.ownership == Ownership::External {
-            return;
+        match std::mem::replace(&mut self.ownership, Ownership::External) {
+            Ownership::Own => {}
+            Ownership::External => return,
+            #[cfg(feature = "cuda")]
+            Ownership::Shared(stream) => {
+                if check_may_block().is_err() {
+                    lock(&self.shared.deferred).push(Deferred::Shared(stream));
+                }
+                return;
+            }
         }
         let raw = self.raw.take();
         if check_may_block().is_err() {
@@ -97,7 +127,7 @@ impl<A: Api> StreamHandle<A> {
         shared: Arc<Shared<A>>,
     ) -> Self {
         Self {
-            id: next_stream_id(),
+            id: StreamId::unique(),
             level,
             raw,
             ownership,
@@ -124,31 +154,50 @@ impl<A: Api> StreamHandle<A> {
         dependencies.operations += 1;
         submit(&mut dependencies)?;
         self.counts.operations.fetch_add(1, Ordering::Relaxed);
-        self.counts.submitted_ns.fetch_add(monotonic_ns(), Ordering::Relaxed);
+        let now_ns = monotonic_ns();
+        self.counts.submitted_ns.fetch_add(now_ns, Ordering::Relaxed);
+        if !self.counts.busy.swap(true, Ordering::Relaxed) {
+            self.counts.began_ns.store(now_ns, Ordering::Relaxed);
+        }
         Ok(())
     }
 
-    /// Counts all operations up to `operations` as completed. `submitted_ns` is the sum of the
-    /// times at which they were submitted.
-    fn completed(&self, operations: u64, submitted_ns: u64) {
-        let mut completions = lock(&self.counts.completions);
-        let new = operations.saturating_sub(completions.operations);
-        if new > 0 {
-            let submitted = submitted_ns.saturating_sub(completions.submitted_ns);
-            let latency = monotonic_ns().saturating_mul(new).saturating_sub(submitted);
-            *completions = Completions {
-                operations,
-                submitted_ns,
-                latency_ns: completions.latency_ns.saturating_add(latency),
-            };
+    /// Counts everything that was submitted then as completed.
+    fn completed(&self, then: Submitted) {
+        let counts = &self.counts;
+        let mut last = lock(&counts.completions);
+        let new = then.operations.saturating_sub(last.operations);
+        if new == 0 {
+            return;
+        }
+        let now_ns = monotonic_ns();
+        let submitted_ns = then.ns.saturating_sub(last.submitted_ns);
+        let work = then.work.saturating_sub(last.work);
+        // The stream was idle until the first of these was submitted, or busy with earlier ones.
+        let began_ns = counts.began_ns.load(Ordering::Relaxed).max(last.noticed_ns);
+        let busy_ns = if work > 0 { now_ns.saturating_sub(began_ns) } else { 0 };
+        *last = Completions {
+            operations: then.operations,
+            submitted_ns: then.ns,
+            latency_ns: (last.latency_ns)
+                .saturating_add(now_ns.saturating_mul(new).saturating_sub(submitted_ns)),
+            work: then.work.max(last.work),
+            busy_ns: last.busy_ns.saturating_add(busy_ns),
+            noticed_ns: now_ns,
+        };
+        if counts.operations.load(Ordering::Relaxed) == then.operations {
+            counts.busy.store(false, Ordering::Relaxed);
         }
     }
 
-    fn counted(&self) -> (u64, u64) {
-        (
-            self.counts.operations.load(Ordering::Relaxed),
-            self.counts.submitted_ns.load(Ordering::Relaxed),
-        )
+    fn submitted(&self) -> Submitted {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counts = &self.counts;
+        Submitted {
+            operations: read(&counts.operations),
+            ns: read(&counts.submitted_ns),
+            work: read(&counts.transfers) + read(&counts.launches),
+        }
     }
 
     fn error(&self) -> Result<(), Error> {
@@ -293,20 +342,20 @@ impl<A: Api> Stream for AcceleratorStream<A> {
     }
 
     fn query(&self) -> Result<Status, Error> {
-        let (operations, submitted_ns) = self.handle.counted();
+        let submitted = self.handle.submitted();
         // Work that was submitted before the failure was known may still be running.
         if !self.handle.shared.api.is_done(&self.handle.raw)? {
             return Ok(Status::Pending);
         }
-        self.handle.completed(operations, submitted_ns);
+        self.handle.completed(submitted);
         self.handle.error().map(|()| Status::Ready)
     }
 
     fn synchronize(&self) -> Result<(), Error> {
         check_may_block()?;
-        let (operations, submitted_ns) = self.handle.counted();
+        let submitted = self.handle.submitted();
         self.handle.shared.api.synchronize(&self.handle.raw)?;
-        self.handle.completed(operations, submitted_ns);
+        self.handle.completed(submitted);
         self.handle.error()
     }
 
@@ -323,7 +372,7 @@ impl<A: Api> Stream for AcceleratorStream<A> {
     }
 
     fn metrics(&self) -> StreamMetrics {
-        let _ = self.query();
+        let _ = self.outstanding(); // asks the driver if there is work
         let Counts { operations, transfers, transferred_bytes, launches, completions, .. } =
             &self.handle.counts;
         let completions = lock(completions);
@@ -335,6 +384,20 @@ impl<A: Api> Stream for AcceleratorStream<A> {
             transferred_bytes: read(transferred_bytes),
             launches: read(launches),
             latency: Duration::from_nanos(completions.latency_ns),
+            completed_work: completions.work,
+            busy: Duration::from_nanos(completions.busy_ns),
         }
+    }
+
+    fn outstanding(&self) -> u64 {
+        // An idle stream needs no call to the driver.
+        let left = || {
+            let submitted = self.handle.counts.operations.load(Ordering::Relaxed);
+            submitted.saturating_sub(lock(&self.handle.counts.completions).operations)
+        };
+        if left() > 0 {
+            let _ = self.query();
+        }
+        left()
     }
 }

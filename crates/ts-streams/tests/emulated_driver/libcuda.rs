@@ -432,6 +432,29 @@ driver! {
         }
     }
 
+    fn cuCtxGetCurrent(context: *mut usize) {
+        *context = CONTEXTS.with_borrow(|contexts| contexts.last().copied().unwrap_or(0));
+        SUCCESS
+    }
+
+    fn cuCtxSetCurrent(context: usize) {
+        CONTEXTS.with_borrow_mut(|contexts| {
+            contexts.pop();
+            contexts.push(context);
+        });
+        SUCCESS
+    }
+
+    fn cuCtxSynchronize() {
+        let streams = with(|state| state.streams.values().cloned().collect::<Vec<_>>());
+        for stream in streams {
+            let point = Arc::new(Point::default());
+            stream.submit_point(Arc::clone(&point));
+            point.wait();
+        }
+        device_call(|_, _| Ok(()))
+    }
+
     fn cuCtxGetStreamPriorityRange(least: *mut i32, greatest: *mut i32) {
         (*least, *greatest) = (0, -5);
         SUCCESS
@@ -541,6 +564,10 @@ driver! {
             point.wait();
         }
         code
+    }
+
+    fn cuMemcpyDtoHAsync_v2(to: usize, from: u64, bytes: usize, stream: usize) {
+        cuMemcpyAsync(to as u64, from, bytes, stream)
     }
 
     fn cuMemsetD8Async(to: u64, byte: u8, bytes: usize, stream: usize) {
