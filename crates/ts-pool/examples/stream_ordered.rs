@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Allocates and frees device memory in stream order, on the CPU device.
 //!
-//! Run it with `cargo run -p ts-pool --example stream_ordered`. To run the same program on a GPU,
-//! replace `CpuDevice::new()` with `CudaDevice::new(0)` (feature `cuda`).
+//! Run it with `cargo run -p tensorstream-pool --example stream_ordered`. To run the same program
+//! on a GPU, replace `CpuDevice::new()` with `CudaDevice::new(0)` (feature `cuda`).
 
 use std::thread::sleep;
 use std::time::Duration;

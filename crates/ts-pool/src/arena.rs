@@ -39,8 +39,14 @@ pub(crate) struct Arena {
 /// owner, because blocks alias them.
 #[derive(Debug)]
 enum Memory {
+    #[cfg_attr(
+        not(target_os = "linux"),
+        expect(dead_code, reason = "only Linux takes advice about its pages")
+    )]
     Mapping(MmapMut),
-    Device { _memory: Box<dyn RawMemory> },
+    Device {
+        _memory: Box<dyn RawMemory>,
+    },
 }
 
 // SAFETY: the memory has a fixed address and is not tied to a thread. `Arena` does not access it

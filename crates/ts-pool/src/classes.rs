@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 use ts_streams::{
-    Device, ErrorKind as DeviceErrorKind, HostFn, MemoryKind, MemoryRange, RawMemory, Stream,
+    Device, ErrorKind as DeviceErrorKind, HostFn, MemoryKind, MemoryRange, OpenDevice, RawMemory,
+    Stream,
 };
 
 use crate::Error;
@@ -179,7 +180,13 @@ struct BlockPoolInner<D: Device> {
     /// Bytes of all blocks, free or in use.
     total: AtomicUsize,
     total_high_water: AtomicUsize,
+    /// Blocks that were allocated from the device.
+    created: AtomicU64,
     drops: AtomicU64,
+    /// Requests that failed.
+    failed: AtomicU64,
+    /// Blocks larger than all classes that were dropped, and so freed.
+    oversized_drops: AtomicU64,
 }
 
 /// The free blocks and counters of the threads that map to this shard. The alignment keeps two
@@ -217,6 +224,10 @@ struct BlockSlot<M> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlockStats {
+    /// Number of free blocks.
+    pub available_buffers: usize,
+    /// Number of acquired blocks.
+    pub in_use_buffers: usize,
     /// Bytes in free blocks.
     pub available_bytes: usize,
     /// Bytes in acquired blocks.
@@ -239,11 +250,11 @@ pub struct BlockStats {
 }
 
 impl BlockStats {
-    /// Returns the fraction of requests that were served with a free block, from 0 to 1. Returns 0
-    /// if there were no requests.
+    /// Returns the share of requests that were served with a free block, in per cent, from 0 to
+    /// 100. Returns 0 if there were no requests.
     pub fn hit_rate(&self) -> f64 {
         let all = self.hits + self.misses;
-        if all > 0 { self.hits as f64 / all as f64 } else { 0.0 }
+        if all > 0 { 100.0 * self.hits as f64 / all as f64 } else { 0.0 }
     }
 }
 
@@ -262,13 +273,14 @@ pub struct PooledBuffer<D: Device> {
 }
 
 impl<D: Device> BlockPool<D> {
-    /// Creates a pool of device memory.
+    /// Creates a pool of device memory, on a device or on the GPU of a number, from 0.
     ///
     /// # Errors
-    /// Fails only if [`PoolConfig::preallocate`] is set. Returns [`Error::OutOfMemory`] if the
-    /// device has too little memory for a block even after the pool frees its other blocks. Returns
+    /// Given a number, returns [`Error::Device`] if no GPU has it. Given a device, fails only if
+    /// [`PoolConfig::preallocate`] is set. Returns [`Error::OutOfMemory`] if the device has too
+    /// little memory for a block even after the pool frees its other blocks. Returns
     /// [`Error::Device`] if the device fails for another reason.
-    pub fn new(device: D, config: PoolConfig) -> Result<Self, Error> {
+    pub fn new(device: impl OpenDevice<Device = D>, config: PoolConfig) -> Result<Self, Error> {
         Self::with_kind(device, MemoryKind::Device, config)
     }
 
@@ -276,7 +288,12 @@ impl<D: Device> BlockPool<D> {
     ///
     /// # Errors
     /// The same as [`new`](Self::new).
-    pub fn with_kind(device: D, kind: MemoryKind, config: PoolConfig) -> Result<Self, Error> {
+    pub fn with_kind(
+        device: impl OpenDevice<Device = D>,
+        kind: MemoryKind,
+        config: PoolConfig,
+    ) -> Result<Self, Error> {
+        let device = device.open()?;
         let sizes = config.block_sizes();
         // No block is smaller than `sizes[0]`, so the pool never needs more slots than this.
         let count = u32::try_from(config.pool_bytes / sizes[0] + 1).unwrap_or(u32::MAX - 1);
@@ -294,7 +311,10 @@ impl<D: Device> BlockPool<D> {
             slots: (0..count).map(slot).collect(),
             total: AtomicUsize::new(0),
             total_high_water: AtomicUsize::new(0),
+            created: AtomicU64::new(0),
             drops: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
+            oversized_drops: AtomicU64::new(0),
         });
         let shard = |_| {
             Arc::new(Shard {
@@ -351,7 +371,12 @@ impl<D: Device> BlockPool<D> {
         let free = class_bytes.and_then(|_| self.pop_free(class, index));
         let count = if free.is_some() { &shard.hits } else { &shard.misses };
         count.fetch_add(1, Ordering::Relaxed);
-        let slot = free.map_or_else(|| self.new_block(block_bytes), Ok)?;
+        let slot = match free {
+            Some(slot) => slot,
+            None => self.new_block(block_bytes).inspect_err(|_| {
+                shared.failed.fetch_add(1, Ordering::Relaxed);
+            })?,
+        };
         shard.count_acquired(block_bytes);
         let range =
             MemoryRange::new(shared.slots[slot as usize].address.load(Ordering::Relaxed), bytes);
@@ -372,18 +397,30 @@ impl<D: Device> BlockPool<D> {
         let shared = self.shared();
         let total = shared.total.load(Ordering::Relaxed);
         let (in_use, peaks) = self.in_use();
-        let sum = |count: fn(&Shard<D>) -> &AtomicU64| {
+        let sum = |count: fn(&Shard<D>) -> &AtomicU64| -> u64 {
             self.shards.iter().map(|shard| count(shard).load(Ordering::Relaxed)).sum()
         };
+        let shared_count = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        // Counts that only rare events change are kept, so that acquiring a free block need not
+        // change one more.
+        let (failed, oversized) =
+            (shared_count(&shared.failed), shared_count(&shared.oversized_drops));
+        let (hits, misses) = (sum(|shard| &shard.hits), sum(|shard| &shard.misses));
+        let (returns, drops) = (sum(|shard| &shard.returns), shared_count(&shared.drops));
+        let in_use_buffers = (hits + misses).saturating_sub(failed + returns + oversized);
+        let available_buffers =
+            shared_count(&shared.created).saturating_sub(drops + in_use_buffers);
         BlockStats {
+            available_buffers: available_buffers as usize,
+            in_use_buffers: in_use_buffers as usize,
             available_bytes: total.saturating_sub(in_use),
             in_use_bytes: in_use,
             pool_bytes: total,
             high_water_bytes: peaks.min(shared.total_high_water.load(Ordering::Relaxed)),
-            hits: sum(|shard| &shard.hits),
-            misses: sum(|shard| &shard.misses),
-            returns: sum(|shard| &shard.returns),
-            drops: shared.drops.load(Ordering::Relaxed),
+            hits,
+            misses,
+            returns,
+            drops,
         }
     }
 
@@ -509,6 +546,7 @@ impl<D: Device> BlockPoolInner<D> {
         let Some(slot) = self.empty_slots.pop(&self.links) else { return Ok(None) };
         self.slots[slot as usize].address.store(memory.range().as_ptr(), Ordering::Relaxed);
         *self.memory(slot) = Some(memory);
+        self.created.fetch_add(1, Ordering::Relaxed);
         Ok(Some(slot))
     }
 
@@ -572,7 +610,10 @@ impl<D: Device> Drop for PooledBuffer<D> {
                 returns.fetch_add(1, Ordering::Relaxed);
                 self.shard.push_free(usize::from(class), self.slot);
             }
-            None => shared.free_block(self.slot, self.block_bytes),
+            None => {
+                shared.oversized_drops.fetch_add(1, Ordering::Relaxed);
+                shared.free_block(self.slot, self.block_bytes);
+            }
         }
     }
 }
@@ -599,11 +640,12 @@ pub struct PinnedMemoryPool<D: Device> {
 }
 
 impl<D: Device> PinnedMemoryPool<D> {
-    /// Creates a pool. Acquires one block, to determine whether the memory is pinned.
+    /// Creates a pool for a device or for the GPU of a number, from 0. Acquires one block, to
+    /// determine whether the memory is pinned.
     ///
     /// # Errors
     /// The same as [`BlockPool::new`] and [`BlockPool::acquire`].
-    pub fn new(device: D, config: PoolConfig) -> Result<Self, Error> {
+    pub fn new(device: impl OpenDevice<Device = D>, config: PoolConfig) -> Result<Self, Error> {
         let pool = BlockPool::with_kind(device, MemoryKind::PinnedHost, config)?;
         let first = pool.acquire(1)?;
         let is_pinned = pool

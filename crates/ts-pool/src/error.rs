@@ -155,6 +155,13 @@ pub enum Error {
         /// Description of the problem.
         reason: String,
     },
+    /// A tensor cannot be imported from, or exported to, a structure of DLPack.
+    #[cfg(feature = "dlpack")]
+    #[error("invalid DLPack tensor: {what}")]
+    DlPack {
+        /// The reason.
+        what: String,
+    },
     /// The device reported an error.
     #[error(transparent)]
     Device(#[from] ts_streams::Error),
@@ -212,6 +219,8 @@ impl Error {
             | Error::BadAlignment { .. }
             | Error::TooManyStreams
             | Error::BadLog { .. } => ErrorKind::Misuse,
+            #[cfg(feature = "dlpack")]
+            Error::DlPack { .. } => ErrorKind::Misuse,
             Error::Device(error) => match error.kind() {
                 ts_streams::ErrorKind::Full => ErrorKind::Full,
                 ts_streams::ErrorKind::Unsupported => ErrorKind::Unsupported,

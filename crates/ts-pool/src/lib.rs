@@ -41,8 +41,10 @@
 //! `examples/stream_ordered.rs` shows a [`StreamOrderedPool`] on the CPU device.
 //!
 //! # For embedders
-//! The streaming engine and the Python package do not use these parts. They are public, tested and
-//! documented for programs that embed this crate:
+//! The streaming engine does not use these parts. They are public, tested and documented for
+//! programs that embed this crate. Python has some of them in `tensorstream.streams`:
+//! [`BlockPool`], [`free_for_stream`](StreamOrderedPool::free_for_stream) and
+//! [`trim`](StreamOrderedAllocator::trim).
 //!
 //! - [`BlockPool`] and [`GpuMemoryPool`] as pools of device memory, with [`Upload`] and
 //!   [`PooledBuffer::release_after`]. The type `PooledMemory` of ts-remote can receive tensors into
@@ -67,11 +69,16 @@
 //! # Features
 //! `cuda` (off by default): enables CUDA devices in `ts_streams`, so [`TensorBuffer`]s can live on
 //! a GPU if the machine has one.
+//!
+//! `dlpack` (off by default): the module `dlpack`, which exchanges tensors with other libraries
+//! without a copy.
 
 mod arena;
 mod budget;
 mod buffer;
 mod classes;
+#[cfg(feature = "dlpack")]
+pub mod dlpack;
 mod error;
 mod offset;
 mod ordered;
@@ -93,6 +100,8 @@ mod watch;
 pub use arena::BLOCK_ALIGN;
 pub use budget::{Budget, Reservation};
 pub use buffer::{Buffer, SharedBuffer};
+/// The bytes that [`TensorBuffer::cpu`] takes without a copy.
+pub use bytes::Bytes;
 pub use classes::{
     BlockPool, BlockStats, GpuMemoryPool, PinnedMemoryPool, PoolConfig, PooledBuffer,
 };

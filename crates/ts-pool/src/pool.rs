@@ -260,6 +260,7 @@ impl HostPool {
 
     /// Excludes the memory at these addresses from [`populate`](Self::populate). Waits a few
     /// milliseconds if it is being populated.
+    #[cfg(target_os = "linux")]
     pub(crate) fn settle(&self, addresses: std::ops::Range<usize>) {
         let (base, len) = (self.inner.arena.at(0).as_ptr().addr(), self.inner.arena.len());
         let at = |address: usize| address.saturating_sub(base).min(len);

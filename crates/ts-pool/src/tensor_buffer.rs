@@ -5,6 +5,7 @@ use std::alloc::Layout;
 use std::collections::HashMap;
 use std::sync::Once;
 
+use bytes::Bytes;
 use parking_lot::Mutex;
 use ts_streams::{AnyDevice, AnyStream, Device, DeviceRegistry, GpuStatus, StreamPriority};
 
@@ -34,18 +35,23 @@ pub struct TensorBuffer {
 #[derive(Debug)]
 enum Storage {
     Host(Vec<u8>),
+    /// Bytes that others may share. They become `Host` before they are written to.
+    Shared(Bytes),
     Device(DeviceBuffer<AnyDevice>),
 }
 
 impl TensorBuffer {
-    /// Creates a buffer in host memory that owns `bytes`. Copies nothing.
-    pub fn cpu(bytes: Vec<u8>) -> Self {
-        Self { storage: Storage::Host(bytes) }
+    /// Creates a buffer in host memory of a `Vec<u8>`, of [`Bytes`], or of anything that
+    /// [`Bytes::from_owner`] takes. Copies nothing.
+    ///
+    /// The first access for writing copies bytes that another owner shares.
+    pub fn cpu(bytes: impl Into<Bytes>) -> Self {
+        Self { storage: Storage::Shared(bytes.into()) }
     }
 
     /// Allocates `len` zero bytes in host memory.
     pub fn cpu_zeros(len: usize) -> Self {
-        Self::cpu(vec![0; len])
+        vec![0; len].into()
     }
 
     /// Allocates `len` zero bytes in host memory.
@@ -55,7 +61,7 @@ impl TensorBuffer {
     pub fn try_cpu_zeros(len: usize) -> Result<Self, Error> {
         let failed = || Error::Map { bytes: len, source: std::io::ErrorKind::OutOfMemory.into() };
         if len == 0 {
-            return Ok(Self::cpu(Vec::new()));
+            return Ok(Vec::new().into());
         }
         let layout = Layout::array::<u8>(len).map_err(|_| failed())?;
         // SAFETY: the size of the layout is not zero.
@@ -65,7 +71,7 @@ impl TensorBuffer {
         }
         // SAFETY: the global allocator returned `data` for the layout of `len` bytes, all of which
         // are initialised, and nothing else owns it.
-        Ok(Self::cpu(unsafe { Vec::from_raw_parts(data, len, len) }))
+        Ok(unsafe { Vec::from_raw_parts(data, len, len) }.into())
     }
 
     /// Allocates `len` bytes with undefined contents on GPU `ordinal`, or `len` zero bytes in host
@@ -109,6 +115,7 @@ impl TensorBuffer {
     pub fn len(&self) -> usize {
         match &self.storage {
             Storage::Host(bytes) => bytes.len(),
+            Storage::Shared(bytes) => bytes.len(),
             Storage::Device(buffer) => buffer.len(),
         }
     }
@@ -132,22 +139,36 @@ impl TensorBuffer {
     pub fn as_slice(&self) -> Option<&[u8]> {
         match &self.storage {
             Storage::Host(bytes) => Some(bytes),
+            Storage::Shared(bytes) => Some(bytes),
             Storage::Device(_) => None,
         }
     }
 
-    /// Returns the bytes for writing if they are in host memory.
+    /// Returns the bytes for writing if they are in host memory. Copies them first if they came as
+    /// [`Bytes`] that another owner shares.
     pub fn as_mut_slice(&mut self) -> Option<&mut [u8]> {
+        if let Storage::Shared(bytes) = &mut self.storage {
+            self.storage = Storage::Host(std::mem::take(bytes).into());
+        }
         match &mut self.storage {
             Storage::Host(bytes) => Some(bytes),
-            Storage::Device(_) => None,
+            Storage::Shared(_) | Storage::Device(_) => None,
+        }
+    }
+
+    /// Returns bytes that others may share, and which are not to be written to.
+    #[cfg(feature = "dlpack")]
+    pub(crate) fn as_shared(&self) -> Option<&[u8]> {
+        match &self.storage {
+            Storage::Shared(bytes) => Some(bytes),
+            Storage::Host(_) | Storage::Device(_) => None,
         }
     }
 
     /// Returns the device buffer if the bytes are in device memory.
     pub fn as_device(&self) -> Option<&DeviceBuffer<AnyDevice>> {
         match &self.storage {
-            Storage::Host(_) => None,
+            Storage::Host(_) | Storage::Shared(_) => None,
             Storage::Device(buffer) => Some(buffer),
         }
     }
@@ -159,6 +180,7 @@ impl TensorBuffer {
     pub fn to_host(&self) -> Result<Vec<u8>, Error> {
         match &self.storage {
             Storage::Host(bytes) => Ok(bytes.clone()),
+            Storage::Shared(bytes) => Ok(bytes.to_vec()),
             Storage::Device(buffer) => {
                 let mut bytes = vec![0; buffer.len()];
                 buffer.read(0, &mut bytes)?;
@@ -172,7 +194,7 @@ impl TensorBuffer {
     /// # Errors
     /// The same as [`to_host`](Self::to_host).
     pub fn to_cpu(&self) -> Result<Self, Error> {
-        Ok(Self::cpu(self.to_host()?))
+        Ok(self.to_host()?.into())
     }
 
     /// Copies the bytes to a new buffer on GPU `ordinal`. A copy from another GPU goes through host
@@ -199,6 +221,7 @@ impl TensorBuffer {
         let mut copy = pool.allocate_for_stream(self.len(), stream)?;
         match &self.storage {
             Storage::Host(bytes) => copy.write(0, bytes)?,
+            Storage::Shared(bytes) => copy.write(0, bytes)?,
             Storage::Device(buffer) => copy.copy_from(buffer)?,
         }
         Ok(Self { storage: Storage::Device(copy) })
@@ -222,20 +245,25 @@ impl TensorBuffer {
     /// Returns [`Error::OutOfRange`] if the bytes are not completely inside the buffer, and
     /// [`Error::Device`] or [`Error::Stale`] if the copy fails.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) -> Result<(), Error> {
-        match &mut self.storage {
-            Storage::Host(host) => {
-                let range = range_in(host.len(), offset, bytes.len())?;
-                host[range].copy_from_slice(bytes);
-                Ok(())
-            }
-            Storage::Device(buffer) => buffer.write(offset, bytes),
+        if let Storage::Device(buffer) = &mut self.storage {
+            return buffer.write(offset, bytes);
         }
+        let range = range_in(self.len(), offset, bytes.len())?;
+        let host = self.as_mut_slice().expect("the bytes are not on a device");
+        host[range].copy_from_slice(bytes);
+        Ok(())
+    }
+}
+
+impl From<Bytes> for TensorBuffer {
+    fn from(bytes: Bytes) -> Self {
+        Self::cpu(bytes)
     }
 }
 
 impl From<Vec<u8>> for TensorBuffer {
     fn from(bytes: Vec<u8>) -> Self {
-        Self::cpu(bytes)
+        Self { storage: Storage::Host(bytes) }
     }
 }
 

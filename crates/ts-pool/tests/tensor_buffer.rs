@@ -5,7 +5,9 @@
 
 use std::sync::Mutex;
 
-use ts_pool::{ErrorKind, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool, TensorBuffer};
+use ts_pool::{
+    Bytes, ErrorKind, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool, TensorBuffer,
+};
 use ts_streams::{
     AnyDevice, Device, GpuStatus, HostFn, SimDevice, SimOptions, Stream, StreamPriority,
 };
@@ -32,6 +34,22 @@ fn host_bytes_are_wrapped_without_a_copy() {
     let message = error.to_string();
     assert!(message.starts_with("cannot copy 2 bytes into a buffer of 3 bytes"), "{message}");
     assert_eq!(buffer.to_host().unwrap(), [4, 5, 6]);
+}
+
+#[test]
+fn shared_bytes_are_copied_only_before_a_write() {
+    struct Owner([u8; 3]);
+    impl AsRef<[u8]> for Owner {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+    let shared = Bytes::from_owner(Owner([1, 2, 3]));
+    let mut buffer = TensorBuffer::cpu(shared.clone());
+    assert_eq!(buffer.as_slice().unwrap().as_ptr(), shared.as_ptr());
+    buffer.write(1, &[9]).unwrap();
+    assert_eq!((buffer.to_host().unwrap(), &shared[..]), (vec![1, 9, 3], &[1, 2, 3][..]));
+    assert!(buffer.write(2, &[0, 0]).is_err());
 }
 
 #[test]

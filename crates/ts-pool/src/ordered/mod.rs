@@ -347,7 +347,8 @@ impl<D: Device> StreamOrderedPool<D> {
     /// bytes freed. Does not wait for streams.
     ///
     /// Buffers of `stream` that still exist become [stale](Error::Stale), except buffers that
-    /// another thread is copying at this moment. These are not freed.
+    /// another thread is copying at this moment, and buffers that were exported through DLPack.
+    /// These are not freed.
     pub fn free_for_stream(&self, stream: &D::Stream) -> usize {
         let mut state = self.inner.lock();
         let Some(&owner) = state.owners.get(&stream.id()) else { return 0 };
@@ -621,6 +622,15 @@ impl<D: Device> DeviceBuffer<D> {
         submit(&stream, range)?;
         // Even if this fails, the submitted work has ended.
         Ok(stream.synchronize()?)
+    }
+
+    /// Returns the address range of the buffer, which no call frees while the guard exists.
+    #[cfg(feature = "dlpack")]
+    pub(crate) fn pin(&self) -> Result<(MemoryRange, CopyGuard<D>), Error> {
+        let mut state = self.inner.lock();
+        let (range, _) = state.locate(&self.inner, self)?;
+        let guard = CopyGuard::begin(&self.inner, &mut state, &[self.block]);
+        Ok((range, guard))
     }
 
     /// Calls `submit` with the stream and the address range of the buffer, like

@@ -2,8 +2,6 @@
 //! Tests of the stream-ordered pool. Most of them run on a simulated device, which detects
 //! unordered accesses to the same memory.
 
-#![allow(clippy::unwrap_used)] // a panic fails the test
-
 use std::alloc::Layout;
 use std::sync::mpsc;
 use std::time::Duration;

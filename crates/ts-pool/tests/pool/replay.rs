@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests of the replay of RMM logs.
 
-#![allow(clippy::unwrap_used)] // a panic fails the test
-
 use proptest::prelude::*;
 use ts_pool::{AllocationLog, Error, OrderedOptions, StreamOrderedAllocator, StreamOrderedPool};
 use ts_streams::{Device, SimDevice, SimOptions};

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests of `BlockPool` and `PinnedMemoryPool`.
 
-#![allow(clippy::unwrap_used)] // a panic fails the test
-
 use std::sync::mpsc;
 
 use proptest::prelude::*;
@@ -35,10 +33,14 @@ fn a_dropped_block_is_reused() {
         (stats.in_use_bytes, stats.available_bytes, stats.high_water_bytes),
         (0, 8192, 8192)
     );
-    assert!((stats.hit_rate() - 0.5).abs() < 1e-9);
+    assert_eq!((stats.in_use_buffers, stats.available_buffers), (0, 1));
+    assert_eq!(format!("{:.1}%", stats.hit_rate()), "50.0%");
     // A block larger than `max_block_bytes` is not kept.
-    drop(pool.acquire(2 * MIB).unwrap());
+    let large = pool.acquire(2 * MIB).unwrap();
+    assert_eq!((pool.stats().in_use_buffers, pool.stats().available_buffers), (1, 1));
+    drop(large);
     assert_eq!((pool.stats().drops, pool.stats().pool_bytes), (1, 8192));
+    assert_eq!((pool.stats().in_use_buffers, pool.stats().available_buffers), (0, 1));
     pool.clear();
     assert_eq!(device.memory().in_use_bytes, 0);
 }
@@ -56,6 +58,8 @@ fn free_blocks_are_evicted_to_make_room() {
     drop(blocks);
     let small: Vec<_> = (0..100).map(|_| pool.acquire(4096).unwrap()).collect();
     assert_eq!(pool.stats().drops, 1);
+    // The failed request is a miss, but no buffer.
+    assert_eq!((pool.stats().in_use_buffers, pool.stats().available_buffers), (100, 3));
     drop(small);
     assert!(pool.stats().pool_bytes <= 4 * MIB);
     for bytes in [usize::MAX, usize::MAX - 5000, usize::MAX / 2] {
