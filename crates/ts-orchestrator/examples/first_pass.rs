@@ -3,7 +3,8 @@
 //! memory, in turn.
 //!
 //! ```sh
-//! cargo run --release -p ts-orchestrator --example first_pass -- FILE_MIB UNIT_MIB BUDGET_MIB
+//! cargo run --release -p tensorstream-orchestrator --example first_pass -- \
+//!     FILE_MIB UNIT_MIB BUDGET_MIB
 //! ```
 
 use std::error::Error;
@@ -11,8 +12,8 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
-use ts_io::Source;
+use ts_orchestrator::ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+use ts_orchestrator::ts_io::Source;
 use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitId, UnitTensor};
 
 const PASSES: usize = 6;

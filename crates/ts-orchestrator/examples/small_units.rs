@@ -3,7 +3,7 @@
 //! the disk in turn, what a visit costs, and how long an engine takes to create.
 //!
 //! ```sh
-//! cargo run --release -p ts-orchestrator --example small_units -- FILE_MIB KIB [ROUNDS]
+//! cargo run --release -p tensorstream-orchestrator --example small_units -- FILE_MIB KIB [ROUNDS]
 //! ```
 
 use std::error::Error;
@@ -11,10 +11,10 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
-use ts_io::{Registry, Source, Workload, measure};
+use ts_orchestrator::ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+use ts_orchestrator::ts_io::ts_pool::{Budget, HostPool};
+use ts_orchestrator::ts_io::{Registry, Source, Workload, measure};
 use ts_orchestrator::{Engine, EngineConfig, EngineStats, Phase, Unit, UnitId, UnitTensor};
-use ts_pool::{Budget, HostPool};
 
 /// Where the first unit begins, as after the header of a file. Units are not aligned to blocks.
 const HEADER_BYTES: u64 = 1000 * 64 + 64;

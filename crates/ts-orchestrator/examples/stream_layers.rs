@@ -2,14 +2,14 @@
 //! Streams eight layers of 1 MiB under a budget of 4 MiB.
 //!
 //! ```sh
-//! cargo run -p ts-orchestrator --example stream_layers
+//! cargo run -p tensorstream-orchestrator --example stream_layers
 //! ```
 
 use std::error::Error;
 use std::io::Write;
 
-use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
-use ts_io::Source;
+use ts_orchestrator::ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+use ts_orchestrator::ts_io::Source;
 use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitId, UnitTensor};
 
 const LAYERS: u32 = 8;

@@ -73,6 +73,9 @@ pub struct EngineConfig {
     /// The tables for [`Engine::gather`](crate::Engine::gather), indexed by
     /// [`TableId`](crate::TableId).
     pub tables: Vec<Table>,
+    /// Whether `EngineInner::read_rows` reads rows of other tables too, so that there must be a
+    /// bounce buffer even if all units are read in place.
+    pub(crate) row_reads: bool,
     /// The name of the I/O backend; `None` for the available backend with the highest priority.
     pub backend: Option<String>,
     /// The available I/O backends.
@@ -150,6 +153,7 @@ impl EngineConfig {
             order: None,
             together: Vec::new(),
             tables: Vec::new(),
+            row_reads: false,
             backend: None,
             registry: Registry::builtin(),
             io: BackendOptions::default(),
@@ -439,7 +443,7 @@ pub enum Verify {
 pub enum Prefetch {
     /// Not at all: a unit is read when it is acquired.
     None,
-    /// One unit ahead.
+    /// One unit ahead, with memory for it if the budget is at least that of two units.
     NextLayer,
     /// As far as the memory for streamed units allows. The plan decides how much memory that is.
     #[default]

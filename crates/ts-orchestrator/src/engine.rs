@@ -39,10 +39,10 @@ use crate::unit::{Unit, UnitId};
 ///
 /// # Examples
 /// ```
-/// use ts_io::Source;
+/// use ts_orchestrator::ts_io::Source;
 /// use ts_orchestrator::{Engine, EngineConfig, UnitId};
 /// # use ts_orchestrator::{Phase, Unit, UnitTensor};
-/// # use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+/// # use ts_orchestrator::ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
 /// # let dir = tempfile::tempdir()?;
 /// # let path = dir.path().join("weights");
 /// # std::fs::write(&path, (0..2000).map(|i| i as u8).collect::<Vec<u8>>())?;
@@ -73,7 +73,7 @@ use crate::unit::{Unit, UnitId};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Engine<D: Device = CpuDevice> {
-    inner: Arc<EngineInner<D>>,
+    pub(crate) inner: Arc<EngineInner<D>>,
     loader: Option<JoinHandle<()>>,
 }
 
@@ -370,8 +370,8 @@ impl<D: Device> Engine<D> {
     ///
     /// # Examples
     /// ```
-    /// # use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
-    /// # use ts_io::Source;
+    /// # use ts_orchestrator::ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+    /// # use ts_orchestrator::ts_io::Source;
     /// # use ts_orchestrator::{Phase, Unit, UnitTensor};
     /// use ts_orchestrator::{Access, Engine, EngineConfig, UnitId};
     ///
@@ -454,8 +454,8 @@ impl<D: Device> Engine<D> {
     ///
     /// # Examples
     /// ```
-    /// # use ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
-    /// # use ts_io::Source;
+    /// # use ts_orchestrator::ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+    /// # use ts_orchestrator::ts_io::Source;
     /// # use ts_orchestrator::{Engine, EngineConfig, Phase, UnitTensor};
     /// use ts_orchestrator::{Table, TableId, never_interrupt};
     ///
@@ -579,6 +579,16 @@ impl<D: Device> Engine<D> {
         self.inner.end_trace()
     }
 
+    /// Returns a stream for computations with units, or `None` if units live in host memory. It
+    /// comes from the pool of the engine's streams. The engine itself submits no work to it.
+    ///
+    /// The stream waits for the copy of a unit after
+    /// [`Lease::record_stream`](crate::Lease::record_stream). Computations may use other streams
+    /// instead.
+    pub fn compute_stream(&self) -> Option<&D::Stream> {
+        self.inner.compute_stream()
+    }
+
     /// Returns all measurements so far. Does not block on I/O.
     pub fn stats(&self) -> EngineStats {
         self.inner.stats()
@@ -614,7 +624,10 @@ impl<D: Device> Drop for Engine<D> {
         }
         self.inner.stop_populating();
         self.inner.stop_reading();
-        if let Some(loader) = self.loader.take() {
+        // A waker that the loader calls can drop the last handle. Then the loader ends by itself.
+        let is_loader =
+            |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
+        if let Some(loader) = self.loader.take().filter(|thread| !is_loader(thread)) {
             let _ = loader.join();
         }
         self.inner.stop_working();

@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::not_a_checkpoint::NotACheckpoint;
 use crate::plan::NeverFits;
 
 /// The class of an [`Error`].
@@ -16,6 +17,8 @@ pub enum ErrorKind {
     Full,
     /// The bytes of a file are damaged.
     Corrupt,
+    /// A path leads to no checkpoint, or a checkpoint is malformed.
+    NotACheckpoint,
     /// A read failed, a file has changed, the I/O backend is not available, the system refused
     /// memory or a thread, or a thread of the engine failed.
     Storage,
@@ -146,6 +149,37 @@ pub enum Error {
         /// The name of the unit. Several names are joined by `` ` + ` ``.
         unit: String,
     },
+    /// A checkpoint is malformed or truncated.
+    #[error(transparent)]
+    Format(#[from] ts_format::Error),
+    /// A path leads to no checkpoint, or to one in a format that is not supported.
+    #[error(transparent)]
+    NotACheckpoint(#[from] NotACheckpoint),
+    /// A model has no unit or tensor with this name.
+    #[error("{}: no {kind} `{name}`: {hint}", path.display())]
+    NoSuchName {
+        /// `unit` or `tensor`.
+        kind: &'static str,
+        /// The name that was passed.
+        name: String,
+        /// The path of the model, or the name of the unit that was searched.
+        path: PathBuf,
+        /// The most similar name if there is one, and the first names that exist.
+        hint: String,
+    },
+    /// A tensor has no rows that can be read alone.
+    #[error(
+        "cannot read rows of tensor `{tensor}`: it is {dtype} {shape:?} (expected a tensor with a \
+         dimension, whose rows are whole bytes)"
+    )]
+    NoRows {
+        /// The name of the tensor.
+        tensor: String,
+        /// The element type.
+        dtype: ts_format::Dtype,
+        /// The shape.
+        shape: Vec<u64>,
+    },
     /// The engine has no unit with this id.
     #[error("unknown unit id {unit}: expected an id below {count}, the number of units")]
     NoSuchUnit {
@@ -209,7 +243,10 @@ impl Error {
             | Error::NoSuchTable { .. }
             | Error::NoSuchRow { .. }
             | Error::NoSuchFile { .. }
+            | Error::NoSuchName { .. }
+            | Error::NoRows { .. }
             | Error::WrongChunks { .. } => ErrorKind::Misuse,
+            Error::Format(_) | Error::NotACheckpoint(_) => ErrorKind::NotACheckpoint,
             Error::Written { .. } => ErrorKind::Written,
             Error::Interrupted { .. } => ErrorKind::Interrupted,
         }

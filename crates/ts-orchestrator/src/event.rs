@@ -53,6 +53,8 @@ pub(crate) enum Event<D: Device> {
         raw: u64,
         work: Work,
     },
+    /// A future waits for a change.
+    Polled,
     JobPanicked(PanickedJob),
     /// The copy of a unit to its device was submitted.
     Uploaded(UploadResult<D>),

@@ -5,9 +5,10 @@ mod acquire;
 mod build;
 mod gather;
 mod passes;
+pub(crate) mod poll;
 
 use std::ops::{ControlFlow, Range};
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
@@ -155,8 +156,7 @@ impl<D: Device> EngineInner<D> {
         let mut state = self.lock();
         state.release(unit, user, used_ns, now_ns);
         state.advance(&self.context, (self.clock)());
-        drop(state);
-        self.changed.notify_all();
+        self.notify(state);
     }
 
     /// Expects visits to the routed units among `units`, in this order. Returns the number of the
@@ -191,7 +191,7 @@ impl<D: Device> EngineInner<D> {
     }
 
     pub(crate) fn plan(&self) -> Plan {
-        self.lock().plan.clone().with_buffers(self.least_buffer_bytes)
+        self.lock().planning.plan.clone().with_buffers(self.least_buffer_bytes)
     }
 
     pub(crate) fn written(&self) -> Vec<(UnitId, Vec<usize>)> {
@@ -212,6 +212,10 @@ impl<D: Device> EngineInner<D> {
         written.map(|(id, bytes)| (id, tensors(id, &bytes))).collect()
     }
 
+    pub(crate) fn compute_stream(&self) -> Option<&D::Stream> {
+        self.context.slots.compute_stream()
+    }
+
     pub(crate) fn stats(&self) -> EngineStats {
         let slots = &self.context.slots;
         let (in_use_bytes, in_use_high_water_bytes) = self.occupied_bytes();
@@ -222,7 +226,7 @@ impl<D: Device> EngineInner<D> {
         }
         EngineStats {
             budget_bytes: self.budget.limit_bytes(),
-            limit_bytes: self.budget.limit_bytes() - self.slot_budget + state.slot_limit,
+            limit_bytes: self.budget.limit_bytes() - self.slot_budget + state.planning.slot_limit,
             reserved_high_water_bytes: self.budget.high_water_bytes(),
             in_use_high_water_bytes,
             in_use_bytes,
@@ -245,6 +249,7 @@ impl<D: Device> EngineInner<D> {
             in_flight: state.backend.as_ref().map_or(0, |b| b.capabilities().max_in_flight),
             rates: self.measured_rates(&state),
             compute: state.compute_times(&self.compute, self.measured_rates(&state)),
+            streams: slots.stream_stats(),
             routed: state.routed.stats,
             tables: TableStats {
                 rows: state.counters.gathered_rows,
@@ -256,22 +261,44 @@ impl<D: Device> EngineInner<D> {
     }
 
     /// Handles events until [`Event::Stop`]. Runs on the loader thread.
+    ///
+    /// Not all changes are events. Blocking calls look at the state every [`INTERRUPT_PERIOD`], and
+    /// so do futures.
     pub(crate) fn run(&self, inbox: &Receiver<Event<D>>) {
-        while let Ok(event) = inbox.recv() {
+        let mut futures_wait = false;
+        loop {
+            let received = match futures_wait {
+                true => inbox.recv_timeout(INTERRUPT_PERIOD),
+                false => inbox.recv().map_err(RecvTimeoutError::from),
+            };
+            let event = match received {
+                Ok(event) => event,
+                Err(RecvTimeoutError::Timeout) => {
+                    futures_wait = false;
+                    self.notify(self.lock());
+                    continue;
+                }
+                Err(RecvTimeoutError::Disconnected) => return,
+            };
             let mut state = self.lock();
+            let mut changed = false;
             // Handles what has arrived meanwhile too, so that few threads wait for the lock.
             let more = std::iter::from_fn(|| inbox.try_recv().ok()).take(EVENTS_AT_ONCE - 1);
             for event in std::iter::once(event).chain(more) {
+                changed |= !matches!(event, Event::Polled);
                 let now_ns = (self.clock)();
                 if self.handle(&mut state, event, now_ns).is_break() {
                     return;
                 }
             }
+            futures_wait = !changed;
+            if !changed {
+                continue;
+            }
             let now_ns = (self.clock)();
             state.advance(&self.context, now_ns);
             self.trace_memory(&mut state, now_ns);
-            drop(state);
-            self.changed.notify_all();
+            self.notify(state);
         }
     }
 
@@ -304,6 +331,7 @@ impl<D: Device> EngineInner<D> {
                 state.release(unit, user, used_ns, now_ns);
             }
             Event::Freed => {}
+            Event::Polled => {}
             Event::Stop => return ControlFlow::Break(()),
         }
         ControlFlow::Continue(())
@@ -381,7 +409,7 @@ impl<D: Device> EngineInner<D> {
         drop(state);
         timer.last_asked = Instant::now();
         if interrupt() {
-            self.lock().waiting_for_pass.remove(&std::thread::current().id());
+            self.lock().waiters.for_pass.remove(&std::thread::current().id());
             return Err(Error::Interrupted { what: what() });
         }
         Ok(self.lock())

@@ -183,6 +183,11 @@ impl<D: Device> TensorBytes<D> {
         Self { memory, range: offset..offset + len }
     }
 
+    /// Returns the bytes if they are in host memory.
+    pub(crate) fn on_host(&self) -> Option<&[u8]> {
+        self.memory.on_host().map(|bytes| &bytes[self.range.clone()])
+    }
+
     /// Returns the memory range of the bytes, for work on streams that are declared with
     /// [`Lease::record_stream`].
     pub fn range(&self) -> MemoryRange {
@@ -194,7 +199,6 @@ impl Deref for TensorBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.memory.on_host().expect("the memory of a CpuDevice is host memory")
-            [self.range.clone()]
+        self.on_host().expect("the memory of a CpuDevice is host memory")
     }
 }

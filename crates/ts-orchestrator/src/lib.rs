@@ -6,12 +6,14 @@
 //! the plan out: it reads units ahead of the computation and returns a [`Lease`] for each use.
 //! Tensors of a lease stay valid as long as they are referenced.
 //!
+//! [`Model`] does all this for the layers of a checkpoint, by name, in ten lines.
+//!
 //! This crate does not depend on PyTorch. It runs no computation and does not map tensors to
 //! modules.
 //!
 //! ```
-//! use ts_format::{CatalogReader, FileId};
-//! use ts_io::Source;
+//! use ts_orchestrator::ts_format::{CatalogReader, FileId};
+//! use ts_orchestrator::ts_io::Source;
 //! use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitId, UnitTensor};
 //!
 //! # let dir = tempfile::tempdir()?;
@@ -57,11 +59,14 @@
 
 mod config;
 mod context;
+mod device_streams;
 mod encoding;
 mod engine;
 mod error;
 mod event;
 mod expectation;
+pub mod files;
+mod foreign;
 mod freed_memory;
 #[allow(unsafe_code)]
 mod gpu_reads;
@@ -72,6 +77,8 @@ mod joint;
 mod kept_image;
 mod layout;
 mod lease;
+mod model;
+mod not_a_checkpoint;
 mod pass;
 mod pass_kinds;
 mod plan;
@@ -105,6 +112,7 @@ pub use engine::Engine;
 pub use error::{Error, ErrorKind};
 pub use expectation::Expectation;
 pub use lease::{Lease, TensorBytes};
+pub use model::{Bytes, Model, ModelBuilder, ModelTensor, ModelUnit, Pass};
 pub use pass::PassId;
 pub use plan::{
     Bottleneck, CurvePoint, NeverFits, OtherPass, Plan, PlanRequest, Rates, Residency, UnitDemand,
@@ -115,4 +123,9 @@ pub use sizing::Requirement;
 pub use stats::{EngineStats, PassTimes, RoutedStats, TableStats, UnitStats};
 pub use table::{Table, TableId};
 pub use trace::{Trace, TraceEvent, TraceKind};
+/// The `ts-format` crate, which defines codecs.
+pub use ts_format;
+/// The `ts-io` crate, which defines sources and backends. It exports `ts-pool`, and that crate
+/// `ts-streams`.
+pub use ts_io;
 pub use unit::{Access, PHASE_ALIGN, Phase, RangeDigest, Unit, UnitId, UnitTensor};

@@ -127,8 +127,9 @@ fn smallest(sets: &WorkingSets<'_>) -> SmallestPlan {
     SmallestPlan { budget_bytes, ring_bytes, residency }
 }
 
-/// Returns the plan with the shortest predicted pass. Prefers plans that stream nothing or leave
-/// [`least_ring_bytes`](PlanRequest::least_ring_bytes) for streamed units.
+/// Returns the plan with the shortest predicted pass. Prefers plans that stream nothing, or leave
+/// [`least_ring_bytes`](PlanRequest::least_ring_bytes) for streamed units, and with a
+/// [`reach`](PlanRequest::reach) of 1 memory for the next unit at each visit.
 ///
 /// # Errors
 /// Returns [`NeverFits`] if the budget is too small for any plan.
@@ -294,11 +295,28 @@ impl<'a> Planner<'a> {
     /// Replaces a plan by another one that is better: one that is faster, or that has the least
     /// ring where the other has not.
     fn improve(&self, best: &mut Plan, other: Plan) {
-        let least = self.request.least_ring_bytes;
-        let rank = |plan: &Plan| (plan.ring_bytes > 0 && plan.ring_bytes < least, plan.cost());
+        let rank = |plan: &Plan| {
+            let ring = plan.ring_bytes;
+            (ring > 0 && ring < self.least_ring(&plan.residency), plan.cost())
+        };
         if rank(&other) < rank(best) {
             *best = other;
         }
+    }
+
+    /// Returns the least ring that plans should have if possible, in bytes.
+    fn least_ring(&self, residency: &[Residency]) -> usize {
+        let least = self.request.least_ring_bytes;
+        if self.request.reach != 1 {
+            return least;
+        }
+        let visits = self.request.order.iter().map(|unit| unit.index());
+        let streamed: Vec<usize> =
+            visits.filter(|&i| residency[i] != Residency::Resident).collect();
+        // The next pass follows.
+        let next = streamed.iter().cycle().skip(1);
+        let both = streamed.iter().zip(next).filter(|(now, next)| now != next);
+        both.map(|(&now, &next)| self.size(now) + self.size(next)).fold(least, usize::max)
     }
 
     /// Tries rings of all sizes. Returns the size of the ring of the fastest plan, in bytes.

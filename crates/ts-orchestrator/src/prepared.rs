@@ -10,7 +10,7 @@ use crate::image::ImageLayout;
 use crate::layout::{ReadKind, SlotLayout, SlotRead};
 use crate::plan::{Rates, UnitDemand};
 use crate::stats::UnitStats;
-use crate::unit::{Access, Unit, UnitId};
+use crate::unit::{Access, Unit, UnitId, UnitTensor};
 use crate::worker::TensorCheck;
 
 /// A unit with its layout.
@@ -31,6 +31,12 @@ pub(crate) struct PreparedUnit {
 }
 
 impl PreparedUnit {
+    /// Returns the number of rows of a unit of rows.
+    pub(crate) fn row_count(&self) -> u64 {
+        let rows = |tensor: &UnitTensor| tensor.entry.meta.shape.first().copied();
+        self.unit.tensors.first().and_then(rows).unwrap_or(0)
+    }
+
     /// Returns the unit's statistics before its first use.
     pub(crate) fn initial_stats(&self) -> UnitStats {
         UnitStats {

@@ -21,7 +21,7 @@ use crate::sharing::{Sharing, page_group};
 use crate::split_decoder;
 use crate::table::Table;
 use crate::unit::{Access, PHASE_ALIGN, RangeDigest, Unit, UnitId};
-use crate::unit_load::{BounceSizes, gather_bounce_bytes};
+use crate::unit_load::BounceSizes;
 use crate::worker::{DECODER_BYTES, TensorCheck};
 
 /// The number of bounce buffers that an engine has, unless the budget is too small for them.
@@ -387,10 +387,9 @@ impl Preparation {
         let units: Vec<PreparedUnit> =
             units.into_iter().map(|unit| prepare(unit, sources, alignment)).collect();
         let on_host = staged && config.host_bytes > 0;
-        let gather = gather_bounce_bytes(&config.tables, alignment);
+        let gather = BounceSizes::of_rows(&config.tables, config.row_reads, alignment);
         let layouts = units.iter().map(|unit| &unit.layout);
-        let bounce = BounceSizes::new(layouts, alignment, on_host)
-            .with(BounceSizes { least: gather, most: gather });
+        let bounce = BounceSizes::new(layouts, alignment, on_host).with(gather);
         let requests = RequestSizes {
             request_bytes: config.request_bytes.next_multiple_of(alignment).max(alignment),
             bounce_bytes: bounce.most,

@@ -10,13 +10,14 @@ use ts_pool::{
     BLOCK_ALIGN, Backing, Budget, Buffer, DeviceBuffer, HostPool, OrderedOptions, Reservation,
     SetAside, SharedBuffer, StreamOrderedAllocator, StreamOrderedPool, WriteWatch,
 };
-use ts_streams::{Device, MemoryKind, StreamPriority};
+use ts_streams::{Device, MemoryKind, PooledStreamStats};
 
+use crate::device_streams::DeviceStreams;
 use crate::event::Event;
 use crate::freed_memory::FreedMemory;
 use crate::host_bytes::HostBytes;
 use crate::sharing::Pages;
-use crate::split_decoder::SplitDecoder;
+use crate::split_decoder::{PIECES, SplitDecoder};
 use crate::unit_memory::UnitMemory;
 use crate::upload::{Upload, Uploader};
 
@@ -44,6 +45,7 @@ struct DeviceSlots<D: Device> {
     /// The memory on the host for units that are kept there.
     tier: HostPool,
     uploader: Uploader<D>,
+    streams: Arc<DeviceStreams<D>>,
     /// Whether the device decodes units.
     decodes: bool,
     _reservation: Reservation,
@@ -179,19 +181,21 @@ impl<D: Device> SlotPool<D> {
             .with_segment_bytes(bytes)
             .with_limit_bytes(bytes)
             .with_granule_bytes(BLOCK_ALIGN);
-        let (pool, stream) = (
-            StreamOrderedPool::new(device.clone(), options),
-            device.create_stream(StreamPriority::Normal)?,
-        );
+        let pool = StreamOrderedPool::new(device.clone(), options);
+        let decodes = decoder_bytes > 0;
+        let streams = Arc::new(DeviceStreams::new(device, if decodes { PIECES } else { 0 })?);
         if bytes > 0 {
-            pool.reserve_segment(bytes, &stream)?;
+            pool.reserve_segment(bytes, streams.copies())?;
         }
-        let decoder = (decoder_bytes > 0)
-            .then(|| SplitDecoder::new(device, decoder_bytes, Budget::new(sizes.steps_bytes)))
-            .transpose()?;
-        let decodes = decoder.is_some();
-        let uploader = Uploader::new(device, &host, stream, decoder, events)?;
-        let device = Some(DeviceSlots { pool, tier, uploader, decodes, _reservation: reservation });
+        let decoder = decodes.then(|| {
+            let host = Budget::new(sizes.steps_bytes);
+            SplitDecoder::new(device, decoder_bytes, host, Arc::clone(&streams))
+        });
+        let decoder = decoder.transpose()?;
+        let uploader = Uploader::new(device, &host, streams.copies().clone(), decoder, events)?;
+        let slots =
+            DeviceSlots { pool, tier, uploader, streams, decodes, _reservation: reservation };
+        let device = Some(slots);
         Ok(Self {
             host,
             device,
@@ -353,6 +357,16 @@ impl<D: Device> SlotPool<D> {
     /// on a device with its own memory.
     pub(crate) fn host_tier_bytes(&self) -> Option<usize> {
         self.device.as_ref().map(|on| on.tier.stats().capacity_bytes)
+    }
+
+    /// Returns what runs on the engine's streams of a device with its own memory.
+    pub(crate) fn stream_stats(&self) -> Vec<PooledStreamStats> {
+        self.device.as_ref().map(|on| on.streams.stats()).unwrap_or_default()
+    }
+
+    /// Returns a stream of a device with its own memory for work of the caller.
+    pub(crate) fn compute_stream(&self) -> Option<&D::Stream> {
+        self.device.as_ref().map(|on| on.streams.compute())
     }
 
     /// Returns whether units are read into staging memory first.

@@ -4,16 +4,21 @@
 
 mod compress;
 mod demand;
+mod fills;
+mod gathers;
 mod give_back;
 mod guesses;
 mod leases;
 mod loading;
+mod loads;
 mod pass_times;
+mod planning;
 mod prefetch;
+mod reads;
 mod routed;
+mod waiters;
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
-use std::ops::Range;
+use std::collections::BTreeSet;
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -26,9 +31,7 @@ use crate::Error;
 use crate::config::{ComputeTimes, Routing, Verify};
 use crate::context::EngineContext;
 use crate::encoding::is_worthwhile;
-use crate::joint::JointRead;
 use crate::kept_image::KeptImage;
-use crate::layout::ReadKind;
 use crate::pass::{PassId, Passes};
 use crate::plan::{Plan, Rates, Residency};
 use crate::prepared::PreparedUnit;
@@ -36,55 +39,36 @@ use crate::slot_pool::Slot;
 use crate::stats::{PassTimes, UnitStats};
 use crate::trace::{TraceEvent, TraceKind, TraceLog};
 use crate::unit::UnitId;
-use crate::unit_load::{QueuedDecode, QueuedRead, UnitLoad};
 use crate::unit_memory::UnitMemory;
 use crate::unit_set::UnitSet;
-use crate::worker::{UnitCheck, Workers};
+use crate::worker::Workers;
 
 pub(crate) use demand::Shortage;
+use fills::Fills;
+use gathers::Gathers;
 use guesses::Guesses;
+use loads::Loads;
 use pass_times::PassLog;
+pub(crate) use planning::{LimitWait, Planning};
 use prefetch::Frontier;
+use reads::Reads;
 use routed::Routed;
+use waiters::Waiters;
 
 /// The mutable state of an engine.
 pub(crate) struct EngineState<D: Device> {
     pub(crate) units: Vec<UnitState<D>>,
     pub(crate) passes: Passes,
-    pub(crate) plan: Plan,
-    /// A better plan, to switch to when nothing is in use.
-    pub(crate) pending_plan: Option<Plan>,
-    /// The sets of units that operations need at the same time. No set contains another.
-    pub(crate) together: Vec<Vec<UnitId>>,
-    /// Whether to compute a new plan: a new set of units was used together, or a resident unit had
-    /// to be evicted.
-    pub(crate) plan_outdated: bool,
-    /// Whether to consider encoding units again: too little was measured to be sure that this pays
-    /// off, or the plan that does it is not in use yet.
-    pub(crate) unsure_of_encoding: bool,
-    /// The most memory that streamed units needed when a resident unit was evicted, in bytes.
-    pub(crate) streamed_high_water: usize,
-    /// The memory for slots, in bytes: now, and when the plan was made.
-    pub(crate) slot_limit: usize,
-    planned_limit: usize,
-    /// Whether memory was given back or taken again since the plan was made.
-    resized: bool,
-    /// The latest limit that a pass has waited for in vain, and when this wait ended.
-    waited_limit: Option<(usize, Instant)>,
+    pub(crate) planning: Planning,
     /// Whether prefetching is paused until loads in flight have ended.
     pub(crate) paused: bool,
     /// Whether resident units are streamed until their slots have pages.
     pub(crate) postpones: bool,
     pub(crate) counters: EngineCounters,
-    /// The number of copies to the device that have not ended.
-    copies_running: usize,
     pub(crate) pass_log: PassLog,
     /// The trace that is being recorded.
     pub(crate) trace: Option<TraceLog>,
-    /// The threads that wait for memory.
-    pub(crate) waiting_for_memory: HashSet<ThreadId>,
-    /// The threads that wait to begin a pass.
-    pub(crate) waiting_for_pass: HashSet<ThreadId>,
+    pub(crate) waiters: Waiters,
     /// The streamed units, except routed ones, that are present and that no thread uses or waits
     /// for.
     idle: UnitSet,
@@ -94,56 +78,13 @@ pub(crate) struct EngineState<D: Device> {
     pub(crate) guesses: Guesses,
     /// How far ahead the expected units are in memory or being loaded.
     frontier: Frontier,
-    loads: HashMap<u32, UnitLoad<D>>,
-    next_load: u32,
-    /// The rows that were gathered. Some may be dropped already.
-    gathered: Vec<GatheredRows<D>>,
-    /// The gathers whose callers wait, by load. `None` until the load ends.
-    pub(crate) gathers: HashMap<u32, Option<Result<Slot<D>, Error>>>,
-    /// The reads that a call waits for or that belong to expected units, most urgent first.
-    urgent: VecDeque<QueuedRead>,
-    /// All other reads to submit, in order.
-    queue: VecDeque<QueuedRead>,
-    /// The number of submitted reads that have not ended.
-    in_flight: usize,
-    /// The time at which the current period with reads in flight began, in nanoseconds.
-    busy_since_ns: u64,
-    /// The parts of compressed units to decode that a call waits for, most urgent first.
-    urgent_decodes: VecDeque<QueuedDecode>,
-    /// All other parts of compressed units to decode, in order.
-    decodes: VecDeque<QueuedDecode>,
-    /// The parts of slots that wait for a read into a bounce buffer, by token.
-    targets: HashMap<u64, Target>,
-    /// The joint reads that were submitted, by token.
-    joints: HashMap<u64, JointRead>,
-    /// The units to compare with their checksums, for which no job was submitted yet.
-    checks: Vec<UnitCheck>,
-    /// The number of parts that workers are copying or decoding.
-    filling: usize,
+    loads: Loads<D>,
+    pub(crate) gathers: Gathers<D>,
+    reads: Reads,
+    fills: Fills,
     /// `None` once the engine is dropped.
     pub(crate) backend: Option<Box<dyn Backend>>,
     pub(crate) workers: Option<Workers<D>>,
-}
-
-/// A part of a slot that waits for a read into a bounce buffer.
-#[derive(Debug)]
-struct Target {
-    buffer: Buffer,
-    /// The part of the compressed unit in memory that is filled too.
-    kept: Option<Buffer>,
-    /// The part of the bounce buffer to copy or decode.
-    stored: Range<usize>,
-    kind: ReadKind,
-}
-
-/// A wait of a pass for a new limit.
-#[derive(Debug)]
-pub(crate) struct LimitWait {
-    /// The times of calls when they last changed, and when this was.
-    calls: PassTimes,
-    active: Instant,
-    /// When other passes were last seen running.
-    busy: Instant,
 }
 
 /// The state of one unit.
@@ -210,16 +151,6 @@ struct EvictedMemory<D: Device> {
     memory: Weak<UnitMemory<D>>,
     /// Whether the bytes were written to. If so, the memory must not be leased again.
     modified: bool,
-}
-
-/// Rows that a call has gathered, and that the caller may still reference.
-#[derive(Debug)]
-struct GatheredRows<D: Device> {
-    name: String,
-    slot_bytes: usize,
-    memory: Weak<UnitMemory<D>>,
-    /// The thread that gathered the rows.
-    user: ThreadId,
 }
 
 /// Whether a unit is in memory.
@@ -294,7 +225,7 @@ impl<D: Device> EngineState<D> {
         context: &EngineContext<D>,
         order: Vec<UnitId>,
         together: &[Vec<UnitId>],
-        plan: Plan,
+        planning: Planning,
         routing: &Routing,
         backend: Box<dyn Backend>,
         workers: Option<Workers<D>>,
@@ -303,62 +234,35 @@ impl<D: Device> EngineState<D> {
         let mut state = Self {
             units: units.collect(),
             passes: Passes::new(order),
-            plan,
-            pending_plan: None,
-            together: Vec::new(),
-            plan_outdated: false,
-            unsure_of_encoding: false,
-            streamed_high_water: 0,
-            slot_limit: usize::MAX,
-            planned_limit: usize::MAX,
-            resized: false,
-            waited_limit: None,
+            planning,
             paused: false,
             postpones: false,
             counters: EngineCounters::default(),
-            copies_running: 0,
             pass_log: PassLog::default(),
             trace: None,
-            waiting_for_memory: HashSet::new(),
-            waiting_for_pass: HashSet::new(),
+            waiters: Waiters::default(),
             idle: UnitSet::new(context.units.len()),
             routed: Routed::new(&context.units, routing),
             guesses: Guesses::new(),
             frontier: Frontier::default(),
-            loads: HashMap::new(),
-            next_load: 0,
-            gathered: Vec::new(),
-            gathers: HashMap::new(),
-            urgent: VecDeque::new(),
-            queue: VecDeque::new(),
-            in_flight: 0,
-            busy_since_ns: 0,
-            urgent_decodes: VecDeque::new(),
-            decodes: VecDeque::new(),
-            targets: HashMap::new(),
-            joints: HashMap::new(),
-            checks: Vec::new(),
-            filling: 0,
+            loads: Loads::new(),
+            gathers: Gathers::new(),
+            reads: Reads::default(),
+            fills: Fills::default(),
             backend: Some(backend),
             workers,
         };
         together.iter().for_each(|set| state.add_together(set));
-        state.plan_outdated = false;
+        state.planning.is_outdated = false;
         state.reserve_residents(context);
         state
     }
 
-    /// Sets the memory for slots that the plan was made for, in bytes.
-    pub(crate) fn with_slot_limit(self, bytes: usize) -> Self {
-        Self { slot_limit: bytes, planned_limit: bytes, ..self }
-    }
-
     /// Remembers that an operation needs these units at the same time.
     pub(crate) fn add_together(&mut self, units: &[UnitId]) {
-        let Some(set) = self.unknown_set(units) else { return };
-        self.together.retain(|known| !includes(&set, known));
-        self.together.push(set);
-        self.plan_outdated = true;
+        if let Some(set) = self.unknown_set(units) {
+            self.planning.add_together(set);
+        }
     }
 
     /// Returns these units as a set, unless it is known that they are used together.
@@ -367,8 +271,7 @@ impl<D: Device> EngineState<D> {
         // Routed units would give a set for each combination of them.
         let ordered = units.iter().copied().filter(|&id| !self.routed.contains(id));
         let set: Vec<UnitId> = BTreeSet::from_iter(ordered).into_iter().collect();
-        let is_known = set.len() < 2 || self.together.iter().any(|known| includes(known, &set));
-        (!is_known).then_some(set)
+        (!self.planning.knows(&set)).then_some(set)
     }
 
     /// Returns the current residency of each unit. Fewer units may be resident than in the plan.
@@ -398,9 +301,9 @@ impl<D: Device> EngineState<D> {
     fn reserve_residents(&mut self, context: &EngineContext<D>) -> bool {
         for (i, unit) in self.units.iter_mut().enumerate() {
             (unit.reserved, unit.reserved_image) = (None, None);
-            unit.resident = self.plan.residency[i] == Residency::Resident;
+            unit.resident = self.planning.plan.residency[i] == Residency::Resident;
             unit.stats.resident = unit.resident;
-            unit.set_kept(self.plan.residency[i]);
+            unit.set_kept(self.planning.plan.residency[i]);
         }
         let mut complete = true;
         let is_absent =
@@ -417,7 +320,7 @@ impl<D: Device> EngineState<D> {
             unit.reserved_image = context.allocate_image(bytes);
             complete &= unit.reserved_image.is_some() || bytes.is_none();
         }
-        complete && context.slots.largest_free_bytes() >= self.plan.ring_bytes
+        complete && context.slots.largest_free_bytes() >= self.planning.plan.ring_bytes
     }
 
     /// Switches to the pending plan, unless a unit is in use, referenced or being loaded. Returns
@@ -425,32 +328,30 @@ impl<D: Device> EngineState<D> {
     ///
     /// What both plans keep stays in memory, if the rest fits beside it.
     pub(crate) fn apply_pending_plan(&mut self, context: &EngineContext<D>) -> bool {
+        self.gathers.forget_dropped();
         let referenced = self.units.iter_mut().any(|unit| unit.referenced_evictions() > 0)
-            || !self.live_gathered().is_empty();
+            || !self.gathers.rows().is_empty();
         let busy = self.units.iter().any(|unit| match &unit.presence {
             Presence::Absent => false,
             Presence::Loading => true,
             Presence::Present(memory) => !unit.users.is_empty() || Arc::strong_count(memory) > 1,
         });
-        if referenced || busy || self.pending_plan.is_none() {
+        if referenced || busy || !self.planning.switch() {
             return false;
         }
-        self.plan = self.pending_plan.take().expect("the pending plan is set, as checked above");
         self.passes.set_planned();
         self.counters.replans += 1;
         self.idle.clear();
         self.frontier = Frontier::default();
-        let stay = if self.has_new_limit() {
+        let stay = if self.planning.has_new_limit() {
             vec![false; self.units.len()]
         } else {
-            self.staying(context, &self.plan)
+            self.staying(context, &self.planning.plan)
         };
         self.empty(context, &stay);
         // If a part of the memory is not free yet, the end of the next pass tries again.
-        if self.has_new_limit() && context.slots.limit(self.slot_limit) {
-            self.planned_limit = self.slot_limit;
-            self.resized = false;
-            self.waited_limit = None;
+        if self.planning.has_new_limit() && context.slots.limit(self.planning.slot_limit) {
+            self.planning.set_in_force();
         }
         if !self.reserve_residents(context) && stay.contains(&true) {
             self.empty(context, &vec![false; self.units.len()]);
@@ -499,7 +400,7 @@ impl<D: Device> EngineState<D> {
     fn empty(&mut self, context: &EngineContext<D>, stay: &[bool]) {
         for (i, stays) in stay.iter().enumerate() {
             self.routed.remove_idle(UnitId(i as u32));
-            let on_host = self.plan.residency[i] == Residency::Host;
+            let on_host = self.planning.plan.residency[i] == Residency::Host;
             let unit = &mut self.units[i];
             if !stays || !unit.is_kept() {
                 (unit.presence, unit.postponed) = (Presence::Absent, false);
@@ -510,11 +411,6 @@ impl<D: Device> EngineState<D> {
         context.slots.coalesce();
     }
 
-    /// Returns whether the plan was made for another limit, or for other memory than there is.
-    pub(crate) fn has_new_limit(&self) -> bool {
-        self.slot_limit != self.planned_limit || self.resized
-    }
-
     /// Returns whether a pass must wait to begin, because the plan for a new limit can be applied
     /// only while no pass runs. Otherwise, threads that always run passes would prevent this.
     ///
@@ -522,59 +418,22 @@ impl<D: Device> EngineState<D> {
     /// last pass has ended, because memory may be in use for other reasons. Then passes do not wait
     /// for this limit for a minute. `wait` is `None` until the pass waits.
     pub(crate) fn awaits_limit(&mut self, wait: &mut Option<LimitWait>) -> bool {
-        const PATIENCE: Duration = Duration::from_secs(30);
-        const IDLE_PATIENCE: Duration = Duration::from_secs(1);
-        const PAUSE: Duration = Duration::from_secs(60);
-        let pending = self.has_new_limit() && self.pending_plan.is_some();
-        let runs = self.passes.running() > 0;
-        if !pending || (wait.is_none() && !runs) {
+        let (now, runs) = (Instant::now(), self.passes.running() > 0);
+        if !self.planning.may_await_limit(now) || (wait.is_none() && !runs) {
             return false;
         }
-        let now = Instant::now();
-        let waited =
-            |(limit, then): (usize, Instant)| limit == self.slot_limit && now - then < PAUSE;
         // The plan cannot be applied while a thread that waits here uses units.
         let this_thread = std::thread::current().id();
-        let uses = |unit: &UnitState<D>| unit.users.contains(&this_thread);
-        if self.waited_limit.is_some_and(waited) || self.units.iter().any(uses) {
+        if self.units.iter().any(|unit| unit.users.contains(&this_thread)) {
             return false;
         }
         let calls = self.pass_log.calls();
-        let wait = wait.get_or_insert(LimitWait { calls, active: now, busy: now });
-        if runs {
-            wait.busy = now;
-        }
-        if wait.calls != calls {
-            (wait.calls, wait.active) = (calls, now);
-        }
-        let waits = now - wait.active < PATIENCE && now - wait.busy < IDLE_PATIENCE;
+        let waits =
+            wait.get_or_insert_with(|| LimitWait::new(calls, now)).goes_on(runs, calls, now);
         if !waits {
-            self.waited_limit = Some((self.slot_limit, now));
+            self.planning.give_up_waiting(now);
         }
         waits
-    }
-
-    /// Returns the result of a gather if it has ended.
-    pub(crate) fn take_gathered(&mut self, load: u32) -> Option<Result<Slot<D>, Error>> {
-        self.gathers.get(&load)?.as_ref()?;
-        self.gathers.remove(&load)?
-    }
-
-    /// Records that this thread has the rows of a unit, in this memory.
-    pub(crate) fn add_gathered(&mut self, prepared: &PreparedUnit, memory: &Arc<UnitMemory<D>>) {
-        self.live_gathered();
-        self.gathered.push(GatheredRows {
-            name: prepared.unit.name.clone(),
-            slot_bytes: prepared.slot_bytes,
-            memory: Arc::downgrade(memory),
-            user: std::thread::current().id(),
-        });
-    }
-
-    /// Returns the gathered rows that are still referenced.
-    fn live_gathered(&mut self) -> &[GatheredRows<D>] {
-        self.gathered.retain(|rows| rows.memory.strong_count() > 0);
-        &self.gathered
     }
 
     /// Returns the number of bytes that the engine has read from storage.
@@ -584,10 +443,8 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the counters that [`PassTimes`] contains.
     pub(crate) fn pass_totals(&self, now_ns: u64) -> PassTimes {
-        let reading =
-            if self.in_flight > 0 { now_ns.saturating_sub(self.busy_since_ns) } else { 0 };
         PassTimes {
-            reading_ns: self.counters.busy_ns + reading,
+            reading_ns: self.counters.busy_ns + self.reads.busy_ns(now_ns),
             decoding_ns: self.counters.decode_ns,
             copying_ns: self.counters.copy_ns,
             read_bytes: self.read_bytes(),
@@ -621,7 +478,7 @@ impl<D: Device> EngineState<D> {
 
     /// Returns whether any unit is being loaded.
     pub(crate) fn is_loading(&self) -> bool {
-        !self.loads.is_empty() || self.copies_running > 0
+        !self.loads.is_empty()
     }
 
     /// Returns the units in memory that are watched for writes, with their memory.
@@ -692,13 +549,12 @@ impl<D: Device> EngineState<D> {
         self.routed.remove_idle(id);
     }
 
-    /// Reverses [`add_waiter`](Self::add_waiter).
-    pub(crate) fn remove_waiter(&mut self, id: UnitId) {
-        let this_thread = std::thread::current().id();
+    /// Reverses [`add_waiter`](Self::add_waiter), which `thread` called.
+    pub(crate) fn remove_waiter(&mut self, id: UnitId, thread: ThreadId) {
         let waiters = &mut self.units[id.index()].waiters;
-        let at = waiters.iter().position(|&waiter| waiter == this_thread);
+        let at = waiters.iter().position(|&waiter| waiter == thread);
         waiters.swap_remove(at.expect("`add_waiter` was called on this thread"));
-        self.waiting_for_memory.remove(&this_thread);
+        self.waiters.for_memory.remove(&thread);
         self.update_idle(id);
     }
 
@@ -889,9 +745,4 @@ impl<D: Device> UnitState<D> {
             && matches!(&self.presence, Presence::Present(memory) if Arc::strong_count(memory) > 1);
         self.referenced_evictions() + usize::from(present)
     }
-}
-
-/// Returns whether a set of units contains another one.
-fn includes(larger: &[UnitId], smaller: &[UnitId]) -> bool {
-    smaller.iter().all(|id| larger.contains(id))
 }

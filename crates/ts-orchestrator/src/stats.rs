@@ -2,6 +2,7 @@
 //! The statistics of an engine.
 
 use ts_io::ReadPath;
+use ts_streams::PooledStreamStats;
 
 use crate::config::ComputeTimes;
 use crate::plan::{Bottleneck, Plan, Rates};
@@ -191,6 +192,11 @@ pub struct EngineStats {
     pub rates: Rates,
     /// The measured duration of computations.
     pub compute: ComputeTimes,
+    /// The engine's streams of a device with its own memory, with their workloads: `Memory` copies
+    /// units, `Compute` decodes them, and `Mixed` is
+    /// [`Engine::compute_stream`](crate::Engine::compute_stream). Empty if units live in host
+    /// memory.
+    pub streams: Vec<PooledStreamStats>,
     /// The use of routed units.
     pub routed: RoutedStats,
     /// The use of tables.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tensors whose rows are read one by one, such as embeddings.
 
+use std::ops::Range;
+
 use ts_format::{ByteRange, ChunkPart, TensorMeta};
 
 use crate::unit::{Access, Phase, Unit, UnitTensor};
@@ -67,21 +69,32 @@ impl Table {
     /// Returns a unit that contains these rows, in this order. Rows with `true` and rows with
     /// `false` in `cached` are not in the same range.
     pub(crate) fn select(&self, rows: &[u64], cached: &[bool]) -> Unit {
+        let flagged: Vec<(u64, bool)> = rows.iter().copied().zip(cached.iter().copied()).collect();
+        let runs = flagged.chunk_by(|a, b| a.0 + 1 == b.0 && a.1 == b.1);
+        let ranges = runs.map(|run| run[0].0..run[0].0 + run.len() as u64);
+        self.unit(ranges, &names(rows.iter()))
+    }
+
+    /// Returns a unit that contains the rows of these ranges, in this order.
+    pub(crate) fn select_ranges(&self, ranges: &[Range<u64>]) -> Unit {
+        let named = ranges.iter().map(|rows| format!("{}..{}", rows.start, rows.end));
+        self.unit(ranges.iter().cloned(), &names(named))
+    }
+
+    fn unit(&self, ranges: impl Iterator<Item = Range<u64>>, rows: &str) -> Unit {
         let row_bytes = self.row_bytes();
         let (mut parts, mut chunks): (Vec<ByteRange>, _) = (Vec::new(), Vec::new());
-        let flagged: Vec<(u64, bool)> = rows.iter().copied().zip(cached.iter().copied()).collect();
-        for run in flagged.chunk_by(|a, b| a.0 + 1 == b.0 && a.1 == b.1) {
-            let (begin, len) = (run[0].0 * row_bytes, run.len() as u64 * row_bytes);
-            self.slice(begin, len, &mut parts, &mut chunks);
-        }
         let mut entry = self.tensor.entry.clone();
-        entry.meta.shape[0] = rows.len() as u64;
+        entry.meta.shape[0] = 0;
+        for range in ranges.filter(|range| !range.is_empty()) {
+            let count = range.end - range.start;
+            entry.meta.shape[0] += count;
+            self.slice(range.start * row_bytes, count * row_bytes, &mut parts, &mut chunks);
+        }
         entry.parts = parts;
         let (name, phase, digest) = (self.tensor.name.clone(), Phase::At(0), None);
         let tensor = UnitTensor { name, entry, phase, digest, chunks };
-        let named: Vec<_> = rows.iter().take(NAMED_ROWS).map(u64::to_string).collect();
-        let more = if rows.len() > NAMED_ROWS { ", ..." } else { "" };
-        let name = format!("{}[{}{more}]", self.tensor.name, named.join(", "));
+        let name = format!("{}[{rows}]", self.tensor.name);
         Unit::new(name, vec![tensor]).with_access(Access::Routed)
     }
 
@@ -114,6 +127,13 @@ impl Table {
             }
         }
     }
+}
+
+/// Lists the first of these rows or ranges.
+fn names(rows: impl ExactSizeIterator<Item = impl ToString>) -> String {
+    let more = if rows.len() > NAMED_ROWS { ", ..." } else { "" };
+    let named: Vec<_> = rows.take(NAMED_ROWS).map(|row| row.to_string()).collect();
+    format!("{}{more}", named.join(", "))
 }
 
 #[cfg(test)]

@@ -347,16 +347,6 @@ fn take_front(rest: &mut Buffer, len: usize) -> Buffer {
 /// The longest read that is copied from a bounce buffer, in bytes. Longer ranges are split.
 const LARGEST_COPY: usize = 1 << 20;
 
-/// Returns the size of a bounce buffer that gathers at least one row or chunk of each table.
-pub(crate) fn gather_bounce_bytes(tables: &[Table], alignment: usize) -> usize {
-    let needs = tables.iter().map(|table| {
-        let row = with_alignment(table.row_bytes() as usize, alignment).min(LARGEST_COPY);
-        let chunks = table.tensor().chunks.iter();
-        chunks.map(|part| with_alignment(part.chunk.len as usize, alignment)).fold(row, usize::max)
-    });
-    needs.max().unwrap_or(0)
-}
-
 fn with_alignment(len: usize, alignment: usize) -> usize {
     (len.next_multiple_of(PHASE_ALIGN) + 2 * alignment).next_multiple_of(alignment)
 }
@@ -371,6 +361,20 @@ pub(crate) struct BounceSizes {
 }
 
 impl BounceSizes {
+    /// Returns the sizes for rows of tables, and with `of_any` for those of all other tensors,
+    /// whose chunks are also those of units.
+    pub(crate) fn of_rows(tables: &[Table], of_any: bool, alignment: usize) -> Self {
+        let needs = tables.iter().map(|table| {
+            let row = with_alignment(table.row_bytes() as usize, alignment).min(LARGEST_COPY);
+            let chunks = table.tensor().chunks.iter();
+            let chunks = chunks.map(|part| with_alignment(part.chunk.len as usize, alignment));
+            chunks.fold(row, usize::max)
+        });
+        let rows = needs.max().unwrap_or(0);
+        let any = |most| if of_any { with_alignment(0, alignment).max(most) } else { 0 };
+        Self { least: rows.max(any(0)), most: rows.max(any(LARGEST_COPY)) }
+    }
+
     /// Returns the sizes for these layouts. If units are also kept `on_host`, all reads of
     /// compressed units need bounce buffers.
     pub(crate) fn new<'a>(

@@ -14,25 +14,40 @@ use proptest::prelude::*;
 use ts_io::fault::{Fault, Faults, FaultyProvider};
 use ts_orchestrator::{Engine, EngineConfig, Error, ErrorKind, Lease, UnitId};
 use ts_streams::{
-    CpuDevice, Device, HostFn, MemoryKind, RawMemory, SimDevice, SimOptions, Stream, StreamPriority,
+    AnyDevice, AnyMemory, AnyStream, CpuDevice, Device, HostFn, MemoryKind, Race, RawMemory,
+    SimDevice, SimOptions, Stream, StreamPriority, WorkloadType,
 };
 
 use testing::{KIB, Model, buffered, with_backend};
 
-/// Copies of tensors that were made by work on streams.
-type Copies<D> = Arc<Mutex<Vec<TensorCopy<D>>>>;
+// All devices have the type `AnyDevice`, so that the engine is compiled for one type only.
 
-struct TensorCopy<D: Device> {
+fn simulated(options: SimOptions) -> AnyDevice {
+    SimDevice::new(options).into()
+}
+
+/// Returns the races on a simulated device.
+fn races(device: &AnyDevice) -> Vec<Race> {
+    match device {
+        AnyDevice::Sim(device) => device.races(),
+        other => panic!("{other:?} finds no races"),
+    }
+}
+
+/// Copies of tensors that were made by work on streams.
+type Copies = Arc<Mutex<Vec<TensorCopy>>>;
+
+struct TensorCopy {
     unit: usize,
     tensor: usize,
     /// Pinned memory, because on CUDA the call that submits a copy to pageable memory may block
     /// until earlier work has finished.
-    memory: D::Memory,
+    memory: AnyMemory,
     /// Whether the copy has run.
     done: bool,
 }
 
-impl<D: Device> TensorCopy<D> {
+impl TensorCopy {
     /// Returns whether the copy has the right bytes. Call this after all work has finished.
     fn is_right(&self, model: &Model) -> bool {
         let expected = model.expected(self.unit, self.tensor);
@@ -44,11 +59,11 @@ impl<D: Device> TensorCopy<D> {
 }
 
 /// Makes a stream copy all tensors of a unit after a delay.
-fn compute<D: Device>(
-    device: &D,
-    stream: &D::Stream,
-    lease: &Lease<D>,
-    copies: &Copies<D>,
+fn compute(
+    device: &AnyDevice,
+    stream: &AnyStream,
+    lease: &Lease<AnyDevice>,
+    copies: &Copies,
 ) -> Result<(), ts_streams::Error> {
     // Delays the copies, so that the lease may be dropped before they run.
     stream.launch_host_fn(HostFn::new(|| std::thread::sleep(Duration::from_micros(300))))?;
@@ -72,7 +87,7 @@ fn compute<D: Device>(
 }
 
 /// Runs a pass that visits units in this order. Then switches to a better plan, if there is one.
-fn pass_in<D: Device>(engine: &Engine<D>, order: &[u32]) {
+fn pass_in(engine: &Engine<AnyDevice>, order: &[u32]) {
     let pass = engine.begin_pass();
     for &unit in order {
         drop(engine.acquire(Some(pass), UnitId(unit)).unwrap());
@@ -82,7 +97,7 @@ fn pass_in<D: Device>(engine: &Engine<D>, order: &[u32]) {
 }
 
 /// Runs passes that visit all units in order, as [`passes_in`] does.
-fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize) -> usize {
+fn passes(model: &Model, engine: &Engine<AnyDevice>, device: &AnyDevice, count: usize) -> usize {
     let order: Vec<usize> = (0..model.units.len()).collect();
     passes_in(model, engine, device, &vec![order; count], false)
 }
@@ -90,16 +105,16 @@ fn passes<D: Device>(model: &Model, engine: &Engine<D>, device: &D, count: usize
 /// Runs passes that visit units in these orders, and drop each lease before the work that uses it
 /// has finished. With `replan`, switches to better plans. Returns how often the device or the file
 /// failed.
-fn passes_in<D: Device>(
+fn passes_in(
     model: &Model,
-    engine: &Engine<D>,
-    device: &D,
+    engine: &Engine<AnyDevice>,
+    device: &AnyDevice,
     orders: &[Vec<usize>],
     replan: bool,
 ) -> usize {
     let streams =
         [StreamPriority::Normal, StreamPriority::High].map(|p| device.create_stream(p).unwrap());
-    let (copies, mut failures) = (Copies::<D>::default(), 0);
+    let (copies, mut failures) = (Copies::default(), 0);
     for (turn, order) in orders.iter().enumerate() {
         let pass = engine.begin_pass();
         for &unit in order {
@@ -131,7 +146,7 @@ fn passes_in<D: Device>(
         failures += usize::from(stream.synchronize().is_err());
     }
     let copies = copies.lock().unwrap();
-    let done: Vec<&TensorCopy<D>> = copies.iter().filter(|copy| copy.done).collect();
+    let done: Vec<&TensorCopy> = copies.iter().filter(|copy| copy.done).collect();
     let tensors = orders.iter().flatten().map(|&unit| model.units[unit].tensors.len());
     assert!(failures > 0 || done.len() == tensors.sum::<usize>(), "all work has run");
     for copy in done {
@@ -156,7 +171,7 @@ const BUDGET: usize = 360 * KIB;
 
 #[test]
 fn host_memory_is_kept_until_streams_have_finished() {
-    let (model, device) = (Model::assembled(&SIZES), CpuDevice::new().unwrap());
+    let (model, device) = (Model::assembled(&SIZES), AnyDevice::from(CpuDevice::new().unwrap()));
     let config = config(BUDGET + 200 * KIB);
     let engine =
         Engine::with_device(&device, model.units.clone(), model.sources(), config).unwrap();
@@ -168,7 +183,7 @@ fn host_memory_is_kept_until_streams_have_finished() {
 
 #[test]
 fn a_device_uses_no_more_memory_than_its_budget() {
-    let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
+    let (model, device) = (Model::assembled(&SIZES), simulated(SimOptions::default()));
     let engine =
         Engine::with_device(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
     let on_device = device.memory().in_use_bytes;
@@ -182,7 +197,7 @@ fn a_device_uses_no_more_memory_than_its_budget() {
         on_device,
         "all memory is allocated when the engine is created"
     );
-    assert_eq!(device.races(), []);
+    assert_eq!(races(&device), []);
     let stats = engine.stats();
     assert!(
         stats.units.iter().any(|unit| unit.resident && unit.loads == 1),
@@ -200,7 +215,7 @@ fn a_device_uses_no_more_memory_than_its_budget() {
 
 #[test]
 fn a_host_keeps_units_for_a_device() {
-    let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
+    let (model, device) = (Model::assembled(&SIZES), simulated(SimOptions::default()));
     let new = |host_bytes| {
         let config = config(BUDGET).with_host_bytes(host_bytes);
         Engine::with_device(&device, model.units.clone(), model.sources(), config).unwrap()
@@ -221,7 +236,7 @@ fn a_host_keeps_units_for_a_device() {
         let often = kept.filter(|unit| unit.read_bytes > 4 * unit.slot_bytes as u64);
         assert_eq!(often.count(), 0, "they are not read again, except for new plans");
     }
-    assert_eq!(device.races(), []);
+    assert_eq!(races(&device), []);
     let unlimited = new(usize::MAX);
     assert_eq!(passes(&model, &unlimited, &device, 3), 0);
 }
@@ -229,7 +244,7 @@ fn a_host_keeps_units_for_a_device() {
 #[test]
 fn a_host_keeps_empty_units() {
     let (model, device) =
-        (Model::assembled(&[30 * KIB, 0, 70 * KIB, 4096]), SimDevice::new(SimOptions::default()));
+        (Model::assembled(&[30 * KIB, 0, 70 * KIB, 4096]), simulated(SimOptions::default()));
     let config = config(180 * KIB).with_host_bytes(usize::MAX);
     let engine =
         Engine::with_device(&device, model.units.clone(), model.sources(), config).unwrap();
@@ -239,7 +254,7 @@ fn a_host_keeps_empty_units() {
 
 /// Checks that the ring of each new plan gets one piece of memory: the slots of resident units are
 /// adjacent.
-fn new_plans_find_memory_in_one_piece<D: Device>(device: &D) {
+fn new_plans_find_memory_in_one_piece(device: &AnyDevice) {
     let model = Model::assembled(&[20, 20, 20, 140, 20, 20, 20, 60].map(|kib| kib * KIB));
     let new =
         |budget| Engine::with_device(device, model.units.clone(), model.sources(), config(budget));
@@ -263,10 +278,10 @@ fn new_plans_find_memory_in_one_piece<D: Device>(device: &D) {
 
 #[test]
 fn new_plans_find_memory_in_one_piece_on_each_device() {
-    let device = SimDevice::new(SimOptions::default());
+    let device = simulated(SimOptions::default());
     new_plans_find_memory_in_one_piece(&device);
-    assert_eq!(device.races(), []);
-    new_plans_find_memory_in_one_piece(&CpuDevice::new().unwrap());
+    assert_eq!(races(&device), []);
+    new_plans_find_memory_in_one_piece(&CpuDevice::new().unwrap().into());
 }
 
 #[cfg(feature = "cuda")]
@@ -284,13 +299,13 @@ fn a_gpu_streams_units() {
 
 /// Opens a GPU for a test, which is the only one that uses it now, or says that there is none.
 #[cfg(feature = "cuda")]
-fn gpu() -> Option<(ts_streams::CudaDevice, std::sync::MutexGuard<'static, ()>)> {
+fn gpu() -> Option<(AnyDevice, std::sync::MutexGuard<'static, ()>)> {
     use std::io::Write;
     use std::sync::PoisonError;
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     match ts_streams::CudaDevice::new(0) {
-        Ok(device) => Some((device, alone)),
+        Ok(device) => Some((device.into(), alone)),
         Err(why) => {
             let line = format!("skipped: no CUDA device: {why}\n");
             std::io::stdout().write_all(line.as_bytes()).unwrap();
@@ -400,7 +415,7 @@ fn a_gpu_reads_units_itself() {
 
 /// Copies the first tensor of a unit from the device.
 #[cfg(feature = "cuda")]
-fn copy_to_host<D: Device>(device: &D, lease: &Lease<D>, bytes: &mut [u8]) {
+fn copy_to_host(device: &AnyDevice, lease: &Lease<AnyDevice>, bytes: &mut [u8]) {
     let stream = device.create_stream(StreamPriority::Normal).unwrap();
     lease.record_stream(&stream).unwrap();
     // SAFETY: the lease keeps the unit, `bytes` is borrowed, and the stream is done before this
@@ -546,23 +561,56 @@ fn each_stream_that_decodes_waits() {
 
 #[test]
 fn a_stream_without_record_stream_is_a_race() {
-    let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
+    let (model, device) = (Model::assembled(&SIZES), simulated(SimOptions::default()));
     let engine =
         Engine::with_device(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
     let (stream, copies) =
-        (device.create_stream(StreamPriority::Normal).unwrap(), Copies::<SimDevice>::default());
+        (device.create_stream(StreamPriority::Normal).unwrap(), Copies::default());
     for unit in (0..SIZES.len() as u32).cycle().take(3 * SIZES.len()) {
         match engine.acquire(None, UnitId(unit)) {
             Ok(lease) => compute(&device, &stream, &lease, &copies).unwrap_or(()),
             Err(error) => assert_eq!(error.kind(), ErrorKind::Device, "{error}"),
         }
     }
-    assert_ne!(device.races(), [], "a slot was reused while a stream read it");
+    assert_ne!(races(&device), [], "a slot was reused while a stream read it");
+}
+
+#[test]
+fn the_streams_of_a_device_come_from_a_pool() {
+    let (model, device) = (Model::assembled(&SIZES), simulated(SimOptions::default()));
+    let engine =
+        Engine::with_device(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
+    let (stream, copies) = (engine.compute_stream().unwrap(), Copies::default());
+    let visits = (0..SIZES.len() as u32).cycle().take(4 * SIZES.len());
+    for unit in visits.clone() {
+        let lease = engine.acquire(None, UnitId(unit)).unwrap();
+        lease.record_stream(stream).unwrap();
+        compute(&device, stream, &lease, &copies).unwrap();
+    }
+    stream.synchronize().unwrap();
+    assert_eq!(races(&device), []);
+    let copies = copies.lock().unwrap();
+    assert_eq!(copies.len(), 2 * visits.count());
+    assert!(copies.iter().all(|copy| copy.done && copy.is_right(&model)));
+    let [uploads, computations] = engine.stats().streams[..] else { panic!("two streams") };
+    assert_eq!(uploads.workload, Some(WorkloadType::Memory));
+    assert_eq!(uploads.metrics.workload(), Some(WorkloadType::Memory));
+    let units: usize = SIZES.iter().map(|size| 2 * size).sum();
+    assert!(uploads.metrics.transferred_bytes >= units as u64, "each unit is copied");
+    assert_eq!(
+        (computations.stream, computations.workload),
+        (stream.id(), Some(WorkloadType::Mixed))
+    );
+    assert!(computations.metrics.busy > Duration::ZERO);
+    let host = AnyDevice::from(CpuDevice::new().unwrap());
+    let engine =
+        Engine::with_device(&host, model.units.clone(), model.sources(), config(1 << 20)).unwrap();
+    assert!(engine.compute_stream().is_none() && engine.stats().streams.is_empty());
 }
 
 /// Moves each lease into work of a stream. The work drops the lease, possibly while the engine
 /// allocates memory, or after the engine was dropped.
-fn work_drops_leases<D: Device>(device: &D) {
+fn work_drops_leases(device: &AnyDevice) {
     let model = Model::assembled(&SIZES);
     let engine = Engine::with_device(
         device,
@@ -572,7 +620,7 @@ fn work_drops_leases<D: Device>(device: &D) {
     )
     .unwrap();
     let (stream, copies) =
-        (device.create_stream(StreamPriority::Normal).unwrap(), Copies::<D>::default());
+        (device.create_stream(StreamPriority::Normal).unwrap(), Copies::default());
     for unit in (0..SIZES.len() as u32).cycle().take(4 * SIZES.len()) {
         let acquire = || engine.acquire(None, UnitId(unit));
         // The engine counts a lease for the thread that acquired it. So it may report that this
@@ -596,19 +644,19 @@ fn work_drops_leases<D: Device>(device: &D) {
 
 #[test]
 fn work_of_a_stream_may_drop_leases() {
-    work_drops_leases(&CpuDevice::with_threads(1).unwrap());
-    let device = SimDevice::new(SimOptions::default());
+    work_drops_leases(&CpuDevice::with_threads(1).unwrap().into());
+    let device = simulated(SimOptions::default());
     work_drops_leases(&device);
-    assert_eq!(device.races(), []);
+    assert_eq!(races(&device), []);
 }
 
 #[test]
 fn tensors_on_a_device_outlive_the_engine() {
-    let (model, device) = (Model::assembled(&SIZES), SimDevice::new(SimOptions::default()));
+    let (model, device) = (Model::assembled(&SIZES), simulated(SimOptions::default()));
     let engine =
         Engine::with_device(&device, model.units.clone(), model.sources(), config(BUDGET)).unwrap();
     let (stream, copies) =
-        (device.create_stream(StreamPriority::Normal).unwrap(), Copies::<SimDevice>::default());
+        (device.create_stream(StreamPriority::Normal).unwrap(), Copies::default());
     let lease = engine.acquire(None, UnitId(3)).unwrap();
     drop(engine);
     lease.record_stream(&stream).unwrap();
@@ -616,7 +664,7 @@ fn tensors_on_a_device_outlive_the_engine() {
     stream.synchronize().unwrap();
     assert!(copies.lock().unwrap().iter().all(|copy| copy.done && copy.is_right(&model)));
     drop((lease, copies));
-    assert_eq!(device.races(), []);
+    assert_eq!(races(&device), []);
     assert_eq!(device.memory().in_use_bytes, 0, "all memory of the device is freed");
 }
 
@@ -646,7 +694,7 @@ proptest! {
             .with_seed(seed)
             .with_stall_rate(stall_rate)
             .with_fault_rate(fault_rate);
-        let device = SimDevice::new(options);
+        let device = simulated(options);
         let largest = 2 * sizes.iter().max().unwrap() + 40 * KIB;
         let config = config(threads * room * largest)
             .with_staging_units(staging_units)
@@ -664,7 +712,7 @@ proptest! {
                 scope.spawn(|| passes_in(&model, &engine, &device, &orders, true));
             }
         });
-        prop_assert_eq!(device.races(), []);
+        prop_assert_eq!(races(&device), []);
         drop(engine);
         let _ = device.synchronize();
         prop_assert_eq!(device.memory().in_use_bytes, 0);

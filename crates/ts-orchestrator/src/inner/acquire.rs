@@ -80,7 +80,7 @@ impl<D: Device> EngineInner<D> {
         }
         let (mut state, result) = self.wait_for_units(state, units, interrupt);
         for &unit in units {
-            state.remove_waiter(unit);
+            state.remove_waiter(unit, std::thread::current().id());
         }
         let now_ns = (self.clock)();
         state.advance(&self.context, now_ns);
@@ -126,7 +126,7 @@ impl<D: Device> EngineInner<D> {
         let [_, _, ..] = units else { return Ok(()) };
         let distinct: BTreeSet<UnitId> = units.iter().copied().collect();
         let needed: usize = distinct.iter().map(|&unit| self.unit(unit).slot_bytes).sum();
-        let limit = self.lock().slot_limit;
+        let limit = self.lock().planning.slot_limit;
         if needed <= self.context.slots.capacity_bytes().min(limit) {
             return Ok(());
         }
@@ -148,21 +148,8 @@ impl<D: Device> EngineInner<D> {
     ) -> (StateGuard<'a, D>, Result<Acquired<D>, Error>) {
         let (mut waited, mut tries, mut timer) = (false, 0, InterruptTimer::new());
         loop {
-            if let Some(memory) = state.take(units) {
-                return (state, Ok((memory, waited)));
-            }
-            let failures = units.iter().filter_map(|unit| state.units[unit.index()].failure.take());
-            if let Some(failure) = failures.last() {
-                return (state, Err(failure));
-            }
-            if state.is_any_absent(units) {
-                if let Err(error) = self.start(&mut state, units, &mut tries) {
-                    return (state, Err(error));
-                }
-                // A unit without bytes is present as soon as it has a slot.
-                if state.are_all_present(units) {
-                    continue;
-                }
+            if let Some(result) = self.try_units(&mut state, units, &mut tries) {
+                return (state, result.map(|memory| (memory, waited)));
             }
             waited = true;
             let what = || format!("unit `{}`", self.names(units));
@@ -170,6 +157,35 @@ impl<D: Device> EngineInner<D> {
                 Ok(state) => state,
                 Err(error) => return (self.lock(), Err(error)),
             };
+        }
+    }
+
+    /// Returns the memory of units if all are present. Otherwise returns the failure of a read, or
+    /// starts to read the absent units.
+    pub(super) fn try_units(
+        &self,
+        state: &mut EngineState<D>,
+        units: &[UnitId],
+        tries: &mut u32,
+    ) -> Option<Result<Memory<D>, Error>> {
+        loop {
+            if let Some(memory) = state.take(units) {
+                return Some(Ok(memory));
+            }
+            let failures = units.iter().filter_map(|unit| state.units[unit.index()].failure.take());
+            if let Some(failure) = failures.last() {
+                return Some(Err(failure));
+            }
+            if !state.is_any_absent(units) {
+                return None;
+            }
+            if let Err(error) = self.start(state, units, tries) {
+                return Some(Err(error));
+            }
+            // A unit without bytes is present as soon as it has a slot.
+            if !state.are_all_present(units) {
+                return None;
+            }
         }
     }
 
@@ -192,7 +208,7 @@ impl<D: Device> EngineInner<D> {
         let needed_bytes = absent.iter().map(|&unit| self.unit(unit).slot_bytes).sum();
         match state.demand(&self.context, units, (self.clock)()) {
             Ok(()) => {
-                state.waiting_for_memory.remove(&this_thread);
+                state.waiters.for_memory.remove(&this_thread);
                 Ok(())
             }
             // Another thread may be about to drop the last reference, so the call tries again
@@ -217,7 +233,7 @@ impl<D: Device> EngineInner<D> {
                 if !matches!(shortage, Shortage::Temporary) {
                     *tries += 1;
                 }
-                state.waiting_for_memory.insert(this_thread);
+                state.waiters.for_memory.insert(this_thread);
                 Ok(())
             }
         }

@@ -18,7 +18,7 @@ use crate::row_cache::RowCache;
 use crate::sizing::{Place, Sizing};
 use crate::slot_pool::{DeviceSizes, SlotPool};
 use crate::split_decoder::can_decode;
-use crate::state::EngineState;
+use crate::state::{EngineState, Planning};
 use crate::unit::Unit;
 use crate::worker::Workers;
 
@@ -121,12 +121,11 @@ impl<D: Device> EngineInner<D> {
             &context,
             order,
             &config.together,
-            plan,
+            Planning::new(plan, slot_budget),
             &config.routing,
             backend,
             workers,
-        )
-        .with_slot_limit(slot_budget);
+        );
         let inner = Self {
             context,
             state: Mutex::new(state),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Gathers rows of tables: reads them into memory that the caller gets.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use ts_format::FileId;
@@ -15,8 +16,8 @@ use crate::plan::NeverFits;
 use crate::prepared::PreparedUnit;
 use crate::sizing::prepare;
 use crate::slot_pool::Slot;
-use crate::state::Shortage;
-use crate::table::TableId;
+use crate::state::{EngineState, Shortage};
+use crate::table::{Table, TableId};
 use crate::trace::{TraceEvent, TraceKind};
 
 use super::acquire::SHORTAGE_TRIES;
@@ -45,38 +46,90 @@ impl<D: Device> EngineInner<D> {
             // Other rows took the place of some before there was memory.
             cached.fill(false);
         };
-        let load = state.start_gather(&self.context, &prepared, buffer, (self.clock)());
         state.counters.gathered_rows += rows.len() as u64;
         state.counters.cached_rows += cached.iter().filter(|&&cached| cached).count() as u64;
-        state.counters.gathered_bytes += prepared.read_bytes;
+        let gathered = (state, prepared, buffer);
+        let bytes = self.finish_gather(gathered, asked_ns, &mut timer, interrupt)?;
+        if let Some(bytes) = bytes.on_host() {
+            self.row_cache.add(table, rows, &cached, bytes);
+        }
+        Ok(bytes)
+    }
+
+    /// Returns ranges of rows of any table, which exist. Blocks until they are read.
+    pub(crate) fn read_rows(
+        &self,
+        table: &Table,
+        ranges: &[Range<u64>],
+        interrupt: Interrupt<'_>,
+    ) -> Result<TensorBytes<D>, Error> {
+        let asked_ns = (self.clock)();
+        let mut timer = InterruptTimer::new();
+        let prepared = Arc::new(self.prepare_ranges(table, ranges));
+        let (mut state, buffer) = self.allocate_for_gather(&prepared, &mut timer, interrupt)?;
+        state.counters.gathered_rows += prepared.row_count();
+        self.finish_gather((state, prepared, buffer), asked_ns, &mut timer, interrupt)
+    }
+
+    /// Returns a unit of ranges of rows of any table, which exist.
+    pub(crate) fn prepare_ranges(&self, table: &Table, ranges: &[Range<u64>]) -> PreparedUnit {
+        let (sources, alignment) = (&self.context.sources, self.context.sizes.alignment);
+        prepare(table.select_ranges(ranges), sources, alignment)
+    }
+
+    /// Reads the rows of a unit for which there is memory. Blocks until they are read.
+    fn finish_gather(
+        &self,
+        (mut state, prepared, buffer): (StateGuard<'_, D>, Arc<PreparedUnit>, Buffer),
+        asked_ns: u64,
+        timer: &mut InterruptTimer,
+        interrupt: Interrupt<'_>,
+    ) -> Result<TensorBytes<D>, Error> {
+        let load = self.start_rows(&mut state, &prepared, buffer);
         loop {
-            if let Some(result) = state.take_gathered(load) {
-                let Slot::Host(buffer) = result? else {
-                    unreachable!("rows are gathered into host memory")
-                };
-                let place = prepared.layout.tensors[0];
-                let bytes = &buffer[place.offset..place.offset + place.len];
-                self.row_cache.add(table, rows, &cached, bytes);
-                let call_ns = (self.clock)().saturating_sub(asked_ns);
-                state.pass_log.count_call(call_ns, call_ns);
-                if let Some(trace) = &mut state.trace {
-                    let event = TraceEvent::new(TraceKind::Wait, asked_ns, asked_ns + call_ns);
-                    trace.add_on(std::thread::current().id(), event);
-                }
-                let memory = self.context.slots.gathered(buffer, self.context.events.clone());
-                let memory = Arc::new(memory);
-                state.add_gathered(&prepared, &memory);
-                return Ok(TensorBytes::new(memory, place));
+            if let Some(rows) = state.gathers.take(load) {
+                return Ok(self.take_rows(&mut state, &prepared, rows?, asked_ns));
             }
             let what = || format!("rows `{}`", prepared.unit.name);
-            state = match self.wait(state, &mut timer, interrupt, what) {
+            state = match self.wait(state, timer, interrupt, what) {
                 Ok(state) => state,
                 Err(error) => {
-                    self.lock().gathers.remove(&load);
+                    self.lock().gathers.give_up(load);
                     return Err(error);
                 }
             };
         }
+    }
+
+    /// Starts to read the rows of a unit. Returns the number of the load.
+    pub(super) fn start_rows(
+        &self,
+        state: &mut EngineState<D>,
+        prepared: &Arc<PreparedUnit>,
+        buffer: Buffer,
+    ) -> u32 {
+        state.counters.gathered_bytes += prepared.read_bytes;
+        state.start_gather(&self.context, prepared, buffer, (self.clock)())
+    }
+
+    /// Returns rows that were read into a slot.
+    pub(super) fn take_rows(
+        &self,
+        state: &mut EngineState<D>,
+        prepared: &PreparedUnit,
+        slot: Slot<D>,
+        asked_ns: u64,
+    ) -> TensorBytes<D> {
+        let Slot::Host(buffer) = slot else { unreachable!("rows are gathered into host memory") };
+        let call_ns = (self.clock)().saturating_sub(asked_ns);
+        state.pass_log.count_call(call_ns, call_ns);
+        if let Some(trace) = &mut state.trace {
+            let event = TraceEvent::new(TraceKind::Wait, asked_ns, asked_ns + call_ns);
+            trace.add_on(std::thread::current().id(), event);
+        }
+        let memory = Arc::new(self.context.slots.gathered(buffer, self.context.events.clone()));
+        state.gathers.add(prepared, &memory);
+        TensorBytes::new(memory, prepared.layout.tensors[0])
     }
 
     /// Returns a unit of these rows, which reads only those that are not cached.
@@ -110,67 +163,74 @@ impl<D: Device> EngineInner<D> {
         timer: &mut InterruptTimer,
         interrupt: Interrupt<'_>,
     ) -> Result<(StateGuard<'_, D>, Buffer), Error> {
-        let slot_limit = self.lock().slot_limit;
-        let mut capacity_bytes = self.context.slots.host.stats().capacity_bytes;
-        if !self.context.slots.is_staged() {
-            capacity_bytes = capacity_bytes.min(slot_limit);
-        }
-        let needed_bytes = prepared.slot_bytes;
-        if needed_bytes > capacity_bytes {
-            if self.context.slots.is_staged() {
-                return Err(Error::StagingFull { unit: prepared.unit.name.clone() });
-            }
-            let budget_bytes = self.budget.limit_bytes() - self.slot_budget + slot_limit;
-            return Err(Error::NeverFits(NeverFits {
-                budget_bytes,
-                largest_unit: prepared.unit.name.clone(),
-                largest_bytes: needed_bytes,
-                smallest_budget_bytes: self.overhead.budget_for(needed_bytes, &self.tables),
-            }));
-        }
         let (mut state, mut tries) = (self.lock(), 0);
         let this_thread = std::thread::current().id();
         loop {
-            let now_ns = (self.clock)();
-            let shortage = match state.allocate_on_host(&self.context, prepared, now_ns) {
-                Ok(buffer) => {
-                    state.waiting_for_memory.remove(&this_thread);
-                    return Ok((state, buffer));
+            match self.try_allocate_for_gather(&mut state, prepared, &mut tries) {
+                Ok(None) => {}
+                allocated => {
+                    state.waiters.for_memory.remove(&this_thread);
+                    return Ok((state, allocated?.expect("`None` is handled above")));
                 }
-                Err(shortage) => shortage,
-            };
-            let unit = prepared.unit.name.clone();
-            let error = match shortage {
-                Shortage::Temporary => None,
-                Shortage::StagingFull => Some(Error::StagingFull { unit }),
-                Shortage::Device(error) => Some(Error::device(&unit, error)),
-                Shortage::Deadlock { holders } => {
-                    Some(Error::Deadlock { unit, needed_bytes, holders: holders.join(", ") })
-                }
-                Shortage::StillReferenced { bytes, holders } => {
-                    let (held_bytes, holders) = (bytes, holders.join(", "));
-                    Some(Error::StillReferenced { unit, needed_bytes, held_bytes, holders })
-                }
-            };
-            if let Some(error) = error {
-                // Another thread may be about to drop the last reference, so the call tries again
-                // before this is an error.
-                if tries >= SHORTAGE_TRIES {
-                    state.waiting_for_memory.remove(&this_thread);
-                    return Err(error);
-                }
-                tries += 1;
             }
-            state.waiting_for_memory.insert(this_thread);
+            state.waiters.for_memory.insert(this_thread);
             let what = || format!("rows `{}`", prepared.unit.name);
             state = match self.wait(state, timer, interrupt, what) {
                 Ok(state) => state,
                 Err(error) => {
-                    self.lock().waiting_for_memory.remove(&this_thread);
+                    self.lock().waiters.for_memory.remove(&this_thread);
                     return Err(error);
                 }
             };
         }
+    }
+
+    /// Allocates memory for rows if there is any. Evicts units if necessary. If only the caller can
+    /// free memory, that is an error after some tries.
+    pub(super) fn try_allocate_for_gather(
+        &self,
+        state: &mut EngineState<D>,
+        prepared: &PreparedUnit,
+        tries: &mut u32,
+    ) -> Result<Option<Buffer>, Error> {
+        let slot_limit = state.planning.slot_limit;
+        let mut capacity_bytes = self.context.slots.host.stats().capacity_bytes;
+        if !self.context.slots.is_staged() {
+            capacity_bytes = capacity_bytes.min(slot_limit);
+        }
+        let (unit, needed_bytes) = (prepared.unit.name.clone(), prepared.slot_bytes);
+        if needed_bytes > capacity_bytes {
+            if self.context.slots.is_staged() {
+                return Err(Error::StagingFull { unit });
+            }
+            let budget_bytes = self.budget.limit_bytes() - self.slot_budget + slot_limit;
+            return Err(Error::NeverFits(NeverFits {
+                budget_bytes,
+                largest_unit: unit,
+                largest_bytes: needed_bytes,
+                smallest_budget_bytes: self.overhead.budget_for(needed_bytes, &self.tables),
+            }));
+        }
+        let error = match state.allocate_on_host(&self.context, prepared, (self.clock)()) {
+            Ok(buffer) => return Ok(Some(buffer)),
+            Err(Shortage::Temporary) => return Ok(None),
+            Err(Shortage::StagingFull) => Error::StagingFull { unit },
+            Err(Shortage::Device(error)) => Error::device(&unit, error),
+            Err(Shortage::Deadlock { holders }) => {
+                Error::Deadlock { unit, needed_bytes, holders: holders.join(", ") }
+            }
+            Err(Shortage::StillReferenced { bytes, holders }) => {
+                let (held_bytes, holders) = (bytes, holders.join(", "));
+                Error::StillReferenced { unit, needed_bytes, held_bytes, holders }
+            }
+        };
+        // Another thread may be about to drop the last reference, so the call tries again before
+        // this is an error.
+        if *tries >= SHORTAGE_TRIES {
+            return Err(error);
+        }
+        *tries += 1;
+        Ok(None)
     }
 }
 

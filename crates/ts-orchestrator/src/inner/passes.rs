@@ -40,10 +40,10 @@ impl<D: Device> EngineInner<D> {
         let mut limit_wait = None;
         while state.awaits_limit(&mut limit_wait) || state.passes.running() >= self.max_passes {
             // A thread that waits here frees no memory. Other threads must take this into account.
-            state.waiting_for_pass.insert(this_thread);
+            state.waiters.for_pass.insert(this_thread);
             state = self.wait(state, &mut timer, interrupt, || "another pass to end".into())?;
         }
-        state.waiting_for_pass.remove(&this_thread);
+        state.waiters.for_pass.remove(&this_thread);
         Ok(self.begin(&mut state))
     }
 
@@ -52,7 +52,7 @@ impl<D: Device> EngineInner<D> {
         (state.passes.running() == 0).then(|| self.begin(&mut state))
     }
 
-    fn begin(&self, state: &mut EngineState<D>) -> PassId {
+    pub(super) fn begin(&self, state: &mut EngineState<D>) -> PassId {
         state.counters.passes += 1;
         if state.counters.passes == 1 {
             self.populate_ahead(state);
@@ -70,9 +70,10 @@ impl<D: Device> EngineInner<D> {
     /// Starts to pre-fault memory, that of streamed units first.
     fn populate_ahead(&self, state: &mut EngineState<D>) {
         let mut populator = self.populator.lock();
-        if populator.is_none() && self.populate_in_passes > 0 && !state.has_new_limit() {
+        if populator.is_none() && self.populate_in_passes > 0 && !state.planning.has_new_limit() {
             let pool = &self.context.slots.host;
-            let begun = Populator::new(pool, self.populate_in_passes, state.plan.resident_bytes);
+            let begun =
+                Populator::new(pool, self.populate_in_passes, state.planning.plan.resident_bytes);
             state.postpones = begun.has_threads();
             *populator = Some(begun);
         }
@@ -96,27 +97,27 @@ impl<D: Device> EngineInner<D> {
             let event = TraceEvent::new(TraceKind::Pass, begun_ns, now_ns);
             trace.add_on(std::thread::current().id(), event.bytes(pass.0));
         }
-        if kind.is_some() || state.has_new_limit() {
+        if kind.is_some() || state.planning.has_new_limit() {
             let (main, _) = state.passes.kinds().main();
-            let (predicted_s, replans) = (state.plan.predicted_pass_s, state.counters.replans);
-            let changed = state.has_new_limit()
+            let (predicted_s, replans) =
+                (state.planning.plan.predicted_pass_s, state.counters.replans);
+            let changed = state.planning.has_new_limit()
                 || state.passes.kinds().is_unplanned()
-                || state.plan_outdated
-                || (state.unsure_of_encoding && state.pass_log.is_steady())
+                || state.planning.is_outdated
+                || (state.planning.unsure_of_encoding && state.pass_log.is_steady())
                 || state.pass_log.differs(main, predicted_s, replans);
             if changed {
                 self.propose_plan(&mut state);
             } else {
-                state.pending_plan = None;
+                state.planning.pending = None;
             }
         }
         if state.passes.running() == 0 {
             state.drop_guesses(&self.context, now_ns);
         }
         state.advance(&self.context, now_ns);
-        let proposed = state.pending_plan.is_some();
-        drop(state);
-        self.changed.notify_all();
+        let proposed = state.planning.pending.is_some();
+        self.notify(state);
         proposed
     }
 
@@ -136,6 +137,21 @@ impl<D: Device> EngineInner<D> {
                 }
             };
         }
+        Ok(self.switch_plan(&mut state))
+    }
+
+    /// Switches to a new plan like [`replan`](Self::replan), if no read is in flight. Returns
+    /// whether none was. Does not block.
+    pub(crate) fn try_replan(&self) -> bool {
+        let mut state = self.lock();
+        if state.is_loading() {
+            return false;
+        }
+        self.switch_plan(&mut state);
+        true
+    }
+
+    fn switch_plan(&self, state: &mut EngineState<D>) -> bool {
         let applied = state.passes.running() == 0 && state.apply_pending_plan(&self.context);
         if let Some(trace) = state.trace.as_mut().filter(|_| applied) {
             let now_ns = (self.clock)();
@@ -147,21 +163,22 @@ impl<D: Device> EngineInner<D> {
         if state.counters.passes > 0 {
             state.advance(&self.context, (self.clock)());
         }
-        Ok(applied)
+        applied
     }
 
     pub(crate) fn smallest_limit(&self) -> usize {
-        let smallest = self.lock().plan.smallest_budget_bytes.next_multiple_of(BLOCK_ALIGN);
+        let smallest =
+            self.lock().planning.plan.smallest_budget_bytes.next_multiple_of(BLOCK_ALIGN);
         smallest + self.budget.limit_bytes() - self.slot_budget
     }
 
     pub(crate) fn is_within_limit(&self) -> bool {
-        let slot_limit = self.lock().slot_limit;
+        let slot_limit = self.lock().planning.slot_limit;
         self.context.slots.is_staged() || self.context.slots.left_bytes() <= slot_limit
     }
 
     pub(crate) fn limit_in_force(&self) -> bool {
-        !self.lock().has_new_limit()
+        !self.lock().planning.has_new_limit()
     }
 
     pub(crate) fn set_limit(&self, budget_bytes: usize) -> Result<(), Error> {
@@ -170,11 +187,11 @@ impl<D: Device> EngineInner<D> {
         let slots = budget_bytes.saturating_sub(buffers).min(self.slot_budget);
         let slots = slots - slots % BLOCK_ALIGN;
         let mut state = self.lock();
-        let before = std::mem::replace(&mut state.slot_limit, slots);
+        let before = std::mem::replace(&mut state.planning.slot_limit, slots);
         let refusal = self.with_request(&state, |request| plan(&request)).err();
         // A larger limit is never refused: the engine works with less.
         if let Some(refusal) = refusal.filter(|_| slots < before) {
-            state.slot_limit = before;
+            state.planning.slot_limit = before;
             return Err(Error::NeverFits(NeverFits {
                 budget_bytes,
                 smallest_budget_bytes: refusal.smallest_budget_bytes.saturating_add(buffers),
@@ -189,10 +206,10 @@ impl<D: Device> EngineInner<D> {
             }
         }
         state.give_back(&self.context);
-        if state.has_new_limit() {
+        if state.planning.has_new_limit() {
             self.propose_plan(&mut state);
         } else {
-            state.pending_plan = None;
+            state.planning.pending = None;
         }
         Ok(())
     }
@@ -201,11 +218,11 @@ impl<D: Device> EngineInner<D> {
     /// switching to.
     fn propose_plan(&self, state: &mut EngineState<D>) {
         let residency = state.residency(&self.context);
-        let new_limit = state.has_new_limit();
+        let new_limit = state.planning.has_new_limit();
         let (steady, mut unsure) = (state.pass_log.is_steady(), false);
         let plans = self.with_request(state, |request| {
             // Assumes that the streamed units will need as much memory as before.
-            let least_ring_bytes = request.least_ring_bytes.max(state.streamed_high_water);
+            let least_ring_bytes = request.least_ring_bytes.max(state.planning.streamed_high_water);
             let mut request = PlanRequest { least_ring_bytes, ..request };
             let mut better = plan(&request);
             if better.is_err() {
@@ -229,7 +246,7 @@ impl<D: Device> EngineInner<D> {
             }
             Some((better, predict(&request, &residency), request.rates, encode_s))
         });
-        state.unsure_of_encoding = unsure;
+        state.planning.unsure_of_encoding = unsure;
         let Some((better, kept, rates, encode_s)) = plans else { return };
         // A new plan reads units that it keeps again, and this must pay off within a few passes.
         // All slots together have the size of the first plan's peak, so a larger plan cannot be
@@ -245,14 +262,14 @@ impl<D: Device> EngineInner<D> {
                 && gain_s * REPLAN_PASSES > fresh_start_s
                 && gain_s * ENCODE_PASSES > fresh_start_s + encode_s
         });
-        state.plan_outdated = false;
+        state.planning.is_outdated = false;
         if (pays || new_limit) && better.peak_bytes() <= self.context.slots.capacity_bytes() {
-            state.unsure_of_encoding |= encode_s > 0.0;
-            state.pending_plan = Some(better);
+            state.planning.unsure_of_encoding |= encode_s > 0.0;
+            state.planning.pending = Some(better);
         } else if let Some(kept) = kept {
-            state.plan = kept;
+            state.planning.plan = kept;
             state.passes.set_planned();
-            state.pending_plan = None;
+            state.planning.pending = None;
         }
     }
 
@@ -269,7 +286,9 @@ impl<D: Device> EngineInner<D> {
     pub(super) fn predicted_plan(&self, state: &EngineState<D>) -> Plan {
         let residency = state.residency(&self.context);
         let predicted = self.with_request(state, |request| predict(&request, &residency));
-        predicted.unwrap_or_else(|| state.plan.clone()).with_buffers(self.least_buffer_bytes)
+        predicted
+            .unwrap_or_else(|| state.planning.plan.clone())
+            .with_buffers(self.least_buffer_bytes)
     }
 
     /// Calls a function with a request that contains all measurements so far.
@@ -286,12 +305,12 @@ impl<D: Device> EngineInner<D> {
         if let Some(sharing) = &self.context.sharing {
             sharing.mark(&mut demands);
         }
-        let least_ring_bytes = self.context.prefetch.least_ring_bytes(state.slot_limit);
+        let least_ring_bytes = self.context.prefetch.least_ring_bytes(state.planning.slot_limit);
         let kinds = state.passes.kinds();
         let ((_, order), others) = (kinds.main(), kinds.others());
-        let request = PlanRequest::new(&demands, order, state.slot_limit)
+        let request = PlanRequest::new(&demands, order, state.planning.slot_limit)
             .with_host_bytes(self.context.slots.host_tier_bytes())
-            .with_together(&state.together)
+            .with_together(state.planning.together())
             .with_max_passes(self.max_passes)
             .with_rates(rates)
             .with_reach(self.context.prefetch.reach())

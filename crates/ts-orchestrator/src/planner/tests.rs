@@ -34,12 +34,28 @@ fn without_reading_ahead_the_ring_is_as_small_as_possible() {
     let plans = [0, 1, usize::MAX].map(|reach| plan_with(reach).unwrap());
     let rings = plans.each_ref().map(|plan| plan.ring_bytes >> 20);
     assert_eq!(rings[0], 100, "a second slot would stay empty");
-    assert!(rings[1] <= 200, "one unit is in use, and one is read");
+    assert_eq!(rings[1], 200, "one unit is in use, and one is read");
     let times = plans.each_ref().map(|plan| plan.predicted_pass_s);
     // Each of the six streamed units is read, and then used.
     let read_s = Rates::default().read_latency_s + f64::from(100 << 20) / 1e9;
     assert!((times[0] - (6.0 * read_s + 1.0)).abs() < 1e-6, "{times:?}");
     assert!(times[1] < 0.8 * times[0] && times[2] <= times[1], "{times:?}");
+}
+
+#[test]
+fn reading_one_unit_ahead_has_memory_for_it_at_each_budget() {
+    let (order, mut units) = (order(10), units(&[100; 10]));
+    // Reading takes no time in comparison, so a second slot does not pay.
+    units.iter_mut().for_each(|unit| unit.compute_s = 100.0);
+    for budget in (100..1000).step_by(33) {
+        let request = PlanRequest::new(&units, &order, budget);
+        let with = |reach| plan(&request.with_reach(reach)).unwrap();
+        let (none, next) = (with(0), with(1));
+        assert!(none.ring_bytes < 200, "{budget}: {}", none.ring_bytes);
+        assert_eq!(next.ring_bytes >= 200, budget >= 200, "{budget}: {}", next.ring_bytes);
+    }
+    let all = plan(&PlanRequest::new(&units, &order, 1000).with_reach(1)).unwrap();
+    assert_eq!(all.ring_bytes, 0, "everything stays");
 }
 
 #[test]

@@ -9,9 +9,10 @@ use std::ffi::CStr;
 use std::sync::Arc;
 
 use ts_pool::{BLOCK_ALIGN, Budget, DeviceBuffer, HostPool, PendingWrite, SharedBuffer};
-use ts_streams::{Device, Kernel, MemoryKind, MemoryRange, RawMemory, Stream, StreamPriority};
+use ts_streams::{Device, Kernel, MemoryKind, MemoryRange, RawMemory, Stream};
 
 use self::steps::{Piece, Steps};
+use crate::device_streams::DeviceStreams;
 use crate::image::ImageLayout;
 
 static MODULE: &CStr = c_text(concat!(include_str!("kernels.ptx"), "\0"));
@@ -23,7 +24,7 @@ static MERGE: Kernel =
     Kernel { name: c"split_merge", module: MODULE, block_threads: 256, parameters: 3 };
 
 /// The number of pieces that a unit goes through: one is decoded while the next one is copied.
-const PIECES: usize = 2;
+pub(crate) const PIECES: usize = 2;
 /// The most memory for a piece, in bytes. Of bf16, the codewords in it are decoded by 1500 to 6000
 /// threads.
 const MOST_PIECE_BYTES: usize = 64 << 20;
@@ -77,9 +78,9 @@ pub(crate) struct DecodableImage {
 #[derive(Debug)]
 pub(crate) struct SplitDecoder<D: Device> {
     device: D,
-    /// The stream of the kernels.
-    stream: D::Stream,
-    memory: [PieceMemory<D>; PIECES],
+    streams: Arc<DeviceStreams<D>>,
+    /// The memory of a piece on the device, which takes turns.
+    memory: [D::Memory; PIECES],
     piece_bytes: usize,
     /// The budget on the host for what [`prepare`](Self::prepare) returns.
     host: Budget,
@@ -87,32 +88,20 @@ pub(crate) struct SplitDecoder<D: Device> {
     turn: usize,
 }
 
-/// The memory of a piece on the device.
-#[derive(Debug)]
-struct PieceMemory<D: Device> {
-    memory: D::Memory,
-    /// The event that is reached when the stored bytes are there.
-    copied: D::Event,
-    /// The event that is reached when the piece is decoded.
-    decoded: D::Event,
-}
-
 impl<D: Device> SplitDecoder<D> {
     /// Allocates `bytes` bytes on the device. [`prepare`](Self::prepare) takes memory from the
     /// budget `host`.
-    pub(crate) fn new(device: &D, bytes: usize, host: Budget) -> Result<Self, ts_streams::Error> {
+    pub(crate) fn new(
+        device: &D,
+        bytes: usize,
+        host: Budget,
+        streams: Arc<DeviceStreams<D>>,
+    ) -> Result<Self, ts_streams::Error> {
         let piece_bytes = bytes / PIECES;
         let layout = Layout::from_size_align(piece_bytes, 256).expect("the size is a valid one");
-        let piece = || {
-            Ok::<_, ts_streams::Error>(PieceMemory {
-                memory: device.allocate(layout, MemoryKind::Device)?,
-                copied: device.create_event()?,
-                decoded: device.create_event()?,
-            })
-        };
+        let piece = || device.allocate(layout, MemoryKind::Device);
         let memory = [piece()?, piece()?];
-        let stream = device.create_stream(StreamPriority::Normal)?;
-        Ok(Self { device: device.clone(), stream, memory, piece_bytes, host, turn: 0 })
+        Ok(Self { device: device.clone(), streams, memory, piece_bytes, host, turn: 0 })
     }
 
     /// Prepares to decode a unit, whose bytes must not change any more. Returns `None` if the
@@ -141,13 +130,16 @@ impl<D: Device> SplitDecoder<D> {
         slot: &mut DeviceBuffer<D>,
     ) -> Result<PendingWrite<D>, ts_pool::Error> {
         let submit = |copies: &D::Stream, slot: MemoryRange| {
+            assert_eq!(copies.id(), self.streams.copies().id(), "slots are of this stream");
             let submitted = decodable
                 .pieces
                 .iter()
-                .try_for_each(|piece| self.submit(copies, piece, [image, &decodable.steps], slot));
-            let submitted = submitted.and_then(|()| copies.wait(&self.last().decoded));
+                .try_for_each(|piece| self.submit(piece, [image, &decodable.steps], slot));
+            let decoded = self.streams.piece(self.turn % PIECES).decoded;
+            let submitted =
+                submitted.and_then(|()| self.streams.pipeline().run(decoded, |_| Ok(())));
             if submitted.is_err() {
-                let _ = self.stream.synchronize();
+                let _ = self.synchronize();
             }
             submitted.map_err(ts_pool::Error::from)
         };
@@ -163,57 +155,57 @@ impl<D: Device> SplitDecoder<D> {
     /// Submits the copies and the kernels for a piece.
     fn submit(
         &mut self,
-        copies: &D::Stream,
         piece: &Piece,
         [image, steps]: [&SharedBuffer; 2],
         slot: MemoryRange,
     ) -> Result<(), ts_streams::Error> {
         self.turn += 1;
-        let PieceMemory { memory, copied, decoded } = self.last();
-        let memory = memory.range();
+        let stages = self.streams.piece(self.turn % PIECES);
+        let memory = self.memory[self.turn % PIECES].range();
         let at = |offset: usize| (memory.address() + offset) as u64;
-        let copy = |bytes: &[u8], offset: usize| {
-            let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
-            // SAFETY: the caller keeps both images. Earlier kernels that use the memory of the
-            // piece have ended, because `copies` waits for them.
-            unsafe { copies.copy(memory.slice(offset..offset + bytes.len()), from) }
-        };
-        copies.wait(decoded)?;
-        copy(&image[piece.stored.clone()], 0)?;
-        copy(&steps[piece.steps.clone()], piece.codes_at())?;
-        copies.record(copied)?;
-        self.stream.wait(copied)?;
+        self.streams.pipeline().run(stages.copy, |copies| {
+            let copy = |bytes: &[u8], offset: usize| {
+                let from = MemoryRange::new(bytes.as_ptr().cast_mut(), bytes.len());
+                // SAFETY: the caller keeps both images. Earlier kernels that use the memory of the
+                // piece have ended, because the stage waits for them.
+                unsafe { copies.copy(memory.slice(offset..offset + bytes.len()), from) }
+            };
+            copy(&image[piece.stored.clone()], 0)?;
+            copy(&steps[piece.steps.clone()], piece.codes_at())
+        })?;
         let (stored, slot) = (at(0), slot.address() as u64);
         let [codes, runs, blocks, tables] =
             [piece.codes_at(), piece.runs_at(), piece.blocks_at(), piece.tables_at()].map(at);
-        let launch = |kernel: &Kernel, count: usize, blocks: u32, arguments: &[u64]| {
-            if count == 0 {
-                return Ok(());
-            }
-            // SAFETY: `Steps` has laid the structures out in the memory of the piece, and checked
-            // that they name only bytes of the piece and the slot. Nothing else uses either now.
-            unsafe { self.stream.launch(kernel, blocks, arguments) }
-        };
         let threads = |kernel: &Kernel, count: usize| count.div_ceil(kernel.block_threads as usize);
         let (code_count, run_count) = (piece.codes as u64, piece.runs as u64);
         let tables_by = threads(&TABLES, piece.codes) as u32;
-        launch(&TABLES, piece.codes, tables_by, &[codes, tables, code_count])?;
         let runs_by = threads(&RUNS, piece.runs) as u32;
-        let arguments = [stored, codes, tables, runs, slot, run_count];
-        launch(&RUNS, piece.runs, runs_by, &arguments)?;
-        launch(&MERGE, piece.blocks, piece.blocks as u32, &[stored, blocks, slot])?;
-        self.stream.record(decoded)
+        self.streams.pipeline().run(stages.decode, |stream| {
+            let launch = |kernel: &Kernel, count: usize, blocks: u32, arguments: &[u64]| {
+                if count == 0 {
+                    return Ok(());
+                }
+                // SAFETY: `Steps` has laid the structures out in the memory of the piece, and
+                // checked that they name only bytes of the piece and the slot. Nothing else uses
+                // either now.
+                unsafe { stream.launch(kernel, blocks, arguments) }
+            };
+            launch(&TABLES, piece.codes, tables_by, &[codes, tables, code_count])?;
+            let arguments = [stored, codes, tables, runs, slot, run_count];
+            launch(&RUNS, piece.runs, runs_by, &arguments)?;
+            launch(&MERGE, piece.blocks, piece.blocks as u32, &[stored, blocks, slot])
+        })
     }
 
-    /// Returns the memory of the last piece so far.
-    fn last(&self) -> &PieceMemory<D> {
-        &self.memory[self.turn % PIECES]
+    /// Blocks until all kernels have ended.
+    fn synchronize(&self) -> Result<(), ts_streams::Error> {
+        self.streams.pipeline().stream(self.streams.piece(0).decode).synchronize()
     }
 }
 
 impl<D: Device> Drop for SplitDecoder<D> {
     fn drop(&mut self) {
         // The memory is freed next.
-        let _ = self.stream.synchronize();
+        let _ = self.synchronize();
     }
 }

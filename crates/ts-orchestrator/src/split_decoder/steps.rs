@@ -4,15 +4,46 @@
 
 use std::ops::Range;
 
+use bytemuck::{NoUninit, cast_slice};
 use ts_format::{Codec, HuffmanCode, Run, RunContent, SplitBlock, SplitLayout, SplitPlane};
 
 use crate::image::{ImageLayout, ImagePart};
 use crate::layout::{ReadKind, SlotRead};
 
-/// The lengths of `struct Code`, `struct Run` and `struct Block`, in bytes.
-const CODE_BYTES: usize = 144;
-const RUN_BYTES: usize = 32;
-const BLOCK_BYTES: usize = 48;
+/// `struct Code` of `kernels.cu`, like the next structures. Devices that run it are little-endian,
+/// as are their hosts.
+#[derive(Debug, Clone, Copy, NoUninit)]
+#[repr(C)]
+struct CodeStep {
+    /// The weights, two in a byte.
+    weights: [u8; 128],
+    max_bits: u32,
+    unused: [u32; 3],
+}
+
+/// `struct Run`.
+#[derive(Debug, Clone, Copy, NoUninit)]
+#[repr(C)]
+struct RunStep {
+    target: u64,
+    source: u32,
+    len: u32,
+    count: u32,
+    stride: u32,
+    code: u32,
+    unused: u32,
+}
+
+/// `struct Block`.
+#[derive(Debug, Clone, Copy, NoUninit)]
+#[repr(C)]
+struct BlockStep {
+    target: u64,
+    count: u32,
+    width: u32,
+    planes: [u32; 8],
+}
+
 /// The length of the table of a code, in bytes.
 const TABLE_BYTES: usize = 2 * 2048;
 /// What a piece begins with is aligned to this many bytes.
@@ -47,15 +78,15 @@ impl Piece {
     }
 
     pub(super) fn runs_at(&self) -> usize {
-        self.codes_at() + self.codes * CODE_BYTES
+        self.codes_at() + self.codes * size_of::<CodeStep>()
     }
 
     pub(super) fn blocks_at(&self) -> usize {
-        self.runs_at() + self.runs * RUN_BYTES
+        self.runs_at() + self.runs * size_of::<RunStep>()
     }
 
     pub(super) fn tables_at(&self) -> usize {
-        self.blocks_at() + self.blocks * BLOCK_BYTES
+        self.blocks_at() + self.blocks * size_of::<BlockStep>()
     }
 
     /// Returns how much memory the piece needs, in bytes.
@@ -75,9 +106,9 @@ pub(super) struct Steps {
 /// The codes, runs and blocks of a piece, or of a part of it.
 #[derive(Debug, Default)]
 struct Work {
-    codes: Vec<u8>,
-    runs: Vec<u8>,
-    blocks: Vec<u8>,
+    codes: Vec<CodeStep>,
+    runs: Vec<RunStep>,
+    blocks: Vec<BlockStep>,
 }
 
 impl Steps {
@@ -91,7 +122,7 @@ impl Steps {
             let coded = Coded::new(image.get(stored.clone())?, read)?;
             let longer = piece.with(&coded, stored.end);
             if longer.bytes() > piece_bytes {
-                steps.push(piece, std::mem::take(&mut work));
+                steps.push(piece, &std::mem::take(&mut work));
                 piece = Piece { stored: stored.start..stored.start, ..Piece::default() };
             }
             let source = (stored.start - piece.stored.start) as u32;
@@ -101,14 +132,16 @@ impl Steps {
                 return None;
             }
         }
-        steps.push(piece, work);
+        steps.push(piece, &work);
         Some(steps)
     }
 
-    fn push(&mut self, mut piece: Piece, work: Work) {
+    fn push(&mut self, mut piece: Piece, work: &Work) {
         if piece.blocks > 0 {
             let begin = self.bytes.len();
-            [work.codes, work.runs, work.blocks].iter().for_each(|part| self.bytes.extend(part));
+            self.bytes.extend_from_slice(cast_slice(&work.codes));
+            self.bytes.extend_from_slice(cast_slice(&work.runs));
+            self.bytes.extend_from_slice(cast_slice(&work.blocks));
             piece.steps = begin..self.bytes.len();
             self.pieces.push(piece);
         }
@@ -209,20 +242,19 @@ fn lines(run: &Run) -> usize {
 
 impl Work {
     fn add_code(&mut self, code: &HuffmanCode) {
-        self.codes
-            .extend(code.weights.as_chunks::<2>().0.iter().map(|[low, high]| low | high << 4));
-        extend(&mut self.codes, &[code.max_bits, 0, 0, 0]);
+        let pairs = code.weights.as_chunks::<2>().0;
+        let weights = std::array::from_fn(|i| pairs[i][0] | pairs[i][1] << 4);
+        self.codes.push(CodeStep { weights, max_bits: code.max_bits, unused: [0; 3] });
     }
 
     fn add_block(&mut self, target: usize, count: usize, width: usize, planes: [u32; 8]) {
-        self.blocks.extend((target as u64).to_le_bytes());
-        extend(&mut self.blocks, &[count as u32, width as u32]);
-        extend(&mut self.blocks, &planes);
+        let (target, count, width) = (target as u64, count as u32, width as u32);
+        self.blocks.push(BlockStep { target, count, width, planes });
     }
 
     fn add_run(&mut self, target: usize, [source, len, count, stride, code]: [u32; 5]) {
-        self.runs.extend((target as u64).to_le_bytes());
-        extend(&mut self.runs, &[source, len, count, stride, code, 0]);
+        let target = target as u64;
+        self.runs.push(RunStep { target, source, len, count, stride, code, unused: 0 });
     }
 
     /// Adds a block of a chunk. `source` and `codes` are those of [`Coded::add`], and `target` is
@@ -273,10 +305,6 @@ impl Work {
             self.add_run(to + begin * stride, [at, 0, count, stride as u32, code]);
         }
     }
-}
-
-fn extend(bytes: &mut Vec<u8>, values: &[u32]) {
-    bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
 }
 
 #[cfg(test)]

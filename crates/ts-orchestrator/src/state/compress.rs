@@ -25,7 +25,7 @@ impl<D: Device> EngineState<D> {
         host: Option<Buffer>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
+        let load = self.loads.get_mut(load_id);
         let pieces = load.prepared.pieces.as_ref().filter(|_| load.error.is_none());
         let (Some(id), Some(pieces), Some(workers), false) =
             (load.id, pieces, &self.workers, load.cancelled)
@@ -34,7 +34,7 @@ impl<D: Device> EngineState<D> {
         };
         let slot = host.expect("a load without an error still has its memory");
         let unit = &mut self.units[id.index()];
-        if unit.estimate == Estimate::Unknown && self.plan.ring_bytes > 0 {
+        if unit.estimate == Estimate::Unknown && self.planning.plan.ring_bytes > 0 {
             let pieces = Arc::clone(pieces);
             return workers
                 .submit(Job::Estimate { load: load_id, slot, pieces }, !unit.waiters.is_empty());
@@ -100,17 +100,17 @@ impl<D: Device> EngineState<D> {
         needed: usize,
         now_ns: u64,
     ) {
-        let load = self.loads.get(&load_id).expect("a load exists until its jobs have ended");
+        let load = self.loads.get(load_id);
         let id = load.id.expect("only units are estimated");
         let estimate = Estimate::new(needed, slot.len());
         self.units[id.index()].estimate = estimate;
-        self.plan_outdated |= estimate != Estimate::TooMuch;
+        self.planning.is_outdated |= estimate != Estimate::TooMuch;
         self.upload_or_finish(context, load_id, Some(slot), now_ns);
     }
 
     /// Handles a piece of a unit that was encoded. After the last one, keeps the encoded unit.
     pub(crate) fn on_encoded(&mut self, context: &EngineContext<D>, load_id: u32, now_ns: u64) {
-        let load = self.loads.get_mut(&load_id).expect("a load exists until its jobs have ended");
+        let load = self.loads.get_mut(load_id);
         let (_, pending) = load.encoding.as_mut().expect("the unit is being encoded");
         *pending -= 1;
         if *pending > 0 {
@@ -128,7 +128,7 @@ impl<D: Device> EngineState<D> {
             Encoded::TooLong(needed) if load.error.is_none() => {
                 unit.estimate = Estimate::new(needed, slot.len());
                 unit.set_kept(Residency::Streamed);
-                self.plan_outdated = true;
+                self.planning.is_outdated = true;
             }
             Encoded::Kept(_) | Encoded::TooLong(_) => {}
         }

@@ -15,7 +15,8 @@ use crate::slot_pool::{AllocationError, LoadBuffers};
 use crate::unit::UnitId;
 use crate::unit_load::LoadWork;
 
-use super::{EngineState, GatheredRows, Presence, UnitState};
+use super::gathers::GatheredRows;
+use super::{EngineState, Presence, UnitState};
 
 /// The reason why there is no memory for units that a call waits for.
 #[derive(Debug)]
@@ -73,11 +74,8 @@ impl<D: Device> EngineState<D> {
                     for (id, buffers) in buffers.into_iter().rev() {
                         let LoadWork { reads, decodes, .. } =
                             self.start_load(context, id, buffers, now_ns, false);
-                        reads.into_iter().rev().for_each(|read| self.urgent.push_front(read));
-                        decodes
-                            .into_iter()
-                            .rev()
-                            .for_each(|own| self.urgent_decodes.push_front(own));
+                        self.reads.push_first(reads);
+                        self.fills.push_first(decodes);
                     }
                     self.submit_reads(context, now_ns);
                     return Ok(());
@@ -231,7 +229,7 @@ impl<D: Device> EngineState<D> {
 
     /// Notes that a unit is streamed although the plan keeps it, because this set needs the memory.
     fn note_streamed(&mut self, context: &EngineContext<D>, set: &[UnitId]) {
-        self.plan_outdated = true;
+        self.planning.is_outdated = true;
         let occupies_ring = |unit: &mut UnitState<D>| match unit.presence {
             Presence::Absent => unit.referenced_evictions() > 0,
             _ => !unit.is_kept(),
@@ -242,7 +240,7 @@ impl<D: Device> EngineState<D> {
             (occupies_ring(unit) || absent.contains(&UnitId(i as u32)))
                 .then_some(prepared.slot_bytes)
         });
-        self.streamed_high_water = self.streamed_high_water.max(needed.sum());
+        self.planning.streamed_high_water = self.planning.streamed_high_water.max(needed.sum());
     }
 
     /// Evicts the present units that no thread uses, and that threads wait for: they wait for more
@@ -271,13 +269,9 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the reason why there is no memory, given that no unit is idle.
     fn shortage(&mut self, context: &EngineContext<D>) -> Shortage {
-        self.live_gathered();
+        self.gathers.forget_dropped();
         let this_thread = std::thread::current().id();
-        let is_waiting = |user: &ThreadId| {
-            *user == this_thread
-                || self.waiting_for_memory.contains(user)
-                || self.waiting_for_pass.contains(user)
-        };
+        let is_waiting = |user: &ThreadId| *user == this_thread || self.waiters.contains(user);
         // Another thread waits for these units, but not for memory. It will take them soon, and
         // release them later.
         let is_awaited = |unit: &UnitState<D>| {
@@ -290,8 +284,8 @@ impl<D: Device> EngineState<D> {
         let can_drop = |rows: &GatheredRows<D>| !is_waiting(&rows.user);
         if self.is_loading()
             // The callers of these gathers are about to take their rows.
-            || !self.gathers.is_empty()
-            || self.gathered.iter().any(can_drop)
+            || self.gathers.is_awaited()
+            || self.gathers.rows().iter().any(can_drop)
             || context.slots.waits_for_streams()
             || self.units.iter().any(is_awaited)
             || self.units.iter().filter(in_use).any(can_end)
@@ -308,7 +302,7 @@ impl<D: Device> EngineState<D> {
                 holders.push(format!("`{}` x{count}", unit.stats.name));
             }
         }
-        for rows in &self.gathered {
+        for rows in self.gathers.rows() {
             bytes += rows.slot_bytes;
             holders.push(format!("`{}`", rows.name));
         }

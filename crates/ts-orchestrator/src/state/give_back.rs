@@ -22,7 +22,7 @@ impl<D: Device> EngineState<D> {
         if context.slots.is_staged() {
             return;
         }
-        let mut excess = context.slots.left_bytes().saturating_sub(self.slot_limit);
+        let mut excess = context.slots.left_bytes().saturating_sub(self.planning.slot_limit);
         let ahead: Vec<UnitId> = self.passes.ahead().collect();
         let expected: HashSet<UnitId> = ahead.iter().copied().collect();
         let all = (0..self.units.len() as u32).map(UnitId);
@@ -54,17 +54,20 @@ impl<D: Device> EngineState<D> {
         let unit = &mut self.units[id.index()];
         unit.set_kept(Residency::Streamed);
         let given_back = kept.and_then(|buffer| context.slots.give_back(buffer).ok());
-        self.resized |= given_back.is_some();
-        given_back.unwrap_or(0)
+        let Some(bytes) = given_back else { return 0 };
+        self.planning.set_resized();
+        bytes
     }
 
     /// Takes memory again that was returned to the system, up to the larger of the limit and the
     /// limit that the plan was made for. What is left may be too fragmented for the plan. Returns
     /// whether there was any. The next plan returns what exceeds the limit.
     pub(super) fn take_back(&mut self, context: &EngineContext<D>) -> bool {
-        let took = context.slots.take_back(self.slot_limit.max(self.planned_limit));
-        self.resized |= took;
-        self.frontier.retry |= took;
+        let took = context.slots.take_back(self.planning.larger_limit());
+        if took {
+            self.planning.set_resized();
+            self.frontier.retry = true;
+        }
         took
     }
 }

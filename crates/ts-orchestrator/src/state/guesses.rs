@@ -154,7 +154,7 @@ impl<D: Device> EngineState<D> {
     /// Puts the reads of a guessed unit before other reads, because the unit is needed now.
     pub(crate) fn promote_guess(&mut self, id: UnitId) {
         if let Some(load) = self.guessed_load(id) {
-            self.urgent.extend(self.guesses.take_reads(load));
+            self.reads.push_urgent(self.guesses.take_reads(load));
         }
     }
 
@@ -167,10 +167,10 @@ impl<D: Device> EngineState<D> {
         }
         let Some(load_id) = self.guessed_load(id) else { return false };
         let reads = self.guesses.take_reads(load_id);
-        let Some(load) = self.loads.get_mut(&load_id).filter(|_| !reads.is_empty()) else {
+        if reads.is_empty() {
             return false;
-        };
-        load.cancelled = true;
+        }
+        self.loads.get_mut(load_id).cancelled = true;
         self.routed.stats.cancelled_guesses += 1;
         for read in reads {
             self.return_part(
@@ -186,18 +186,13 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the load of a guessed unit, if the unit is being loaded.
     fn guessed_load(&self, id: UnitId) -> Option<u32> {
-        let is_its = |load: &&u32| {
-            let load = &self.loads[load];
-            load.id == Some(id) && load.guessed && !load.cancelled
-        };
-        matches!(self.units[id.index()].presence, Presence::Loading)
-            .then(|| self.loads.keys().find(is_its).copied())
-            .flatten()
+        let is_loading = matches!(self.units[id.index()].presence, Presence::Loading);
+        is_loading.then(|| self.loads.guessed(id)).flatten()
     }
 
     /// Starts to load guessed units if no other reads are waiting. Evicts only idle routed units.
     pub(super) fn load_guessed(&mut self, context: &EngineContext<D>, now_ns: u64) {
-        if context.prefetch == Prefetch::None || !self.urgent.is_empty() || !self.queue.is_empty() {
+        if context.prefetch == Prefetch::None || !self.reads.is_empty() {
             return;
         }
         while let Some(&id) = self.guesses.wanted.front() {

@@ -47,7 +47,7 @@ impl<D: Device> EngineState<D> {
     pub(crate) fn take_all(&mut self) -> Option<Vec<Arc<UnitMemory<D>>>> {
         let measured = self.pass_log.passes_since(self.counters.replans);
         let measures = measured < MEASURED_PASSES || self.trace.is_some();
-        let changes = self.plan_outdated || self.pending_plan.is_some() || self.has_new_limit();
+        let changes = self.planning.is_changing();
         if measures || changes || self.passes.running() > 1 {
             return None;
         }

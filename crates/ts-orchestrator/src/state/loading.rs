@@ -16,7 +16,7 @@ use crate::event::{
 use crate::gpu_reads::{LONGEST_READ, StoredRead};
 use crate::host_bytes::HostBytes;
 use crate::image::ImageLayout;
-use crate::joint::{self, JOINT_BYTES, JointRead, JointRequest, PartRead};
+use crate::joint::{JointRead, PartRead};
 use crate::kept_image::KeptImage;
 use crate::layout::{ReadKind, SlotRead};
 use crate::plan::Residency;
@@ -30,7 +30,8 @@ use crate::unit_load::{Image, LoadWork, QueuedDecode, QueuedRead, UnitLoad, spli
 use crate::upload::Upload;
 use crate::worker::{Job, Stored, UnitCheck};
 
-use super::{EngineState, Estimate, Presence, Target, UnitState};
+use super::reads::{NextRead, Target};
+use super::{EngineState, Estimate, Presence, UnitState};
 
 /// The least copy to a device whose rate says something, in bytes.
 const MEASURED_COPY_BYTES: u64 = 1 << 20;
@@ -48,7 +49,7 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
         guessed: bool,
     ) -> LoadWork {
-        let load_id = self.next_load();
+        let load_id = self.loads.next_id();
         let prepared = &context.units[id.index()];
         let unit = &mut self.units[id.index()];
         let image = match (&unit.image, &prepared.image) {
@@ -83,7 +84,7 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Starts to read a unit that exists only for this load. The reads come before all others.
-    /// Returns the number of the load, for [`take_gathered`](Self::take_gathered).
+    /// Returns the number of the load, for [`Gathers::take`](super::gathers::Gathers::take).
     pub(crate) fn start_gather(
         &mut self,
         context: &EngineContext<D>,
@@ -91,13 +92,13 @@ impl<D: Device> EngineState<D> {
         host: Buffer,
         now_ns: u64,
     ) -> u32 {
-        let load_id = self.next_load();
+        let load_id = self.loads.next_id();
         let buffers = LoadBuffers::on_host(host);
         let (load, work) =
             UnitLoad::new(load_id, None, prepared, buffers, Image::None, context.sizes, now_ns);
-        self.gathers.insert(load_id, None);
+        self.gathers.begin(load_id);
         self.begin_load(context, load_id, load, now_ns);
-        work.reads.into_iter().rev().for_each(|read| self.urgent.push_front(read));
+        self.reads.push_first(work.reads);
         self.submit_reads(context, now_ns);
         load_id
     }
@@ -117,12 +118,6 @@ impl<D: Device> EngineState<D> {
             (counters.decode_ns > 0).then(|| counters.decoded_bytes as f64 / decoding_s),
             (counters.copy_bytes_per_s > 0.0).then_some(counters.copy_bytes_per_s),
         ])
-    }
-
-    fn next_load(&mut self) -> u32 {
-        let load_id = self.next_load;
-        self.next_load = self.next_load.wrapping_add(1);
-        load_id
     }
 
     fn begin_load(
@@ -154,36 +149,23 @@ impl<D: Device> EngineState<D> {
     /// units are verified at all.
     fn submit_decodes(&mut self, verifies: bool) {
         let Some(workers) = &self.workers else { return };
-        while self.filling < 2 * workers.threads {
-            let urgent = self.urgent_decodes.pop_front();
-            let is_urgent = urgent.is_some();
-            let Some(decode) = urgent.or_else(|| self.decodes.pop_front()) else { return };
+        while let Some((decode, is_urgent)) = self.fills.pop(2 * workers.threads) {
             let QueuedDecode { token, image, stored, kind, target } = decode;
             // Whoever read the image has verified it, except if that was another process.
-            let unit = self.loads.get(&split_token(token).0).and_then(|load| load.id);
+            let unit = self.loads.unit(split_token(token).0);
             let verify = verifies && unit.is_some_and(|id| self.units[id.index()].unchecked_image);
             let (from, verify, kept) = (Stored::Image(image), verify, None);
             let job = Job::FillPart { token, from, stored, kind, verify, target, kept };
-            self.filling += 1;
+            self.fills.begin();
             workers.submit(job, is_urgent);
         }
     }
 
     /// Submits the checks of units to the workers, those of small units together.
     fn submit_checks(&mut self) {
-        let Some(workers) = self.workers.as_ref().filter(|_| !self.checks.is_empty()) else {
-            return;
-        };
-        let (mut job, mut bytes) = (Vec::new(), 0);
-        for check in self.checks.drain(..) {
-            if bytes + check.slot.len() > JOINT_BYTES && !job.is_empty() {
-                workers.submit_checks(std::mem::take(&mut job));
-                bytes = 0;
-            }
-            bytes += check.slot.len();
-            job.push(check);
+        if let Some(workers) = &self.workers {
+            self.fills.take_checks().into_iter().for_each(|job| workers.submit_checks(job));
         }
-        workers.submit_checks(job);
     }
 
     /// Submits queued reads to the backend, and queued decodes to the workers, as many as keep them
@@ -191,71 +173,54 @@ impl<D: Device> EngineState<D> {
     pub(super) fn submit_reads(&mut self, context: &EngineContext<D>, now_ns: u64) {
         self.submit_decodes(context.verify != Verify::Never);
         self.submit_checks();
-        let nothing = [&self.urgent, &self.queue, &self.guesses.reads].iter().all(|q| q.is_empty());
+        let nothing = self.reads.is_empty() && self.guesses.reads.is_empty();
         let Some(backend) = self.backend.as_ref().filter(|_| !nothing) else { return };
         // Twice the maximum number of reads in flight, so that the backend has work until this
         // thread is scheduled again.
         let limit = 2 * backend.capabilities().max_in_flight;
         let mut rejected = Vec::new();
-        while self.in_flight < limit {
-            let (urgent, queued) = (self.urgent.pop_front(), &mut self.queue);
-            let (is_urgent, needed) = (urgent.is_some(), urgent.or_else(|| queued.pop_front()));
+        while self.reads.in_flight() < limit {
+            let needed = self.reads.pop();
             let guessed = needed.is_none();
-            let next = needed.or_else(|| self.guesses.next_read(self.in_flight));
-            let Some(read) = next else { break };
-            let source = Arc::clone(&context.sources[read.file.0 as usize]);
-            let request = if read.kind != ReadKind::InPlace {
-                let bounce = match context
-                    .bounces
-                    .as_ref()
-                    .map(|pool| pool.allocate(context.sizes.bounce_bytes))
-                {
-                    Some(Ok(bounce)) => bounce,
-                    _ if self.in_flight + self.filling > 0 => {
-                        let queue =
-                            if guessed { &mut self.guesses.reads } else { &mut self.urgent };
-                        queue.push_front(read);
+            let next = needed.or_else(|| {
+                let read = self.guesses.next_read(self.reads.in_flight())?;
+                Some(NextRead { read, is_urgent: false })
+            });
+            let Some(next) = next else { break };
+            let source = Arc::clone(&context.sources[next.read.file.0 as usize]);
+            let request = if next.read.kind != ReadKind::InPlace {
+                let bounces = context.bounces.as_ref();
+                match bounces.map(|pool| pool.allocate(context.sizes.bounce_bytes)) {
+                    Some(Ok(bounce)) => self.bounced_request(context, source, next.read, bounce),
+                    _ if self.reads.in_flight() > 0 || self.fills.is_running() => {
+                        match guessed {
+                            true => self.guesses.reads.push_front(next.read),
+                            false => self.reads.push_first(vec![next.read]),
+                        }
                         break;
                     }
                     // No bounce buffer is free, because the system may still write to all of them
                     // after reads that timed out.
                     _ => {
-                        let (path, offset) = (source.path().into(), read.offset);
-                        let (len, timeout) = (read.required, context.timeout);
+                        let (path, offset) = (source.path().into(), next.read.offset);
+                        let (len, timeout) = (next.read.required, context.timeout);
                         let result = Err(ts_io::Error::TimedOut { path, offset, len, timeout });
-                        let (buffer, kept, kind) = (read.target, read.kept, read.kind);
-                        let target = Target { buffer, kept, stored: 0..0, kind };
-                        self.targets.insert(read.token, target);
-                        self.in_flight += 1;
-                        rejected.push(Completion {
-                            token: read.token,
-                            buffers: Vec::new(),
-                            result,
-                        });
+                        let QueuedRead { token, target: buffer, kept, kind, .. } = next.read;
+                        self.reads.bounces_to(token, Target { buffer, kept, stored: 0..0, kind });
+                        self.reads.begin(now_ns);
+                        rejected.push(Completion { token, buffers: Vec::new(), result });
                         continue;
                     }
-                };
-                let alignment = context.sizes.alignment;
-                let skip = (read.offset % alignment as u64) as usize;
-                let (offset, required) = (read.offset - skip as u64, skip + read.required);
-                let mut bounce = bounce;
-                // A backend fills the memory that it is given.
-                drop(bounce.split_off(required.next_multiple_of(alignment)));
-                let (buffer, kept, kind) = (read.target, read.kept, read.kind);
-                let target = Target { buffer, kept, stored: skip..required, kind };
-                self.targets.insert(read.token, target);
-                ReadRequest::new(read.token, source, offset, required, bounce)
+                }
             } else if guessed {
-                ReadRequest::new(read.token, source, read.offset, read.required, read.target)
+                let QueuedRead { token, offset, required, target, .. } = next.read;
+                ReadRequest::new(token, source, offset, required, target)
             } else {
-                self.joint_request(context, source, read, is_urgent)
+                self.reads.join(source, next, self.joint_bytes(), context.sizes.alignment)
             };
-            if self.in_flight == 0 {
-                self.busy_since_ns = now_ns;
-            }
-            self.in_flight += 1;
+            self.reads.begin(now_ns);
             if let Some(trace) = &mut self.trace {
-                match self.joints.get(&request.token) {
+                match self.reads.joint(request.token) {
                     Some(joint) => {
                         joint.parts().1.for_each(|(part, ..)| trace.submitted(part, now_ns));
                     }
@@ -275,6 +240,24 @@ impl<D: Device> EngineState<D> {
         }
     }
 
+    /// Returns the request for a read into a bounce buffer.
+    fn bounced_request(
+        &mut self,
+        context: &EngineContext<D>,
+        source: Arc<Source>,
+        read: QueuedRead,
+        mut bounce: Buffer,
+    ) -> ReadRequest {
+        let alignment = context.sizes.alignment;
+        let skip = (read.offset % alignment as u64) as usize;
+        let (offset, required) = (read.offset - skip as u64, skip + read.required);
+        // A backend fills the memory that it is given.
+        drop(bounce.split_off(required.next_multiple_of(alignment)));
+        let QueuedRead { token, target: buffer, kept, kind, .. } = read;
+        self.reads.bounces_to(token, Target { buffer, kept, stored: skip..required, kind });
+        ReadRequest::new(token, source, offset, required, bounce)
+    }
+
     /// Handles the end of a read.
     pub(crate) fn on_read(
         &mut self,
@@ -282,11 +265,8 @@ impl<D: Device> EngineState<D> {
         completion: Completion,
         now_ns: u64,
     ) {
-        self.in_flight -= 1;
-        if self.in_flight == 0 {
-            self.counters.busy_ns += now_ns.saturating_sub(self.busy_since_ns);
-        }
-        match self.joints.remove(&completion.token) {
+        self.counters.busy_ns += self.reads.end(now_ns);
+        match self.reads.take_joint(completion.token) {
             Some(joint) => self.on_joint_read(context, joint, completion, now_ns),
             None => self.on_read_ended(context, completion, now_ns),
         }
@@ -318,8 +298,7 @@ impl<D: Device> EngineState<D> {
                 }
             }
             Ok(_) | Err(_) if is_complete => {
-                let alone = joint.rejoin(buffers);
-                alone.into_iter().rev().for_each(|read| self.urgent.push_front(read));
+                self.reads.push_first(joint.rejoin(buffers));
             }
             result => {
                 let error = result.err();
@@ -337,28 +316,6 @@ impl<D: Device> EngineState<D> {
         }
     }
 
-    /// Returns the request for a read, joined with those after it in its queue that continue it.
-    fn joint_request(
-        &mut self,
-        context: &EngineContext<D>,
-        source: Arc<Source>,
-        read: QueuedRead,
-        is_urgent: bool,
-    ) -> ReadRequest {
-        let (alignment, joint_bytes) = (context.sizes.alignment, self.joint_bytes());
-        let queue = if is_urgent { &mut self.urgent } else { &mut self.queue };
-        let mut reads = joint::take(read, queue, joint_bytes, alignment);
-        if reads.len() == 1
-            && let Some(read) = reads.pop()
-        {
-            return ReadRequest::new(read.token, source, read.offset, read.required, read.target);
-        }
-        let (joint, request) = JointRead::new(reads, alignment);
-        let JointRequest { token, offset, required, buffers } = request;
-        self.joints.insert(token, joint);
-        ReadRequest { token, source, offset, required, buffers }
-    }
-
     /// Returns the length of the longest joint read, in bytes. A small ring has several of them.
     pub(super) fn joint_bytes(&self) -> usize {
         self.batch_bytes().max(LEAST_JOINT_BYTES)
@@ -369,7 +326,7 @@ impl<D: Device> EngineState<D> {
         let Completion { token, mut buffers, result } = completion;
         let buffer = buffers.pop();
         let (load_id, part) = split_token(token);
-        let load = self.loads.get_mut(&load_id).expect("a load exists until its reads have ended");
+        let load = self.loads.get_mut(load_id);
         let delivered = match result {
             Ok(transfer) => {
                 if let Some(trace) = &mut self.trace {
@@ -384,13 +341,13 @@ impl<D: Device> EngineState<D> {
             }
         };
         let id = load.id;
-        match self.targets.remove(&token) {
+        match self.reads.take_target(token) {
             None => self.return_part(context, load_id, part, buffer, now_ns),
             Some(Target { buffer: target, kept, stored, kind }) if delivered => {
                 let workers =
                     self.workers.as_ref().expect("an engine with bounce buffers has workers");
                 let bounce = buffer.expect("a completed read returns its buffer");
-                self.filling += 1;
+                self.fills.begin();
                 let (urgent, verify) = self.urgency(context, id);
                 let from = Stored::Bounce(bounce);
                 let job = Job::FillPart { token, from, stored, kind, verify, target, kept };
@@ -428,7 +385,7 @@ impl<D: Device> EngineState<D> {
             _ => {}
         }
         if let Some(trace) = &mut self.trace {
-            let unit = self.loads.get(&load).and_then(|load| load.id);
+            let unit = self.loads.unit(load);
             let (begin_ns, end_ns) = work.span_ns(now_ns);
             trace.add(TraceEvent::new(kind, begin_ns, end_ns).of(unit).bytes(bytes));
         }
@@ -444,9 +401,9 @@ impl<D: Device> EngineState<D> {
         damage: Option<DamagedChunk>,
         now_ns: u64,
     ) {
-        self.filling -= 1;
+        self.fills.end();
         let (load_id, part) = split_token(token);
-        let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
+        let load = self.loads.get_mut(load_id);
         load.return_kept(part, kept);
         if let Some(damage) = damage {
             let file = load.file(part);
@@ -467,7 +424,7 @@ impl<D: Device> EngineState<D> {
             PanickedJob::FillPart(token) => split_token(token).0,
             PanickedJob::Slot(load) | PanickedJob::Encode(load) => load,
         };
-        let load = self.loads.get_mut(&load_id).expect("a load exists until its jobs have ended");
+        let load = self.loads.get_mut(load_id);
         // A unit whose encoding fails is streamed from now on.
         if let (PanickedJob::Slot(_) | PanickedJob::Encode(_), Some(id)) = (job, load.id) {
             let unit = &mut self.units[id.index()];
@@ -482,7 +439,7 @@ impl<D: Device> EngineState<D> {
         )));
         match job {
             PanickedJob::FillPart(token) => {
-                self.filling -= 1;
+                self.fills.end();
                 self.return_part(context, load_id, split_token(token).1, None, now_ns);
             }
             PanickedJob::Slot(_) => self.upload_or_finish(context, load_id, None, now_ns),
@@ -498,7 +455,7 @@ impl<D: Device> EngineState<D> {
         buffer: Option<Buffer>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(&load_id).expect("a load exists until its reads have ended");
+        let load = self.loads.get_mut(load_id);
         if load.return_part(part, buffer) {
             self.on_all_read(context, load_id, now_ns);
         }
@@ -506,7 +463,7 @@ impl<D: Device> EngineState<D> {
 
     /// Continues a load when all its reads have ended. Verifies the unit first if necessary.
     fn on_all_read(&mut self, context: &EngineContext<D>, load_id: u32, now_ns: u64) {
-        let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
+        let load = self.loads.get_mut(load_id);
         load.image = load.join_kept();
         let slot = load.join();
         let from_image = load.from_image;
@@ -516,7 +473,7 @@ impl<D: Device> EngineState<D> {
         let verify = verify && !checks.is_empty() && !failed && !from_image;
         match (&self.workers, slot) {
             (Some(_), Some(slot)) if verify => {
-                self.checks.push(UnitCheck { load: load_id, slot, checks, urgent });
+                self.fills.push_check(UnitCheck { load: load_id, slot, checks, urgent });
             }
             (_, slot) => self.compress_or_finish(context, load_id, slot, now_ns),
         }
@@ -531,7 +488,7 @@ impl<D: Device> EngineState<D> {
         mismatch: Option<ChecksumMismatch>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(&load_id).expect("a load exists until its check has ended");
+        let load = self.loads.get_mut(load_id);
         if let Some(ChecksumMismatch { tensor, range }) = mismatch {
             let unit = &load.prepared.unit;
             let part = unit.tensors[tensor].range_to_read(unit.tensors[tensor].entry.parts[0]);
@@ -556,7 +513,7 @@ impl<D: Device> EngineState<D> {
         host: Option<Buffer>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
+        let load = self.loads.get_mut(load_id);
         match host {
             Some(host) if load.device.is_some() && load.error.is_none() && !load.cancelled => {
                 let keeps = load.keeps_host;
@@ -576,12 +533,12 @@ impl<D: Device> EngineState<D> {
 
     /// Starts to copy a unit to its device.
     fn upload(&mut self, context: &EngineContext<D>, load_id: u32, host: HostBytes) {
-        let load = self.loads.get_mut(&load_id).expect("a load exists until it is finished");
+        let load = self.loads.get_mut(load_id);
         let unit = load.id.expect("gathered rows are in host memory");
         let slot = load.device.take().expect("a unit on a device has a slot there");
         let layout = load.prepared.image.as_ref().filter(|_| context.slots.decodes_on_device());
         let image = layout.and_then(|layout| Some((load.image.take()?, Arc::clone(layout))));
-        self.copies_running += 1;
+        self.loads.begin_copy();
         context.slots.upload(Upload { load: load_id, unit, host, image, slot });
     }
 
@@ -595,10 +552,10 @@ impl<D: Device> EngineState<D> {
     ) {
         let UploadResult { load: load_id, slot, kept, image, decodes, read, result } = upload;
         if read.is_some() || result.is_err() {
-            self.copies_running -= 1;
+            self.loads.end_copy();
         }
         self.counters.busy_ns += read.map_or(0, |(_, took)| took.as_nanos() as u64);
-        let load = self.loads.get_mut(&load_id).expect("a load exists until its upload has ended");
+        let load = self.loads.get_mut(load_id);
         let kept = kept.zip(load.prepared.image.clone());
         load.kept = image.or_else(|| kept.map(|(bytes, layout)| KeptImage::new(bytes, layout)));
         let copied = match result {
@@ -623,7 +580,7 @@ impl<D: Device> EngineState<D> {
     /// use. Streams that have waited for the copy have failed.
     pub(crate) fn on_copied(&mut self, context: &EngineContext<D>, copy: CopyResult) {
         let CopyResult { unit, decoded, result } = copy;
-        self.copies_running -= 1;
+        self.loads.end_copy();
         match result {
             Ok((_, took)) if decoded => {
                 let bytes = context.units[unit.index()].layout.len as u64;
@@ -653,17 +610,14 @@ impl<D: Device> EngineState<D> {
         slot: Option<Slot<D>>,
         now_ns: u64,
     ) {
-        let mut load = self.loads.remove(&load_id).expect("a load exists until it is finished");
+        let mut load = self.loads.remove(load_id);
         for &(path, bytes) in &load.read_bytes {
             add_bytes(&mut self.counters.read_bytes, path, bytes);
         }
         let Some(id) = load.id else {
             let gathered = || slot.expect("a load without an error still has its slot");
             let result = load.error.take().map_or_else(|| Ok(gathered()), Err);
-            // The caller may have given up.
-            if let Some(waiting) = self.gathers.get_mut(&load_id) {
-                *waiting = Some(result);
-            }
+            self.gathers.end(load_id, result);
             return;
         };
         let unit = &mut self.units[id.index()];
@@ -715,13 +669,14 @@ impl<D: Device> EngineState<D> {
         if let (Slot::Host(buffer), Some(sharing)) = (&mut slot, &context.sharing) {
             unit.stats.shared = sharing.end(sharing.unit(id), load.pages, buffer);
         }
-        let resident = self.plan.residency[id.index()] == Residency::Resident && !unit.postponed;
+        let resident =
+            self.planning.plan.residency[id.index()] == Residency::Resident && !unit.postponed;
         let memory = context.slots.loaded(slot, resident, context.events.clone());
         unit.presence = Presence::Present(Arc::new(memory));
         (unit.used_since_load, unit.verified) = (false, context.verify != Verify::Never);
         // Their units may be complete now. If not, they find out again that memory is short.
         for waiter in &unit.waiters {
-            self.waiting_for_memory.remove(waiter);
+            self.waiters.for_memory.remove(waiter);
         }
         self.update_idle(id);
     }

@@ -35,7 +35,7 @@ pub(super) struct Frontier {
 impl<D: Device> EngineState<D> {
     /// Starts to load the units that are expected next, as far as memory allows.
     pub(crate) fn advance(&mut self, context: &EngineContext<D>, now_ns: u64) {
-        if self.backend.is_some() && !self.paused && self.waiting_for_memory.is_empty() {
+        if self.backend.is_some() && !self.paused && self.waiters.for_memory.is_empty() {
             self.load_expected(context, now_ns);
             if self.is_advance_due(context) {
                 self.load_ahead(context, now_ns);
@@ -48,7 +48,7 @@ impl<D: Device> EngineState<D> {
     /// Returns how much memory has to be freed before it is worth to read more units into it, in
     /// bytes. Units that are read together need fewer requests, and the engine's lock less often.
     pub(super) fn batch_bytes(&self) -> usize {
-        joint::batch_bytes(self.plan.ring_bytes)
+        joint::batch_bytes(self.planning.plan.ring_bytes)
     }
 
     fn is_advance_due(&self, context: &EngineContext<D>) -> bool {
@@ -125,14 +125,14 @@ impl<D: Device> EngineState<D> {
                 };
                 let work = self.start_load(context, id, buffers, now_ns, false);
                 reads.extend(work.reads);
-                self.decodes.extend(work.decodes);
+                self.fills.push(work.decodes);
             }
             distance += 1;
         }
         let considered = if is_full { distance } else { self.passes.ahead_len().min(reach) };
         self.frontier = Frontier { place, distance, considered, is_full, retry };
         joint::sort(&mut reads, self.joint_bytes());
-        self.queue.extend(reads);
+        self.reads.push(reads);
         let report_at = if is_full { self.batch_bytes() } else { usize::MAX };
         if context.slots.freed().report_at(report_at) {
             let _ = context.events.send(Event::Freed);
@@ -154,7 +154,7 @@ impl<D: Device> EngineState<D> {
             let Some(buffers) = self.allocate_over_idle(context, id) else { return };
             // Routed units are never kept compressed, so there is nothing to decode in memory.
             let work = self.start_load(context, id, buffers, now_ns, false);
-            self.urgent.extend(work.reads);
+            self.reads.push_urgent(work.reads);
         }
     }
 
@@ -218,7 +218,7 @@ impl<D: Device> EngineState<D> {
         // A unit that needs most of the ring would stop the prefetching of others.
         if !self.postpones
             || !unit.resident
-            || 2 * slot_bytes > self.plan.ring_bytes
+            || 2 * slot_bytes > self.planning.plan.ring_bytes
             || !unit.reserved.as_ref().is_some_and(has_no_pages)
         {
             return Ok(None);

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Rows of tables: they are the right bytes, and only they are read.
-#![allow(missing_docs, clippy::unwrap_used)]
-
-mod testing;
 
 use std::fs;
 use std::sync::Arc;
 
-use testing::{KIB, Model, buffered, config, patience, tensor, with_backend};
+use crate::testing::{KIB, Model, buffered, config, patience, tensor, with_backend};
 use ts_io::Registry;
 use ts_io::fault::{Fault, Faults, FaultyProvider};
 use ts_orchestrator::{Engine, EngineConfig, ErrorKind, Phase, Prefetch, Table, TableId, UnitId};

@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests how many bytes the engine reads for tensors that cannot be read in place: their own bytes,
 //! and at most one alignment more at each end.
-#![allow(clippy::unwrap_used)] // a failing test panics
-
-mod testing;
 
 use ts_io::Registry;
 use ts_orchestrator::{Engine, Phase, UnitStats};
 
-use testing::{KIB, Model, config, tensor};
+use crate::testing::{KIB, Model, config, tensor};
 
 /// The lengths of parts, in bytes. They range from less than a block to more than a bounce buffer.
 const PARTS: [usize; 8] = [

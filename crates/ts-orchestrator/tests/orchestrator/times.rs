@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests that the times of passes add up. The clock of the engine moves only when a test moves it.
-#![allow(clippy::unwrap_used)] // a failing test panics
-
-mod testing;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ts_io::fault::{Faults, FaultyProvider};
 use ts_orchestrator::{Bottleneck, Engine, EngineConfig, Prefetch, UnitId};
 
-use testing::{KIB, Model, buffered, config, with_backend};
+use crate::testing::{KIB, Model, buffered, config, with_backend};
 
 const MS: u64 = 1_000_000;
 const UNITS: usize = 6;

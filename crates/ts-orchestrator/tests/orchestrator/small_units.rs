@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests of many small units, whose reads are joined.
-#![allow(clippy::unwrap_used)] // a failing test panics
-
-mod testing;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -17,9 +14,9 @@ use ts_io::Registry;
 use ts_io::fault::{Attempt, Fault, Faults, FaultyProvider};
 use ts_orchestrator::{EngineConfig, Error, RangeDigest, UnitId, Verify};
 
-use testing::{KIB, Model, acquire_tensor, buffered, config, patience, with_backend};
+use crate::testing::{KIB, Model, acquire_tensor, buffered, config, patience, with_backend};
 
-/// Counts the allocations of each thread.
+/// Counts the allocations of each thread, in all tests of this program.
 struct CountingAllocator;
 
 thread_local! {

@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests that engines stream correct bytes from real files within the budget.
-#![allow(clippy::unwrap_used)] // a failing test panics
-
-mod testing;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -11,7 +8,7 @@ use proptest::prelude::*;
 use ts_orchestrator::Residency::Resident;
 use ts_orchestrator::{Error, ErrorKind, Phase, Prefetch, TensorBytes, UnitId};
 
-use testing::{KIB, Model, acquire_tensor, config, patience, tensor};
+use crate::testing::{KIB, Model, acquire_tensor, config, patience, tensor};
 
 #[test]
 fn a_model_four_times_the_budget_streams() {

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests of calls that wait for memory or for passes. The calls are interrupted, or their threads
 //! block each other.
-#![allow(clippy::unwrap_used)] // a failing test panics
-
-mod testing;
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +8,7 @@ use std::time::Duration;
 
 use ts_orchestrator::{Error, ErrorKind, UnitId};
 
-use testing::{KIB, Model, acquire_tensor, config, patience};
+use crate::testing::{KIB, Model, acquire_tensor, config, patience};
 
 #[test]
 fn an_interrupted_wait_leaves_the_engine_usable() {

@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests of routed units: which of them stay in memory, and what is read.
-#![allow(missing_docs, clippy::unwrap_used)]
-
-mod testing;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use testing::{KIB, Model, buffered, config, patience, with_backend};
+use crate::testing::{KIB, Model, buffered, config, patience, with_backend};
 use ts_format::Digest;
 use ts_io::fault::{Fault, Faults, FaultyProvider};
 use ts_orchestrator::{Access, Engine, Error, ErrorKind, RangeDigest, Routing, UnitId};

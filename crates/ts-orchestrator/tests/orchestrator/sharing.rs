@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests that engines share the memory of resident units, as processes of one user do.
 #![cfg(target_os = "linux")]
-#![allow(clippy::unwrap_used)] // a failing test panics
-
-mod testing;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +9,7 @@ use ts_format::Digest;
 use ts_orchestrator::{Engine, ErrorKind, RangeDigest, UnitId, page_group};
 use ts_pool::PageStore;
 
-use testing::{KIB, Model, config};
+use crate::testing::{KIB, Model, config};
 
 /// A directory in memory that is removed at the end.
 struct Dir(PathBuf);
