@@ -2,7 +2,7 @@
 //! Adds two tensors on a server, which is a thread of the same process.
 //!
 //! ```text
-//! cargo run -p ts-exec --example remote_add
+//! cargo run -p tensorstream-exec --example remote_add
 //! ```
 
 use std::error::Error;
@@ -10,11 +10,11 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
+use ts_exec::ts_remote::{self, ConnectionOptions, Link, Listener, Role};
 use ts_exec::{
     Answer, Call, Client, ClientOptions, EXEC, HostExecutor, Output, Request, ScalarType,
     SessionServer, StorageView, TensorRef, Value,
 };
-use ts_remote::{ConnectionOptions, Link, Listener, Role};
 
 /// The number of elements of each tensor.
 const LEN: u64 = 4;
@@ -46,7 +46,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let args = vec![Value::Tensor(x), Value::Tensor(y)];
     let outputs = vec![Output::New { tensor: sum.clone(), bytes: BYTES }];
     let call = Call { op, args, kwargs: Vec::new(), outputs, reply: None };
-    submit(&client, &Request::Call(call))?;
+    client.send(&Request::Call(call))?;
 
     println!("{:?}", download(&client, sum)?);
     println!("{:?}", client.stats());
@@ -60,17 +60,12 @@ fn tensor(storage: u64) -> TensorRef {
     TensorRef { storage, view: StorageView::contiguous(ScalarType::FLOAT32, vec![LEN]) }
 }
 
-fn submit(client: &Client<Vec<u8>>, request: &Request) -> Result<(), ts_remote::Error> {
-    let submitted = client.submit(request)?;
-    if submitted.batch_full { client.send_batches() } else { Ok(()) }
-}
-
 fn upload(
     client: &Client<Vec<u8>>,
     to: &TensorRef,
     values: &[f32],
 ) -> Result<(), ts_remote::Error> {
-    submit(client, &Request::Create { storage: to.storage, bytes: BYTES, device: 0 })?;
+    client.send(&Request::Create { storage: to.storage, bytes: BYTES, device: 0 })?;
     let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
     client.write(to.storage, 0, bytes)
 }

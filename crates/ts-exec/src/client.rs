@@ -52,11 +52,8 @@ const MAX_INLINE: usize = 16 << 10;
 ///
 /// ```no_run
 /// # use ts_exec::{Client, Request};
-/// # fn example(client: &Client<Vec<u8>>) -> Result<(), ts_remote::Error> {
-/// let submitted = client.submit(&Request::Create { storage: 1, bytes: 4096, device: 0 })?;
-/// if submitted.batch_full {
-///     client.send_batches()?;
-/// }
+/// # fn example(client: &Client<Vec<u8>>) -> Result<(), ts_exec::ts_remote::Error> {
+/// client.send(&Request::Create { storage: 1, bytes: 4096, device: 0 })?;
 /// # Ok(())
 /// # }
 /// ```
@@ -151,7 +148,8 @@ impl<S: Sink + Send + 'static> Client<S> {
     /// Queues a request. Never blocks on the network.
     ///
     /// If the request completed a batch, call [`send_batches`](Self::send_batches) next. That call
-    /// may block, so it is separate: a caller can release its locks first.
+    /// may block, so it is separate: a caller can release its locks first. [`send`](Self::send)
+    /// does both.
     ///
     /// # Errors
     /// Returns the error that ended the session, if it has ended.
@@ -180,11 +178,17 @@ impl<S: Sink + Send + 'static> Client<S> {
         self.inner.send_sealed(self.inner.is_backlogged(queued_bytes))
     }
 
-    /// Submits a request, and sends complete batches. May block, like
-    /// [`send_batches`](Self::send_batches).
-    fn request(&self, request: &Request) -> Result<(), Error> {
+    /// Submits a request, sends complete batches, and returns the number of the request. May block,
+    /// like [`send_batches`](Self::send_batches). Does not wait for the request to run.
+    ///
+    /// # Errors
+    /// Returns the error that ended the session, if it has ended.
+    pub fn send(&self, request: &Request) -> Result<u64, Error> {
         let submitted = self.submit(request)?;
-        if submitted.batch_full { self.send_batches() } else { Ok(()) }
+        if submitted.batch_full {
+            self.send_batches()?;
+        }
+        Ok(submitted.request)
     }
 
     /// Frees a storage. Never blocks on the network, so destructors may call it.
@@ -224,7 +228,7 @@ impl<S: Sink + Send + 'static> Client<S> {
             return Err(error);
         }
         drop(connection);
-        self.request(&Request::Read { reply, tensor })?;
+        self.send(&Request::Read { reply, tensor })?;
         Ok(reply)
     }
 
@@ -242,7 +246,8 @@ impl<S: Sink + Send + 'static> Client<S> {
     pub fn write(&self, storage: u64, offset: u64, bytes: Bytes) -> Result<(), Error> {
         if bytes.len() <= MAX_INLINE {
             self.inner.queue().uploaded_bytes += bytes.len() as u64;
-            return self.request(&Request::Write { storage, offset, bytes: bytes.into() });
+            self.send(&Request::Write { storage, offset, bytes: bytes.into() })?;
+            return Ok(());
         }
         for at in (0..bytes.len()).step_by(UPLOAD_PIECE) {
             let piece = bytes.slice(at..bytes.len().min(at + UPLOAD_PIECE));

@@ -29,7 +29,7 @@
 //!     Answer, Call, Client, ClientOptions, EXEC, HostExecutor, Output, Request, ScalarType,
 //!     SessionServer, StorageView, TensorRef, Value,
 //! };
-//! use ts_remote::{ConnectionOptions, Link, Listener, Role};
+//! use ts_exec::ts_remote::{ConnectionOptions, Link, Listener, Role};
 //!
 //! let options = ConnectionOptions::default().with_service(EXEC);
 //! let listener = Listener::bind(&"127.0.0.1:0".parse()?, options.idle_timeout)?;
@@ -43,20 +43,16 @@
 //!
 //! let dial = move || Link::connect(&address, options.clone());
 //! let client: Client<Vec<u8>> = Client::connect(ClientOptions::new(dial), *b"16 random bytes!")?;
-//! let submit = |request: &Request| -> Result<(), ts_remote::Error> {
-//!     let submitted = client.submit(request)?;
-//!     if submitted.batch_full { client.send_batches() } else { Ok(()) }
-//! };
 //!
 //! // Storage 1 has two floats; `x` is a tensor of them.
 //! let view = StorageView::contiguous(ScalarType::FLOAT32, vec![2]);
 //! let x = TensorRef { storage: 1, view: view.clone() };
-//! submit(&Request::Create { storage: 1, bytes: 8, device: 0 })?;
+//! client.send(&Request::Create { storage: 1, bytes: 8, device: 0 })?;
 //! client.write(1, 0, [1.0f32, 2.0].iter().flat_map(|x| x.to_le_bytes()).collect())?;
 //!
 //! // y = x + x. The client chooses the storage of the result, so it does not wait here.
 //! let y = TensorRef { storage: 2, view };
-//! submit(&Request::Call(Call {
+//! client.send(&Request::Call(Call {
 //!     op: client.operator_id("aten::add.Tensor")?,
 //!     args: vec![Value::Tensor(x.clone()), Value::Tensor(x)],
 //!     kwargs: Vec::new(),
@@ -111,5 +107,7 @@ pub use reply::{OpFailure, OpFailureKind};
 pub use request::{Call, Output, Request, Requests};
 pub use server::{EXEC, Executor, HostExecutor, SessionServer, UploadSink, service_name};
 pub use signature::{CacheStats, ScalarKeying, Signature, SignatureCache};
+/// The `ts-remote` crate, which defines links and their options.
+pub use ts_remote;
 pub use value::{MAX_DEPTH, Value};
 pub use view::{MAX_DIMS, ScalarType, StorageView, TensorRef, contiguous_strides};

@@ -23,7 +23,7 @@ use ts_remote::Error;
 ///
 /// let decoded: Vec<_> = Requests::new(&batch, 0).collect::<Result<_, _>>()?;
 /// assert_eq!(decoded, [request]);
-/// # Ok::<(), ts_remote::Error>(())
+/// # Ok::<(), ts_exec::ts_remote::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]

@@ -58,7 +58,7 @@ pub fn service_name(session: [u8; 16]) -> String {
 /// use std::time::Duration;
 ///
 /// use ts_exec::{Client, ClientOptions, HostExecutor, SessionServer};
-/// use ts_remote::{ConnectionOptions, Link, Listener, Role};
+/// use ts_exec::ts_remote::{ConnectionOptions, Link, Listener, Role};
 ///
 /// let options = ConnectionOptions::default();
 /// let listener = Listener::bind(&"127.0.0.1:0".parse()?, options.idle_timeout)?;
@@ -77,7 +77,7 @@ pub fn service_name(session: [u8; 16]) -> String {
 ///     client.close()
 /// })?;
 /// assert_eq!(sessions.count(), 0);
-/// # Ok::<(), ts_remote::Error>(())
+/// # Ok::<(), ts_exec::ts_remote::Error>(())
 /// ```
 pub struct SessionServer<E: Executor> {
     reconnect_timeout: Duration,

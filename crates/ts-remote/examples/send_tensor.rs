@@ -3,14 +3,14 @@
 //! throughput.
 //!
 //! ```text
-//! cargo run --release -p ts-remote --example send_tensor [MIB [ROUNDS]]
+//! cargo run --release -p tensorstream-remote --example send_tensor [MIB [ROUNDS]]
 //! ```
 
 use std::error::Error;
 use std::thread;
 use std::time::Instant;
 
-use ts_format::Dtype;
+use ts_remote::ts_format::Dtype;
 use ts_remote::{
     Bytes, ConnectionOptions, Event, Link, Listener, Role, SendOptions, Tensor, TensorInfo,
 };
@@ -23,7 +23,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let options = ConnectionOptions::default();
     let listener = Listener::bind(&"127.0.0.1:0".parse()?, options.idle_timeout)?;
     let address = listener.address().clone();
-    let tensor = Tensor::zeros("w", Dtype::U8, [mib << 20])?;
+    let tensor = Tensor::zeros(TensorInfo::new("w", Dtype::U8, [mib << 20])?)?;
     let sender = thread::spawn(move || -> Result<(), ts_remote::Error> {
         let mut link = Link::<Vec<u8>>::connect(&address, ConnectionOptions::default())?;
         let stream = link.connection().open_stream()?;

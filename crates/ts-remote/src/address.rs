@@ -23,7 +23,8 @@ use crate::Error;
 pub enum Address {
     /// The host and the port of a TCP socket, as `HOST:PORT`.
     Tcp(String),
-    /// The path of a Unix socket. The text form is `unix:PATH`.
+    /// The path of a Unix socket. The text form is `unix:PATH`. On Windows, it can be parsed, but
+    /// neither connected to nor listened on.
     Unix(PathBuf),
 }
 
@@ -49,6 +50,15 @@ impl Address {
                 found.peek().is_none() || found.any(|address| !address.ip().is_loopback())
             }
         }
+    }
+}
+
+#[cfg(windows)]
+impl Address {
+    /// The error of an operation on the path of a Unix socket.
+    pub(crate) fn no_unix_sockets() -> std::io::Error {
+        let what = "Unix sockets are not available on Windows; use HOST:PORT";
+        std::io::Error::new(std::io::ErrorKind::Unsupported, what)
     }
 }
 

@@ -5,9 +5,12 @@ mod reading;
 mod writing;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::os::fd::{BorrowedFd, OwnedFd};
 
 use bytes::Bytes;
+#[cfg(unix)]
+use rustix::fd::BorrowedFd;
+use rustix::fd::OwnedFd;
+#[cfg(unix)]
 use ts_pool::SharedMemory;
 
 use self::reading::Reader;
@@ -375,6 +378,7 @@ impl<S: Sink> Connection<S> {
     /// # Errors
     /// Returns [`Error::Misuse`] before the handshake is complete, or if this end has already
     /// offered memory.
+    #[cfg(unix)]
     pub fn share(&mut self, memory: SharedMemory) -> Result<(), Error> {
         if !self.is_connected() || self.ring_writer.is_some() {
             let what = if self.is_connected() {
@@ -393,6 +397,7 @@ impl<S: Sink> Connection<S> {
 
     /// Returns whether a queued payload could go through shared memory that has not been offered
     /// yet.
+    #[cfg(unix)]
     pub(crate) fn could_share(&self) -> bool {
         let shareable = || self.outgoing.values().any(Outgoing::has_shareable);
         self.options.shared_bytes > 0
@@ -403,6 +408,7 @@ impl<S: Sink> Connection<S> {
 
     /// Returns the descriptor to attach to the first byte of [`write_slices`](Self::write_slices),
     /// or `None` if that byte needs no descriptor.
+    #[cfg(unix)]
     pub fn descriptor_to_send(&self) -> Option<BorrowedFd<'_>> {
         let ring = self.ring_writer.as_ref().filter(|_| self.writer.has_descriptor_first());
         ring.map(|ring| ring.memory().descriptor())
@@ -410,6 +416,7 @@ impl<S: Sink> Connection<S> {
 
     /// Stores a descriptor that arrived with the bytes of the next call of
     /// [`filled`](Self::filled).
+    #[cfg(unix)]
     pub fn descriptor_received(&mut self, descriptor: OwnedFd) {
         self.descriptor = Some(descriptor);
     }
@@ -463,7 +470,7 @@ impl<S: Sink> Connection<S> {
 
     /// Returns whether a lack of credit would split the next piece of a payload.
     pub(crate) fn is_short_of_credit(&self) -> bool {
-        let piece = self.options.frame_bytes;
+        let piece = self.longest_piece();
         self.outgoing.values().any(|outgoing| outgoing.is_split_by_credit(piece))
     }
 

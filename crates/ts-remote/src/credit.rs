@@ -6,7 +6,7 @@ use parking_lot::{Mutex, MutexGuard};
 /// The default credit of a [`TensorCreditTracker`], in bytes.
 const DEFAULT_CREDIT: u64 = 256 << 10;
 
-/// A thread-safe counter of byte credits, for embedders with their own protocol. A
+/// A thread-safe counter of byte credits, for programs with their own protocol. A
 /// [`Connection`](crate::Connection) does its own flow control.
 ///
 /// A sender [consumes](Self::try_consume) credit before it sends, and [grants](Self::grant) it

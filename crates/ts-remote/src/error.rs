@@ -161,9 +161,10 @@ impl Error {
     /// Returns the error for a failed call on a connected transport: [`Error::Lost`] if the
     /// connection is broken, otherwise [`Error::Io`].
     pub(crate) fn transport(peer: &str, what: &'static str, error: io::Error) -> Self {
-        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+        use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
         match error.kind() {
-            ConnectionReset | BrokenPipe | UnexpectedEof => {
+            // Windows reports some resets as aborts.
+            ConnectionReset | ConnectionAborted | BrokenPipe | UnexpectedEof => {
                 Self::Lost { what: format!("{peer}: {what} failed: {error}") }
             }
             _ => Self::io(peer, what, error),

@@ -36,7 +36,7 @@ pub enum Event<S> {
         /// The offset of these bytes in the payload.
         offset: u64,
         /// The number of bytes.
-        bytes: u64,
+        size: u64,
     },
     /// A tensor is complete.
     End {

@@ -9,13 +9,18 @@ pub(crate) const PREFACE: [u8; 8] = *b"TSWIRE1\n";
 pub(crate) const HEADER_LEN: usize = 24;
 /// The longest body of a frame other than DATA, in bytes.
 pub(crate) const MAX_CONTROL_LEN: usize = 64 << 10;
-/// The longest piece of a payload in a DATA frame, in bytes.
+/// The longest piece of a payload in a DATA frame that is encoded or in shared memory, or whose
+/// receiver has announced no other limit, in bytes.
 pub(crate) const MAX_PIECE_LEN: usize = 1 << 20;
+/// The longest piece that this end reads and writes, in bytes.
+pub(crate) const MAX_LONG_PIECE_LEN: usize = 16 << 20;
 /// The length of the prefix of an ENCODED body: the length of the decoded piece (4 bytes), the
 /// width of its floats (1 byte), and 3 zero bytes.
 pub(crate) const ENCODED_PREFIX_LEN: usize = 8;
-/// The longest body of a DATA frame, with the prefix of an encoded piece and a checksum, in bytes.
-pub(crate) const MAX_DATA_LEN: usize = MAX_PIECE_LEN + ENCODED_PREFIX_LEN + 8;
+/// The longest body of a DATA frame with an encoded piece, its prefix and a checksum, in bytes.
+pub(crate) const MAX_ENCODED_LEN: usize = MAX_PIECE_LEN + ENCODED_PREFIX_LEN + 8;
+/// The longest body of a DATA frame, with a checksum, in bytes.
+const MAX_DATA_LEN: usize = MAX_LONG_PIECE_LEN + 8;
 
 /// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,6 @@
 //! Passes accepted connections to other processes.
 
 use std::io::{self, IoSlice};
-use std::os::fd::AsFd;
 #[cfg(feature = "tls")]
 use std::sync::Arc;
 #[cfg(feature = "tls")]
@@ -10,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::fd::AsFd;
 
 use crate::fd;
 use crate::frame::{HEADER_LEN, Header, Kind, PREFACE};

@@ -40,6 +40,7 @@ pub(crate) enum Progress<T> {
     Pending,
     Complete(T),
     /// The connection must be refused with this reason.
+    #[cfg_attr(windows, expect(dead_code, reason = "only `Dispatcher` refuses"))]
     Refused(String),
 }
 

@@ -2,6 +2,7 @@
 //! HELLO, the first frame of each end.
 
 use crate::fields::{FieldReader, FieldWriter};
+use crate::frame::{MAX_LONG_PIECE_LEN, MAX_PIECE_LEN};
 use crate::{ConnectionOptions, Error, Role};
 
 /// The version of the wire protocol. Both ends must use the same version.
@@ -13,12 +14,15 @@ const MAX_STREAMS: u8 = 0x83;
 const TOKEN: u8 = 4;
 const SOFTWARE: u8 = 5;
 const SERVICE: u8 = 6;
+const LONGEST_PIECE: u8 = 7;
 
 /// The body of HELLO.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) window: u64,
     pub(crate) max_streams: u32,
+    /// The longest piece of a payload that the peer reads, in bytes.
+    pub(crate) longest_piece: usize,
     token: Option<String>,
     pub(crate) software: String,
     pub(crate) service: String,
@@ -30,6 +34,7 @@ impl Hello {
         Self {
             window: options.window_bytes.max(1),
             max_streams: options.max_streams,
+            longest_piece: MAX_LONG_PIECE_LEN,
             token: options.token.clone().filter(|_| role == Role::Connector),
             software: concat!("tensorstream/", env!("CARGO_PKG_VERSION")).into(),
             service: options.service.clone(),
@@ -44,6 +49,7 @@ impl Hello {
             fields.field(TOKEN, token.as_bytes());
         }
         fields.field(SOFTWARE, self.software.as_bytes()).field(SERVICE, self.service.as_bytes());
+        fields.number(LONGEST_PIECE, self.longest_piece as u64);
         fields.finish()
     }
 
@@ -52,6 +58,7 @@ impl Hello {
         let mut this = Self {
             window: 0,
             max_streams: 0,
+            longest_piece: MAX_PIECE_LEN,
             token: None,
             software: String::new(),
             service: String::new(),
@@ -68,6 +75,11 @@ impl Hello {
                 TOKEN => this.token = Some(field.text()?.into()),
                 SOFTWARE => this.software = field.text()?.into(),
                 SERVICE => this.service = field.text()?.into(),
+                LONGEST_PIECE => {
+                    // No peer may ask for tiny frames.
+                    let longest = usize::try_from(field.number()?).unwrap_or(usize::MAX);
+                    this.longest_piece = longest.clamp(MAX_PIECE_LEN, MAX_LONG_PIECE_LEN);
+                }
                 _ => field.skip()?,
             }
         }
@@ -109,6 +121,10 @@ mod tests {
         let read = Hello::decode(&sent.encode()).unwrap();
         assert_eq!(read, sent);
         assert!(read.has_token(Some("sesame")) && read.has_token(None));
+        let mut older = FieldWriter::default();
+        older.number(PROTOCOL_VERSION, VERSION).number(WINDOW, 1);
+        let older = Hello::decode(&older.finish()).unwrap();
+        assert_eq!((read.longest_piece, older.longest_piece), (16 << 20, 1 << 20));
         for wrong in ["sesam", "sesamE", ""] {
             assert!(!read.has_token(Some(wrong)));
         }

@@ -453,10 +453,10 @@ impl<S: Sink> Incoming<S> {
                     let (info, known, kept) = (meta.info.clone(), meta.known, meta.kept);
                     return Some((Event::Metadata { stream, info, known, kept }, false));
                 };
-                let bytes = *received - *delivered;
-                if sink.is_some() && bytes > 0 {
+                let size = *received - *delivered;
+                if sink.is_some() && size > 0 {
                     let offset = std::mem::replace(delivered, *received);
-                    return Some((Event::Data { stream, offset, bytes }, false));
+                    return Some((Event::Data { stream, offset, size }, false));
                 }
                 let needs_none = meta.known || meta.info.storage_len == 0;
                 if !*complete || (sink.is_none() && !needs_none) {

@@ -4,10 +4,11 @@
 use std::collections::BTreeMap;
 
 use ts_format::{Codec, Dtype, MAX_RANK, TensorMeta};
+use ts_pool::TensorBuffer;
 
-use crate::Error;
 use crate::fields::{FieldReader, FieldWriter, key_value};
 use crate::frame::MAX_CONTROL_LEN;
+use crate::{Device, Error};
 
 const NAME: u8 = 1;
 const DTYPE: u8 = 0x82;
@@ -33,7 +34,7 @@ const MAX_METADATA: usize = 256;
 /// the bytes of the storage are sent only once.
 ///
 /// ```
-/// use ts_format::Dtype;
+/// use ts_remote::ts_format::Dtype;
 /// use ts_remote::TensorInfo;
 ///
 /// // The transpose of a 2 x 3 matrix.
@@ -50,8 +51,8 @@ pub struct TensorInfo {
     pub meta: TensorMeta,
     /// The strides in elements. `None` if the tensor is row-major and contiguous.
     pub strides: Option<Vec<i64>>,
-    /// The device at the sender, as PyTorch writes it: `cpu`, `cuda:0`.
-    pub device: String,
+    /// The device at the sender.
+    pub device: Device,
     /// The sender's number for the storage. 0 if no other tensor shares it.
     pub storage_id: u64,
     /// The offset of the first element in the storage, in bytes.
@@ -86,7 +87,7 @@ impl TensorInfo {
             name,
             meta,
             strides: None,
-            device: "cpu".into(),
+            device: Device::Cpu,
             storage_id: 0,
             storage_offset: 0,
             storage_len,
@@ -115,6 +116,24 @@ impl TensorInfo {
             (id, len, offset, strides);
         self.check().map_err(|reason| self.unsendable(reason))?;
         Ok(self)
+    }
+
+    /// Sets the [device](Self::device). Moves no bytes.
+    #[must_use]
+    pub fn with_device(mut self, device: Device) -> Self {
+        self.device = device;
+        self
+    }
+
+    /// Allocates memory for the storage on GPU `ordinal`, or in host memory if that fails, as
+    /// [`TensorBuffer::try_allocate_gpu`] does. [`Device::allocate_buffer`] does not fall back.
+    ///
+    /// # Errors
+    /// Returns the errors of [`TensorBuffer::try_cpu_zeros`]: the length comes from the sender, and
+    /// can exceed the memory.
+    pub fn allocate_buffer(&self, ordinal: usize) -> Result<TensorBuffer, ts_pool::Error> {
+        let len = usize::try_from(self.storage_len).unwrap_or(usize::MAX);
+        TensorBuffer::allocate_gpu(len, ordinal).or_else(|_| TensorBuffer::try_cpu_zeros(len))
     }
 
     /// Returns whether the elements are in row-major order without gaps.
@@ -231,7 +250,7 @@ impl Meta {
         if let Some(strides) = &info.strides {
             fields.numbers(STRIDES, strides.iter().map(|&stride| stride as u64));
         }
-        fields.field(DEVICE, info.device.as_bytes());
+        fields.field(DEVICE, info.device.to_string().as_bytes());
         fields.number(STORAGE_ID, info.storage_id);
         fields.number(STORAGE_OFFSET, info.storage_offset).number(STORAGE_LEN, info.storage_len);
         for (key, value) in &info.metadata {
@@ -264,7 +283,7 @@ impl Meta {
             name: String::new(),
             meta: TensorMeta { dtype: Dtype::U8, shape: Vec::new() },
             strides: None,
-            device: String::new(),
+            device: "".into(),
             storage_id: 0,
             storage_offset: 0,
             storage_len: 0,

@@ -17,7 +17,7 @@
 //!
 //! ```
 //! use std::thread;
-//! use ts_format::Dtype;
+//! use ts_remote::ts_format::Dtype;
 //! use ts_remote::{ConnectionOptions, Event, Link, Listener, Role, SendOptions, TensorInfo};
 //!
 //! let options = ConnectionOptions::default();
@@ -60,8 +60,10 @@
 //! - [`GpuTensorReceiver`], [`PooledGpuReceiver`] and their [`Memory`]: [`GpuMemory`],
 //!   [`PooledMemory`] and [`HostMemory`]. The Python package uses [`OrderedMemory`].
 //! - `AsyncLink`.
-//! - [`TensorCreditTracker`], flow control for other protocols.
 //! - [`Tensor`].
+//!
+//! [`TensorCreditTracker`] is flow control for other protocols. Python has it in
+//! `tensorstream.streams`.
 //!
 //! # Invariants
 //! - Everything that is sent arrives, for any window size and any split of the byte stream.
@@ -77,13 +79,18 @@
 //!   transfer to begin has no time limit while the peer answers PINGs.
 //!
 //! # Platforms
-//! The crate supports Linux and other Unix systems. Shared memory needs Linux. On other systems,
-//! [`Link::close`] over TCP waits until the peer has closed its end, instead of until the peer's
-//! system has acknowledged everything.
+//! - Linux has everything.
+//! - Other Unix systems have no shared memory.
+//! - Windows has TCP and TLS only. There, connecting to or listening on an [`Address::Unix`] is an
+//!   [`Error::Io`] whose source has the kind [`Unsupported`](std::io::ErrorKind::Unsupported).
+//!
+//! On systems other than Linux, [`Link::close`] over TCP waits until the peer has closed its end,
+//! instead of until the peer's system has acknowledged everything.
 //!
 //! # Features
 //! - `tls` (off by default): TLS with rustls.
 //! - `tokio` (off by default): `AsyncLink`.
+//! - `dlpack` (off by default): conversions between [`Tensor`] and the structures of DLPack.
 #![forbid(unsafe_code)]
 
 mod acceptor;
@@ -94,11 +101,15 @@ mod backoff;
 mod connection;
 mod credit;
 mod delivery;
+mod device;
+#[cfg(feature = "dlpack")]
+pub mod dlpack;
 mod error;
 mod event;
 mod fd;
 mod fields;
 mod frame;
+#[cfg(unix)]
 mod handoff;
 mod handshakes;
 mod hello;
@@ -112,7 +123,7 @@ mod options;
 mod outgoing;
 mod ranges;
 mod receiver;
-#[cfg(feature = "tls")]
+#[cfg(all(unix, feature = "tls"))]
 mod relay;
 mod ring;
 mod role;
@@ -132,8 +143,10 @@ pub use backoff::Backoff;
 pub use bytes::Bytes;
 pub use connection::Connection;
 pub use credit::TensorCreditTracker;
+pub use device::Device;
 pub use error::{Error, ErrorKind};
 pub use event::Event;
+#[cfg(unix)]
 pub use handoff::{Dispatcher, Handoff};
 pub use hello::VERSION;
 pub use info::TensorInfo;
@@ -159,3 +172,7 @@ pub use stats::{ConnectionStats, StreamStats};
 pub use tensor::Tensor;
 #[cfg(feature = "tls")]
 pub use tls::{Identity, TlsClient, TlsServer};
+/// The `ts-format` crate, which defines dtypes and codecs.
+pub use ts_format;
+/// The `ts-pool` crate, which defines the memory of receivers.
+pub use ts_pool;

@@ -2,11 +2,12 @@
 //! A connection over a socket, for callers that may block.
 
 use std::io::{self, IoSliceMut};
-use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rustix::event::{PollFd, PollFlags};
+use rustix::fd::{AsFd, OwnedFd};
+#[cfg(unix)]
 use ts_pool::SharedMemory;
 
 use crate::liveness::Liveness;
@@ -48,6 +49,7 @@ pub struct Link<S> {
     liveness: Liveness,
     /// The length of the shared memory to offer, in bytes. 0 if shared memory is disabled, or after
     /// the first attempt to offer it.
+    #[cfg(unix)]
     shared_bytes: usize,
     /// The readiness of the socket at the last check.
     ready: Ready,
@@ -123,13 +125,16 @@ impl<S: Sink> Link<S> {
         if options.shared_bytes == 0 {
             socket.disable_descriptors();
         }
-        let (liveness, shared_bytes) = (Liveness::new(&options), options.shared_bytes);
+        let liveness = Liveness::new(&options);
+        #[cfg(unix)]
+        let shared_bytes = options.shared_bytes;
         let connection = Connection::new(role, options);
         let ready = Ready { read: true, write: true };
         Self {
             connection,
             socket,
             liveness,
+            #[cfg(unix)]
             shared_bytes,
             ready,
             end_error: None,
@@ -370,7 +375,8 @@ impl<S: Sink> Link<S> {
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => {}
                     // The peer has closed the connection, usually because of this end's CLOSE.
-                    io::ErrorKind::ConnectionReset
+                    io::ErrorKind::ConnectionAborted
+                    | io::ErrorKind::ConnectionReset
                     | io::ErrorKind::BrokenPipe
                     | io::ErrorKind::UnexpectedEof => return Ok(()),
                     _ => return Err(self.socket.failed("closing", error)),
@@ -402,6 +408,7 @@ impl<S: Sink> Link<S> {
         let wait = !timeout.is_zero();
         self.liveness.begin_step();
         // Shared memory must be offered before payloads are put into frames for the socket.
+        #[cfg(unix)]
         self.share()?;
         if timeout > POLL_INTERVAL / 2
             && self.end_error.is_none()
@@ -457,6 +464,7 @@ impl<S: Sink> Link<S> {
 
     /// Offers the peer shared memory once there is a payload for it. If that fails, payloads go
     /// through the socket.
+    #[cfg(unix)]
     fn share(&mut self) -> Result<(), Error> {
         if self.shared_bytes > 0
             && self.connection.could_share()
@@ -477,11 +485,16 @@ impl<S: Sink> Link<S> {
                 Err(error) => return Err(self.socket.failed("writing", error)),
             }
         }
+        #[cfg(unix)]
         self.share()?;
         while self.ready.write && left > 0 && self.connection.plan_writes() {
             let slices = self.connection.write_slices(MAX_SLICES);
             let wanted: usize = slices.iter().map(|slice| slice.len()).sum();
-            match self.socket.write(&slices, self.connection.descriptor_to_send()) {
+            #[cfg(unix)]
+            let descriptor = self.connection.descriptor_to_send();
+            #[cfg(windows)]
+            let descriptor = None;
+            match self.socket.write(&slices, descriptor) {
                 Ok(len) => {
                     self.ready.write = self.socket.may_take_more(len, wanted);
                     let before = self.connection.progress();
@@ -527,6 +540,7 @@ impl<S: Sink> Link<S> {
             Ok(len) => {
                 self.ready.read = self.socket.may_have_more(len, wanted);
                 self.liveness.note_activity();
+                #[cfg(unix)]
                 if let Some(descriptor) = self.socket.take_descriptor() {
                     self.connection.descriptor_received(descriptor);
                     // A connection uses at most one descriptor.

@@ -1,30 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Sockets that accept connections.
 
-use std::fs;
-use std::io::{self, IoSliceMut};
+use std::io;
 use std::net::TcpListener;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::os::unix::net::UnixListener;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::fd::{AsFd, BorrowedFd};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 
 use crate::fd;
 use crate::{Address, Error, Socket};
 
-/// The maximum number of characters of a peer's address that are passed with a handoff.
-pub(crate) const MAX_PEER_CHARS: usize = 100;
+#[cfg(unix)]
+mod unix;
+
+#[cfg(unix)]
+pub(crate) use unix::MAX_PEER_CHARS;
 
 /// How long the listener waits if the process or the system has run out of descriptors or memory.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(5);
 
 /// A TCP or Unix socket that accepts connections, or a channel that receives accepted connections
-/// from another process.
+/// from another process. On Windows, only a TCP socket.
 ///
 /// Dropping the listener removes the file of a Unix socket.
 #[derive(Debug)]
@@ -38,8 +36,10 @@ pub struct Listener {
 enum ConnectionSource {
     Tcp(TcpListener),
     /// The socket, and the device and the inode of its file.
-    Unix(UnixListener, (u64, u64)),
-    Handoffs(OwnedFd),
+    #[cfg(unix)]
+    Unix(std::os::unix::net::UnixListener, (u64, u64)),
+    #[cfg(unix)]
+    Handoffs(rustix::fd::OwnedFd),
 }
 
 impl Listener {
@@ -51,7 +51,8 @@ impl Listener {
     ///
     /// # Errors
     /// Returns [`Error::Io`] if the system cannot listen on the address, for example because the
-    /// address is in use.
+    /// address is in use. Its source has the kind [`io::ErrorKind::Unsupported`] for a Unix socket
+    /// on Windows.
     pub fn bind(address: &Address, timeout: Duration) -> Result<Self, Error> {
         let failed = |error| Error::io(&address.to_string(), "listening", error);
         let (source, address) = match address {
@@ -60,31 +61,24 @@ impl Listener {
                 let local = listener.local_addr().map_err(failed)?;
                 (ConnectionSource::Tcp(listener), Address::Tcp(local.to_string()))
             }
+            #[cfg(unix)]
             Address::Unix(path) => {
-                let (listener, file) = bind_unix(path).map_err(failed)?;
+                let (listener, file) = unix::bind_unix(path).map_err(failed)?;
                 (ConnectionSource::Unix(listener, file), address.clone())
             }
+            #[cfg(windows)]
+            Address::Unix(_) => return Err(failed(Address::no_unix_sockets())),
         };
         Ok(Self { source, address, timeout })
-    }
-
-    /// Creates a listener that receives connections from another process, which accepts them and
-    /// [passes them on](crate::Handoff::send_to). `channel` is a Unix socket of type
-    /// `SOCK_SEQPACKET`. [`accept`](Self::accept) returns [`Error::Closed`] once that process has
-    /// ended.
-    ///
-    /// On Linux, TCP connections break if the peer's machine does not acknowledge data for
-    /// `timeout`.
-    pub fn from_handoffs(channel: OwnedFd, timeout: Duration) -> Self {
-        let address = Address::Unix("(handoff channel)".into());
-        Self { source: ConnectionSource::Handoffs(channel), address, timeout }
     }
 
     /// Makes [`accept`](Self::accept) return [`io::ErrorKind::WouldBlock`] instead of blocking.
     pub(crate) fn set_nonblocking(&self) -> Result<(), Error> {
         let done = match &self.source {
             ConnectionSource::Tcp(listener) => listener.set_nonblocking(true),
+            #[cfg(unix)]
             ConnectionSource::Unix(listener, _) => listener.set_nonblocking(true),
+            #[cfg(unix)]
             ConnectionSource::Handoffs(channel) => {
                 rustix::io::ioctl_fionbio(channel, true).map_err(Into::into)
             }
@@ -110,35 +104,14 @@ impl Listener {
                 let (stream, peer) = listener.accept().map_err(failed)?;
                 Socket::from_tcp(stream, peer.to_string(), self.timeout).map_err(failed)
             }
+            #[cfg(unix)]
             ConnectionSource::Unix(listener, _) => {
                 let (stream, _) = listener.accept().map_err(failed)?;
                 Socket::from_unix(stream, self.address.to_string()).map_err(failed)
             }
+            #[cfg(unix)]
             ConnectionSource::Handoffs(channel) => self.receive_handoff(channel).map_err(failed)?,
         }
-    }
-
-    /// Receives the next socket from the process that accepts connections.
-    fn receive_handoff(&self, channel: &OwnedFd) -> io::Result<Result<Socket, Error>> {
-        let (mut peer, mut relayed, mut passed) = ([0; 4 * MAX_PEER_CHARS], [0], None);
-        let mut into = [IoSliceMut::new(&mut relayed), IoSliceMut::new(&mut peer)];
-        let len = fd::receive_with_descriptor(channel, &mut into, true, &mut passed)?;
-        let Some(passed) = passed else {
-            let ended =
-                Error::Closed { reason: "the process that accepts connections has ended".into() };
-            return if len == 0 { Ok(Err(ended)) } else { Err(io::ErrorKind::InvalidData.into()) };
-        };
-        let peer = String::from_utf8_lossy(&peer[..len - 1]).into_owned();
-        let socket = if is_unix(&passed)? {
-            let mut socket = Socket::from_unix(passed.into(), peer)?;
-            if relayed != [0] {
-                socket.disable_descriptors();
-            }
-            socket
-        } else {
-            Socket::from_tcp(passed.into(), peer, self.timeout)?
-        };
-        Ok(Ok(socket))
     }
 
     /// Accepts the next connection, or returns `None` if there is none within `timeout`. Blocks.
@@ -205,50 +178,16 @@ impl Listener {
     }
 }
 
-/// Binds a Unix socket. Returns it with the device and the inode of its file.
-fn bind_unix(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
-    let bound = match UnixListener::bind(path) {
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
-            fs::remove_file(path)?;
-            UnixListener::bind(path)?
-        }
-        bound => bound?,
-    };
-    Ok((bound, file_id(path)?))
-}
-
-fn file_id(path: &Path) -> io::Result<(u64, u64)> {
-    fs::symlink_metadata(path).map(|found| (found.dev(), found.ino()))
-}
-
-/// Returns whether a path is a socket whose process has ended without removing it.
-fn is_stale(path: &Path) -> bool {
-    let refuses = || {
-        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None)?;
-        // Otherwise, a process that accepts too slowly would block this one.
-        rustix::io::ioctl_fionbio(&socket, true)?;
-        rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)
-    };
-    fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
-        && refuses() == Err(Errno::CONNREFUSED)
-}
-
 /// Returns whether the process or the system has run out of descriptors or memory.
 fn is_shortage(error: &io::Error) -> bool {
+    #[cfg(unix)]
     let shortages = [Errno::NFILE, Errno::MFILE, Errno::NOMEM, Errno::NOBUFS];
+    #[cfg(windows)]
+    let shortages = [Errno::MFILE, Errno::NOBUFS];
     Errno::from_io_error(error).is_some_and(|errno| shortages.contains(&errno))
 }
 
-#[cfg(target_os = "linux")]
-fn is_unix(socket: &OwnedFd) -> io::Result<bool> {
-    Ok(rustix::net::sockopt::socket_domain(socket)? == AddressFamily::UNIX)
-}
-
-#[cfg(not(target_os = "linux"))]
-fn is_unix(socket: &OwnedFd) -> io::Result<bool> {
-    Ok(rustix::net::getsockname(socket)?.address_family() == AddressFamily::UNIX)
-}
-
+#[cfg(unix)]
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.source {
@@ -259,14 +198,24 @@ impl AsFd for Listener {
     }
 }
 
+#[cfg(windows)]
+impl std::os::windows::io::AsSocket for Listener {
+    fn as_socket(&self) -> BorrowedFd<'_> {
+        match &self.source {
+            ConnectionSource::Tcp(listener) => listener.as_fd(),
+        }
+    }
+}
+
+#[cfg(unix)]
 impl Drop for Listener {
     fn drop(&mut self) {
         // The file may be that of another socket by now.
         if let (ConnectionSource::Unix(_, file), Address::Unix(path)) =
             (&self.source, &self.address)
-            && file_id(path).is_ok_and(|found| found == *file)
+            && unix::file_id(path).is_ok_and(|found| found == *file)
         {
-            let _ = fs::remove_file(path);
+            let _ = std::fs::remove_file(path);
         }
     }
 }

@@ -46,7 +46,7 @@ fn len_of(info: &TensorInfo) -> usize {
 /// Host memory of the global allocator, up to a limit per tensor.
 ///
 /// ```
-/// use ts_format::Dtype;
+/// use ts_remote::ts_format::Dtype;
 /// use ts_remote::{HostMemory, Memory, TensorInfo};
 ///
 /// let mut memory = HostMemory::new(1 << 20);
@@ -144,7 +144,7 @@ impl Memory for GpuMemory {
         }
         let buffer = match TensorBuffer::allocate_gpu(len_of(info), self.ordinal) {
             Ok(buffer) => buffer,
-            Err(_) => TensorBuffer::cpu({ host }.allocate(info)?),
+            Err(_) => { host }.allocate(info)?.into(),
         };
         let staging =
             if buffer.is_gpu() { vec![0; STAGING_LEN.min(buffer.len())] } else { Vec::new() };

@@ -34,8 +34,10 @@ pub struct ConnectionOptions {
     /// A [`Link`](crate::Link) does not check the service that its peer requests.
     /// [`Event::Connected`](crate::Event::Connected) contains the requested service.
     pub service: String,
-    /// The maximum number of bytes of a payload per frame, from 1 to 2^20. Smaller frames delay
-    /// other streams less.
+    /// The maximum number of bytes of a payload per frame, from 1 to 2^24 (16 MiB). Smaller frames
+    /// delay other streams less. Frames of more than 2^20 bytes need a peer that announces that it
+    /// reads them, as this version does, and a window and credit of that length. Encoded payloads,
+    /// and those in shared memory, always have shorter ones.
     pub frame_bytes: usize,
     /// The length of the shared memory for large payloads to a peer on the same host, in bytes. The
     /// maximum is 64 MiB. 0 disables shared memory in both directions.

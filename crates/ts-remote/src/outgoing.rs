@@ -7,7 +7,9 @@ use bytes::Bytes;
 use ts_format::{Codec, Dtype, Encoder};
 use twox_hash::XxHash3_64;
 
-use crate::frame::{CHECKED, ENCODED, ENCODED_PREFIX_LEN, HEADER_LEN, Header, Kind, SHARED};
+use crate::frame::{
+    CHECKED, ENCODED, ENCODED_PREFIX_LEN, HEADER_LEN, Header, Kind, MAX_PIECE_LEN, SHARED,
+};
 use crate::info::{Meta, TensorInfo};
 use crate::ring::{MIN_PAYLOAD, RingWriter};
 use crate::{Error, SendOptions, StreamStats};
@@ -207,6 +209,7 @@ impl Outgoing {
     }
 
     /// Returns whether a queued payload may go through shared memory.
+    #[cfg(unix)]
     pub(crate) fn has_shareable(&self) -> bool {
         self.items.iter().any(|item| item.shareable_len().is_some())
     }
@@ -277,6 +280,8 @@ impl Outgoing {
             }
             Item::Payload { payload, at, dtype, encoder, checksums } => {
                 let left = payload.len() - *at;
+                let is_long = ring.is_none() && encoder.is_none();
+                let max_piece = if is_long { max_piece } else { max_piece.min(MAX_PIECE_LEN) };
                 let space = ring.as_ref().map_or(usize::MAX, |ring| ring.next_len(left));
                 let len = left.min(max_piece).min(credit).min(space);
                 let piece = payload.slice(*at..*at + len);

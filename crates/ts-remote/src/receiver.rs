@@ -23,7 +23,7 @@ pub enum ReceiverEvent {
         /// The offset of these bytes in the payload.
         offset: u64,
         /// The number of bytes.
-        bytes: u64,
+        size: u64,
     },
     /// The tensor is complete and can be [taken](TensorReceiver::take).
     End,
@@ -50,7 +50,7 @@ pub type PooledGpuReceiver<D> = TensorReceiver<PooledMemory<D>>;
 /// credit, back to the sender.
 ///
 /// ```
-/// use ts_format::Dtype;
+/// use ts_remote::ts_format::Dtype;
 /// use ts_remote::{
 ///     HostMemory, ReceiverEvent, SendOptions, TensorInfo, TensorReceiver, TensorSender,
 /// };
@@ -61,7 +61,7 @@ pub type PooledGpuReceiver<D> = TensorReceiver<PooledMemory<D>>;
 ///
 /// let mut receiver = TensorReceiver::new(HostMemory::new(1 << 30));
 /// receiver.feed(&sender.encode())?;
-/// while receiver.poll() != ReceiverEvent::End {}
+/// while receiver.poll()? != ReceiverEvent::End {}
 /// let tensor = receiver.take()?;
 /// assert_eq!((tensor.info.meta.shape, tensor.buffer), (vec![2, 2], vec![7; 16]));
 /// # Ok::<(), ts_remote::Error>(())
@@ -76,6 +76,8 @@ pub struct TensorReceiver<M: Memory> {
     /// The number of bytes of the current payload that have arrived.
     received: u64,
     complete: VecDeque<(TensorInfo, Option<M::Sink>)>,
+    /// The error after which nothing more can be received.
+    failure: Option<Error>,
 }
 
 /// The number of bytes that a sender may send before the first reply.
@@ -107,6 +109,7 @@ impl<M: Memory> TensorReceiver<M> {
             expected: 0,
             received: 0,
             complete: VecDeque::new(),
+            failure: None,
         }
     }
 
@@ -117,11 +120,20 @@ impl<M: Memory> TensorReceiver<M> {
     /// [`Error::Memory`] if there is no memory for a tensor. Then nothing more can be received.
     pub fn feed(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
         while !bytes.is_empty() {
-            let len = copy_to_targets(&mut self.connection, bytes)?;
+            let copied = copy_to_targets(&mut self.connection, bytes);
+            let len = self.recorded(copied)?;
             bytes = &bytes[len..];
             self.filled(len)?;
         }
         Ok(())
+    }
+
+    /// Keeps an error for [`poll`](Self::poll).
+    fn recorded<T>(&mut self, result: Result<T, Error>) -> Result<T, Error> {
+        if let Err(error) = &result {
+            self.failure.get_or_insert_with(|| error.clone());
+        }
+        result
     }
 
     /// Returns two buffers for the sender's next bytes. Fill the first one, then the second. The
@@ -141,9 +153,10 @@ impl<M: Memory> TensorReceiver<M> {
     pub fn filled(&mut self, len: usize) -> Result<(), Error> {
         let filled = self.connection.filled(len);
         while let Some(event) = self.connection.poll() {
-            self.handle(event)?;
+            let handled = self.handle(event);
+            self.recorded(handled)?;
         }
-        filled
+        self.recorded(filled)
     }
 
     fn handle(&mut self, event: Event<M::Sink>) -> Result<(), Error> {
@@ -156,9 +169,9 @@ impl<M: Memory> TensorReceiver<M> {
                 }
                 self.events.push_back(ReceiverEvent::Metadata(Box::new(info)));
             }
-            Event::Data { offset, bytes, .. } => {
-                self.received += bytes;
-                self.events.push_back(ReceiverEvent::Data { offset, bytes });
+            Event::Data { offset, size, .. } => {
+                self.received += size;
+                self.events.push_back(ReceiverEvent::Data { offset, size });
             }
             Event::End { info, sink, .. } => {
                 self.complete.push_back((*info, sink));
@@ -173,8 +186,15 @@ impl<M: Memory> TensorReceiver<M> {
     }
 
     /// Returns the next event, or [`ReceiverEvent::NeedMoreData`] if there is none. Does not block.
-    pub fn poll(&mut self) -> ReceiverEvent {
-        self.events.pop_front().unwrap_or(ReceiverEvent::NeedMoreData)
+    ///
+    /// # Errors
+    /// Returns the error of [`feed`](Self::feed) after the events before it, at each call.
+    pub fn poll(&mut self) -> Result<ReceiverEvent, Error> {
+        match (self.events.pop_front(), &self.failure) {
+            (Some(event), _) => Ok(event),
+            (None, Some(failure)) => Err(failure.clone()),
+            (None, None) => Ok(ReceiverEvent::NeedMoreData),
+        }
     }
 
     /// Returns the length of the most recent tensor's payload, in bytes. Returns 0 before the first
@@ -259,7 +279,7 @@ impl<D: Device> PooledGpuReceiver<D> {
 /// Sends tensors to a [`TensorReceiver`], over any transport. Its methods do no I/O.
 ///
 /// ```
-/// use ts_format::Dtype;
+/// use ts_remote::ts_format::Dtype;
 /// use ts_remote::{HostMemory, SendOptions, TensorInfo, TensorReceiver, TensorSender};
 ///
 /// let mut sender = TensorSender::new();

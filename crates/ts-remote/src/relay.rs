@@ -2,7 +2,6 @@
 //! Decrypts TLS connections for other processes.
 
 use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,6 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::fd::AsFd;
 
 use crate::fd;
 use crate::{Error, Socket};

@@ -4,11 +4,14 @@
 use std::fmt;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::{Shutdown, TcpStream, ToSocketAddrs};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+#[cfg(unix)]
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
+#[cfg(unix)]
+use rustix::fd::OwnedFd;
+use rustix::fd::{AsFd, BorrowedFd};
 use socket2::{SockRef, TcpKeepalive};
 
 use crate::fd;
@@ -46,7 +49,7 @@ pub(crate) trait Transport: fmt::Debug + Send + Sync {
     fn shutdown(&mut self) -> io::Result<()>;
 }
 
-/// A connected TCP, TLS or Unix socket.
+/// A connected TCP, TLS or Unix socket. Windows has no Unix sockets.
 ///
 /// Its public methods do not block, except [`connect`](Self::connect).
 #[derive(Debug)]
@@ -58,12 +61,14 @@ pub struct Socket {
 #[derive(Debug)]
 enum Stream {
     Tcp(TcpStream),
+    #[cfg(unix)]
     Unix(UnixStream, DescriptorSlot),
     #[cfg_attr(not(feature = "tls"), expect(dead_code, reason = "TLS is the only transport"))]
     Layered(Box<dyn Transport>),
 }
 
 /// The descriptors that a Unix socket receives.
+#[cfg(unix)]
 #[derive(Debug)]
 struct DescriptorSlot {
     /// Whether reads also receive descriptors, which makes them slower. If not, the system closes
@@ -91,6 +96,7 @@ impl Socket {
     ///
     /// # Errors
     /// Returns [`Error::Io`] if no address accepts the connection, with the error of the last one.
+    /// Its source has the kind [`io::ErrorKind::Unsupported`] for a Unix socket on Windows.
     pub fn connect(address: &Address, timeout: Duration) -> Result<Self, Error> {
         let failed = |error| Error::io(&address.to_string(), "connecting", error);
         match address {
@@ -107,15 +113,21 @@ impl Socket {
                 }
                 Err(failed(last))
             }
+            #[cfg(unix)]
             Address::Unix(path) => {
                 let stream = UnixStream::connect(path).map_err(failed)?;
                 Self::from_unix(stream, address.to_string()).map_err(failed)
             }
+            #[cfg(windows)]
+            Address::Unix(_) => Err(failed(Address::no_unix_sockets())),
         }
     }
 
     pub(crate) fn from_tcp(stream: TcpStream, peer: String, timeout: Duration) -> io::Result<Self> {
         stream.set_nodelay(true)?;
+        // On some systems, a socket that a nonblocking listener has accepted does not block either.
+        // On Windows, none may block, because calls have no flag for it.
+        stream.set_nonblocking(cfg!(windows))?;
         stream.set_read_timeout(Some(POLL_INTERVAL))?;
         let socket = SockRef::from(&stream);
         let interval = KEEPALIVE.min(timeout).max(Duration::from_secs(1));
@@ -127,7 +139,9 @@ impl Socket {
         Ok(Self { stream: Stream::Tcp(stream), peer })
     }
 
+    #[cfg(unix)]
     pub(crate) fn from_unix(stream: UnixStream, peer: String) -> io::Result<Self> {
+        stream.set_nonblocking(false)?; // as in `from_tcp`
         stream.set_read_timeout(Some(POLL_INTERVAL))?;
         let descriptors = DescriptorSlot { enabled: true, last: None };
         Ok(Self { stream: Stream::Unix(stream, descriptors), peer })
@@ -170,9 +184,11 @@ impl Socket {
                 }
                 _ => fd::receive(stream, into, wait),
             },
+            #[cfg(unix)]
             Stream::Unix(stream, descriptors) if descriptors.enabled => {
                 fd::receive_with_descriptor(stream, into, wait, &mut descriptors.last)
             }
+            #[cfg(unix)]
             Stream::Unix(stream, _) => fd::receive(stream, into, wait),
             Stream::Layered(transport) => transport.read(into, wait),
         }
@@ -180,10 +196,14 @@ impl Socket {
 
     /// Returns whether descriptors can be sent and received.
     pub(crate) fn takes_descriptors(&self) -> bool {
-        matches!(&self.stream, Stream::Unix(_, descriptors) if descriptors.enabled)
+        #[cfg(unix)]
+        return matches!(&self.stream, Stream::Unix(_, descriptors) if descriptors.enabled);
+        #[cfg(windows)]
+        false
     }
 
     /// Takes the last descriptor that was received.
+    #[cfg(unix)]
     pub(crate) fn take_descriptor(&mut self) -> Option<OwnedFd> {
         match &mut self.stream {
             Stream::Unix(_, descriptors) => descriptors.last.take(),
@@ -193,6 +213,7 @@ impl Socket {
 
     /// Stops receiving descriptors. The system then closes descriptors that arrive.
     pub(crate) fn disable_descriptors(&mut self) {
+        #[cfg(unix)]
         if let Stream::Unix(_, descriptors) = &mut self.stream {
             descriptors.enabled = false;
         }
@@ -204,6 +225,7 @@ impl Socket {
         match &self.stream {
             // After a short read, the socket is empty.
             Stream::Tcp(_) => len == wanted || len == MAX_TCP_READ,
+            #[cfg(unix)]
             Stream::Unix(..) => len == wanted,
             Stream::Layered(transport) => len == wanted || transport.has_input(),
         }
@@ -213,7 +235,9 @@ impl Socket {
     pub(crate) fn may_take_more(&self, len: usize, wanted: usize) -> bool {
         match &self.stream {
             // After a short write, the socket is full.
-            Stream::Tcp(_) | Stream::Unix(..) => len == wanted,
+            Stream::Tcp(_) => len == wanted,
+            #[cfg(unix)]
+            Stream::Unix(..) => len == wanted,
             Stream::Layered(transport) => !transport.wants_write(),
         }
     }
@@ -222,6 +246,7 @@ impl Socket {
     pub(crate) fn shutdown(&mut self) -> io::Result<()> {
         let done = match &mut self.stream {
             Stream::Tcp(stream) => stream.shutdown(Shutdown::Write),
+            #[cfg(unix)]
             Stream::Unix(stream, _) => stream.shutdown(Shutdown::Write),
             Stream::Layered(transport) => transport.shutdown(),
         };
@@ -229,6 +254,7 @@ impl Socket {
             // The peer has closed the connection already. TLS would tell it that this end closes.
             io::ErrorKind::NotConnected
             | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::ConnectionAborted
             | io::ErrorKind::ConnectionReset => Ok(()),
             _ => Err(error),
         })
@@ -240,6 +266,7 @@ impl Socket {
         match &self.stream {
             Stream::Tcp(stream) => crate::delivery::undelivered(stream),
             // Both ends are on this system.
+            #[cfg(unix)]
             Stream::Unix(..) => Some(0),
             Stream::Layered(transport) => crate::delivery::undelivered(transport.tcp()),
         }
@@ -248,16 +275,16 @@ impl Socket {
     /// Returns whether the transport has buffered bytes that the system has not taken.
     pub(crate) fn wants_write(&self) -> bool {
         match &self.stream {
-            Stream::Tcp(_) | Stream::Unix(..) => false,
             Stream::Layered(transport) => transport.wants_write(),
+            _ => false,
         }
     }
 
     /// Writes buffered bytes to the system.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         match &mut self.stream {
-            Stream::Tcp(_) | Stream::Unix(..) => Ok(()),
             Stream::Layered(transport) => transport.flush(),
+            _ => Ok(()),
         }
     }
 
@@ -266,10 +293,12 @@ impl Socket {
     pub(crate) fn write(
         &mut self,
         from: &[IoSlice<'_>],
+        #[cfg_attr(windows, expect(unused_variables, reason = "only Unix sockets carry one"))]
         descriptor: Option<BorrowedFd<'_>>,
     ) -> io::Result<usize> {
         match &mut self.stream {
             Stream::Tcp(stream) => fd::send(stream, from),
+            #[cfg(unix)]
             Stream::Unix(stream, _) => match descriptor {
                 Some(descriptor) => fd::send_with_descriptor(stream, from, descriptor),
                 None => fd::send(stream, from),
@@ -303,11 +332,22 @@ impl Socket {
     }
 }
 
+#[cfg(unix)]
 impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         match &self.stream {
             Stream::Tcp(stream) => stream.as_fd(),
             Stream::Unix(stream, _) => stream.as_fd(),
+            Stream::Layered(transport) => transport.tcp().as_fd(),
+        }
+    }
+}
+
+#[cfg(windows)]
+impl std::os::windows::io::AsSocket for Socket {
+    fn as_socket(&self) -> BorrowedFd<'_> {
+        match &self.stream {
+            Stream::Tcp(stream) => stream.as_fd(),
             Stream::Layered(transport) => transport.tcp().as_fd(),
         }
     }

@@ -9,10 +9,10 @@ use crate::{Error, TensorInfo};
 /// A tensor: its description and the bytes of its storage.
 ///
 /// ```
-/// use ts_format::Dtype;
-/// use ts_remote::Tensor;
+/// use ts_remote::ts_format::Dtype;
+/// use ts_remote::{Tensor, TensorInfo};
 ///
-/// let tensor = Tensor::zeros("embedding", Dtype::F32, [2, 3])?;
+/// let tensor = Tensor::zeros(TensorInfo::new("embedding", Dtype::F32, [2, 3])?)?;
 /// assert_eq!((tensor.info.meta.shape.as_slice(), tensor.buffer.len()), (&[2, 3][..], 24));
 /// # Ok::<(), ts_remote::Error>(())
 /// ```
@@ -25,17 +25,11 @@ pub struct Tensor<B = Bytes> {
 }
 
 impl Tensor {
-    /// Creates a contiguous tensor of zeros in host memory.
+    /// Creates a tensor whose storage is zeros in host memory.
     ///
     /// # Errors
-    /// Returns [`Error::Unsendable`] if [`TensorInfo::new`] rejects the shape, or if the memory
-    /// cannot be allocated.
-    pub fn zeros(
-        name: impl Into<String>,
-        dtype: Dtype,
-        shape: impl Into<Vec<u64>>,
-    ) -> Result<Self, Error> {
-        let info = TensorInfo::new(name, dtype, shape)?;
+    /// Returns [`Error::Unsendable`] if the memory cannot be allocated.
+    pub fn zeros(info: TensorInfo) -> Result<Self, Error> {
         let mut buffer = Vec::new();
         let len = usize::try_from(info.storage_len).unwrap_or(usize::MAX);
         let none = |_| Error::Unsendable {

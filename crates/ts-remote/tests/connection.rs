@@ -4,11 +4,12 @@
 #![allow(clippy::unwrap_used)] // in a test a panic is the report
 
 use std::collections::{HashMap, VecDeque};
-use std::os::fd::OwnedFd;
 
 use bytes::Bytes;
 use proptest::prelude::*;
+use rustix::fd::OwnedFd;
 use ts_format::{Codec, Compression, Dtype};
+#[cfg(unix)]
 use ts_pool::SharedMemory;
 use ts_remote::{Connection, ConnectionOptions, Error, Event, Role, SendOptions, TensorInfo};
 
@@ -32,6 +33,7 @@ impl Pipe {
         }
         let bytes: Vec<u8> =
             end.write_slices(16).iter().flat_map(|s| s.iter().copied()).take(max_bytes).collect();
+        #[cfg(unix)]
         if let Some(descriptor) = end.descriptor_to_send().filter(|_| !bytes.is_empty()) {
             self.descriptors.push_back((self.written, descriptor.try_clone_to_owned().unwrap()));
         }
@@ -60,6 +62,9 @@ impl Pipe {
             }
         }
         self.read += len as u64;
+        #[cfg(windows)]
+        assert!(received.is_none());
+        #[cfg(unix)]
         if let Some((_, descriptor)) = received {
             end.descriptor_received(descriptor);
         }
@@ -192,12 +197,43 @@ fn tensor(name: &str, bytes: &[u8]) -> TensorInfo {
 
 #[derive(Debug, Clone)]
 enum Op {
-    Open { end: usize },
-    Tensor { which: usize, len: usize, codec: usize, checksums: bool },
-    Message { which: usize, len: usize },
-    Finish { which: usize },
-    Share { end: usize, len: usize },
-    Run { max_bytes: usize, accept: bool },
+    Open {
+        end: usize,
+    },
+    Tensor {
+        which: usize,
+        len: usize,
+        codec: usize,
+        checksums: bool,
+    },
+    Message {
+        which: usize,
+        len: usize,
+    },
+    Finish {
+        which: usize,
+    },
+    #[cfg(unix)]
+    Share {
+        end: usize,
+        len: usize,
+    },
+    Run {
+        max_bytes: usize,
+        accept: bool,
+    },
+}
+
+#[cfg(unix)]
+fn share() -> impl Strategy<Value = Op> {
+    (0usize..2, prop_oneof![1usize..50, 5000usize..200_000])
+        .prop_map(|(end, len)| Op::Share { end, len })
+}
+
+/// Windows has no shared memory, so there the test opens a stream instead.
+#[cfg(windows)]
+fn share() -> impl Strategy<Value = Op> {
+    (0usize..2).prop_map(|end| Op::Open { end })
 }
 
 fn ops() -> impl Strategy<Value = Vec<Op>> {
@@ -213,8 +249,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
             .prop_map(|(which, len, codec, checksums)| Op::Tensor { which, len, codec, checksums }),
         3 => (0usize..8, 0usize..6000).prop_map(|(which, len)| Op::Message { which, len }),
         1 => (0usize..8).prop_map(|which| Op::Finish { which }),
-        1 => (0usize..2, prop_oneof![1usize..50, 5000usize..200_000])
-            .prop_map(|(end, len)| Op::Share { end, len }),
+        1 => share(),
         8 => (prop_oneof![1usize..40, 100usize..5000, Just(1usize << 20)], any::<bool>())
             .prop_map(|(max_bytes, accept)| Op::Run { max_bytes, accept }),
     ];
@@ -230,7 +265,7 @@ proptest! {
             prop_oneof![1u64..50, 1000u64..100_000],
             prop_oneof![1u64..50, 1000u64..100_000],
         ],
-        frame in prop_oneof![1usize..100, 1000usize..100_000],
+        frame in prop_oneof![1usize..100, 1000usize..100_000, Just(16 << 20)],
         ops in ops(),
     ) {
         let options = windows.map(|window| {
@@ -277,6 +312,7 @@ proptest! {
                     }
                 }
                 // Only the first offer of an end succeeds.
+                #[cfg(unix)]
                 Op::Share { end, len } => {
                     let _ = both.ends[end].share(SharedMemory::create(len).unwrap());
                 }
@@ -459,6 +495,43 @@ fn a_payload_is_not_copied() {
     assert_eq!(within, payload.len(), "the payload is written from its own memory");
     assert!(outside < 1000, "{outside} bytes were not written from the payload");
     assert_eq!(both.ends[1].stats().copied_bytes, 0);
+}
+
+#[test]
+fn long_frames_are_sent_to_peers_that_announce_them() {
+    const LEN: usize = 3 << 20;
+    for (announced, frame, encoded, expected) in [
+        (true, 16 << 20, false, 1),
+        (true, 2 << 20, false, 2),
+        (true, 1 << 20, false, 3),
+        (true, 16 << 20, true, 3),
+        (false, 16 << 20, false, 3),
+    ] {
+        let options = || ConnectionOptions::default().with_frame_bytes(frame);
+        let mut both = Both::new([options(), options()]);
+        both.pipes[0].write_from(&mut both.ends[0], usize::MAX);
+        while both.pipes[0].read_into(&mut both.ends[1], usize::MAX).unwrap() > 0 {}
+        both.pipes[1].write_from(&mut both.ends[1], usize::MAX);
+        let hello = both.pipes[1].bytes.make_contiguous();
+        let field = [7, 8, 0, 0, 0];
+        let at = hello.windows(5).position(|bytes| bytes == field).unwrap();
+        if !announced {
+            hello[at] = 0x70; // a field that no version knows
+        }
+        both.connect();
+        let stream = both.ends[0].open_stream().unwrap();
+        let bytes = payload(LEN, 1);
+        let codec = if encoded { Codec::Lz4 } else { Codec::Raw };
+        let sending = SendOptions::default()
+            .with_compression(Compression::Codec(codec, None))
+            .with_checksums(true);
+        let before = both.ends[0].stats().sent_frames;
+        both.ends[0].send(stream, tensor("w", &bytes), bytes.clone().into(), sending).unwrap();
+        while both.run(usize::MAX, true).unwrap() > 0 {}
+        assert_eq!(both.received[1][&stream], [Item::Tensor(tensor("w", &bytes), bytes)]);
+        // META and END are frames, too.
+        assert_eq!(both.ends[0].stats().sent_frames - before - 2, expected);
+    }
 }
 
 #[test]

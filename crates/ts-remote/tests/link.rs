@@ -15,7 +15,9 @@ use ts_remote::{
     SendOptions, TensorInfo,
 };
 
-use common::{both_ways, options, payload, port};
+#[cfg(unix)]
+use common::payload;
+use common::{both_ways, options, port};
 
 fn any_port() -> Address {
     "127.0.0.1:0".parse().unwrap()
@@ -26,6 +28,7 @@ fn both_ends_send_at_once_over_tcp() {
     both_ways(Listener::bind(&any_port(), options().idle_timeout).unwrap(), Ok, Listener::accept);
 }
 
+#[cfg(unix)]
 #[test]
 fn both_ends_send_at_once_over_a_unix_socket() {
     let directory = tempfile::tempdir().unwrap();
@@ -66,6 +69,7 @@ fn incomplete_handshakes_do_not_delay_others() {
 
 /// Each of these tensors is shorter than the limit of bytes that are queued for the socket. So all
 /// of them could be queued before the peer has mapped the shared memory.
+#[cfg(unix)]
 #[test]
 fn tensors_of_one_mebibyte_go_through_shared_memory() {
     const LEN: usize = 1 << 20;
@@ -171,6 +175,19 @@ fn errors_explain_a_wrong_address() {
     }
 }
 
+#[cfg(windows)]
+#[test]
+fn a_unix_socket_is_unsupported_on_windows() {
+    let address: Address = "unix:C:/socket".parse().unwrap();
+    let listening = Listener::bind(&address, options().idle_timeout).map(drop).unwrap_err();
+    let connecting = Link::<Vec<u8>>::connect(&address, options()).map(drop).unwrap_err();
+    for error in [listening, connecting] {
+        let Error::Io { source, .. } = &error else { panic!("{error}") };
+        assert_eq!(source.kind(), std::io::ErrorKind::Unsupported, "{error}");
+        assert!(error.to_string().contains("use HOST:PORT"), "{error}");
+    }
+}
+
 #[test]
 fn a_peer_that_dies_is_an_error() {
     let listener = Listener::bind(&any_port(), options().idle_timeout).unwrap();
@@ -222,6 +239,7 @@ fn two_ends_that_wait_for_each_other_stall() {
 }
 
 /// Sends a tensor from one end to the other. Returns how many bytes the sender wrote to the socket.
+#[cfg(unix)]
 fn socket_bytes(listener: &Listener, address: &Address) -> u64 {
     let bytes = payload(8 << 20, 3);
     thread::scope(|scope| {
@@ -256,6 +274,7 @@ fn socket_bytes(listener: &Listener, address: &Address) -> u64 {
     })
 }
 
+#[cfg(unix)]
 #[test]
 fn payloads_go_through_shared_memory_if_descriptors_are_passed() {
     let directory = tempfile::tempdir().unwrap();
@@ -331,6 +350,7 @@ fn a_peer_that_is_silent_or_too_slow_times_out() {
 }
 
 /// Returns two links that are connected over a socket at this address.
+#[cfg(target_os = "linux")]
 fn pair(at: &Address) -> [Link<Vec<u8>>; 2] {
     let listener = Listener::bind(at, options().idle_timeout).unwrap();
     let address = listener.address().clone();
@@ -340,6 +360,7 @@ fn pair(at: &Address) -> [Link<Vec<u8>>; 2] {
 }
 
 /// Receives one tensor of `len` bytes.
+#[cfg(target_os = "linux")]
 fn receive(link: &mut Link<Vec<u8>>, len: usize) {
     loop {
         match link.next_event().unwrap() {
@@ -352,6 +373,7 @@ fn receive(link: &mut Link<Vec<u8>>, len: usize) {
     }
 }
 
+#[cfg(target_os = "linux")] // elsewhere, `close` waits until the peer closes its end
 #[test]
 fn closing_after_the_peer_is_no_error_if_everything_has_arrived() {
     const LEN: usize = 100_000;
@@ -387,6 +409,7 @@ fn closing_after_the_peer_is_no_error_if_everything_has_arrived() {
     }
 }
 
+#[cfg(target_os = "linux")] // elsewhere, `close` waits until the peer closes its end
 #[test]
 fn closing_is_an_error_if_the_peer_closed_too_early() {
     const LEN: usize = 64 << 20;

@@ -53,19 +53,22 @@ fn a_tensor_is_received_into_a_gpu_or_host_memory() {
     assert!(sender.is_sent() && receiver.is_complete());
     assert_eq!(receiver.expected_bytes(), bytes.len() as u64);
     assert_eq!(receiver.received_bytes(), bytes.len() as u64);
-    assert!(matches!(receiver.poll(), GpuReceiverEvent::Metadata(info) if info.name == "w"));
+    assert!(
+        matches!(receiver.poll().unwrap(), GpuReceiverEvent::Metadata(info) if info.name == "w")
+    );
     let mut delivered = 0;
     loop {
-        match receiver.poll() {
-            GpuReceiverEvent::Data { offset, bytes } => {
+        match receiver.poll().unwrap() {
+            GpuReceiverEvent::Data { offset, size } => {
                 assert_eq!(offset, delivered);
-                delivered += bytes;
+                delivered += size;
             }
             GpuReceiverEvent::End => break,
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!((delivered, receiver.poll()), (bytes.len() as u64, GpuReceiverEvent::NeedMoreData));
+    assert_eq!(delivered, bytes.len() as u64);
+    assert_eq!(receiver.poll().unwrap(), GpuReceiverEvent::NeedMoreData);
     let tensor = receiver.take_tensor().unwrap();
     assert_eq!((tensor.info, tensor.buffer), (info("w", bytes.len()), bytes));
     assert_eq!(receiver.take().unwrap_err().kind(), ErrorKind::Misuse);
@@ -79,6 +82,9 @@ fn a_tensor_beyond_the_limit_is_refused_before_its_payload() {
     let refused = receiver.feed(&sender.encode()).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Memory);
     assert!(refused.to_string().contains("\"w\" of 1001 bytes"), "{refused}");
+    for _ in 0..2 {
+        assert_eq!(receiver.poll().unwrap_err().kind(), ErrorKind::Memory);
+    }
 }
 
 #[test]
@@ -90,7 +96,7 @@ fn a_cancelled_tensor_reports_the_reason() {
     sender.cancel("wrong tensor");
     receiver.feed(&sender.encode()).unwrap();
     let last = std::iter::from_fn(|| {
-        Some(receiver.poll()).filter(|event| *event != GpuReceiverEvent::NeedMoreData)
+        Some(receiver.poll().unwrap()).filter(|event| *event != GpuReceiverEvent::NeedMoreData)
     })
     .last();
     assert_eq!(last, Some(GpuReceiverEvent::Cancelled("wrong tensor".into())));

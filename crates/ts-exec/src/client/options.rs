@@ -14,7 +14,7 @@ use ts_remote::{Error, Link};
 /// use std::time::Duration;
 ///
 /// use ts_exec::{ClientOptions, EXEC};
-/// use ts_remote::{Address, ConnectionOptions, Link};
+/// use ts_exec::ts_remote::{Address, ConnectionOptions, Link};
 ///
 /// let address: Address = "127.0.0.1:7070".parse()?;
 /// let dial = move || {
@@ -23,7 +23,7 @@ use ts_remote::{Error, Link};
 /// };
 /// let options = ClientOptions::new(dial).with_reconnect_timeout(Duration::from_secs(5));
 /// # let _ = options;
-/// # Ok::<(), ts_remote::Error>(())
+/// # Ok::<(), ts_exec::ts_remote::Error>(())
 /// ```
 #[non_exhaustive]
 pub struct ClientOptions<S> {

@@ -98,19 +98,10 @@ fn new(tensor: &TensorRef) -> Output {
     Output::New { tensor: tensor.clone(), bytes: bytes_of(tensor) }
 }
 
-/// Submits a request, and sends complete batches. Returns the request's number.
-fn submit(client: &Client<Vec<u8>>, request: &Request) -> Result<u64, Error> {
-    let submitted = client.submit(request)?;
-    if submitted.batch_full {
-        client.send_batches()?;
-    }
-    Ok(submitted.request)
-}
-
 /// Creates the storage of a tensor, and fills it.
 fn create(client: &Client<Vec<u8>>, tensor: &TensorRef, value: f64) {
     let request = Request::Create { storage: tensor.storage, bytes: bytes_of(tensor), device: 0 };
-    submit(client, &request).unwrap();
+    client.send(&request).unwrap();
     call(client, "aten::fill_.Scalar", &[tensor], vec![Value::Float(value)], Output::Known);
 }
 
@@ -124,7 +115,7 @@ fn call(
     let args = tensors.iter().map(|&tensor| Value::Tensor(tensor.clone())).chain(others).collect();
     let op = client.operator_id(op).unwrap();
     let call = Call { op, args, kwargs: Vec::new(), outputs: vec![output], reply: None };
-    submit(client, &Request::Call(call)).unwrap()
+    client.send(&Request::Call(call)).unwrap()
 }
 
 fn read(client: &Client<Vec<u8>>, tensor: &TensorRef) -> Result<Vec<f32>, WaitError> {
@@ -141,7 +132,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 
 fn sync(client: &Client<Vec<u8>>) -> Result<(), WaitError> {
     let reply = client.new_reply();
-    submit(client, &Request::Sync { reply })?;
+    client.send(&Request::Sync { reply })?;
     client.wait(reply, TIMEOUT)?.expect("the answer arrives in time");
     Ok(())
 }

@@ -37,7 +37,7 @@ fn unwritten_storages_are_zero_and_freed_ones_are_stale() {
     let server = TestServer::start();
     let client = server.client();
     let unwritten = tensor(1, &[4]);
-    submit(&client, &Request::Create { storage: 1, bytes: 16, device: 0 }).unwrap();
+    client.send(&Request::Create { storage: 1, bytes: 16, device: 0 }).unwrap();
     assert_eq!(read(&client, &unwritten).unwrap(), [0.0; 4]);
     client.free(1);
     let WaitError::Failed { failure, .. } = read(&client, &unwritten).unwrap_err() else {
@@ -83,7 +83,7 @@ fn large_tensors_are_uploaded_and_downloaded() {
     let large = tensor(1, &[5 << 20]);
     let bytes: Vec<u8> = (0..5u32 << 20).flat_map(|at| (at as f32).to_le_bytes()).collect();
     let create = Request::Create { storage: 1, bytes: bytes_of(&large), device: 0 };
-    submit(&client, &create).unwrap();
+    client.send(&create).unwrap();
     client.write(1, 0, bytes.clone().into()).unwrap();
     // This request runs after the upload and before the download.
     let first = tensor(1, &[1]);
@@ -107,7 +107,7 @@ fn a_tensor_larger_than_the_limit_of_unacknowledged_bytes_is_downloaded() {
     let client = server.client();
     let large = tensor(1, &[65 << 20]);
     let bytes = bytes_of(&large);
-    submit(&client, &Request::Create { storage: 1, bytes, device: 0 }).unwrap();
+    client.send(&Request::Create { storage: 1, bytes, device: 0 }).unwrap();
     for _ in 0..2 {
         let reply = client.read(large.clone(), vec![1; bytes as usize]).unwrap();
         let Some(Answer::Memory(read)) = client.wait(reply, TIMEOUT).unwrap() else { panic!() };
@@ -169,12 +169,12 @@ fn storages_are_listed_with_their_state() {
     create(&client, &written, 1.0);
     for tensor in [&unwritten, &poisoned] {
         let create = Request::Create { storage: tensor.storage, bytes: 16, device: 0 };
-        submit(&client, &create).unwrap();
+        client.send(&create).unwrap();
     }
     call(&client, "aten::copy_", &[&poisoned, &tensor(9, &[4])], vec![], Output::Known);
     assert!(matches!(sync(&client), Err(WaitError::Failed { .. })));
     let reply = client.new_reply();
-    submit(&client, &Request::List { reply }).unwrap();
+    client.send(&Request::List { reply }).unwrap();
     let Ok(Some(Answer::Values(values))) = client.wait(reply, TIMEOUT) else { panic!("no answer") };
     let mut storages = values.as_chunks::<4>().0.to_vec();
     storages.sort_by_key(|storage| format!("{storage:?}"));

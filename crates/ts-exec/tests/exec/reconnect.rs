@@ -184,7 +184,7 @@ fn waits_end_when_the_server_is_gone() {
     sync(&client).unwrap();
     drop(server);
     assert!(matches!(sync(&client), Err(WaitError::Ended(_))));
-    assert!(submit(&client, &Request::Free { storage: 1 }).is_err(), "the session has ended");
+    assert!(client.send(&Request::Free { storage: 1 }).is_err(), "the session has ended");
     client.free(1);
 }
 
@@ -319,7 +319,7 @@ fn an_abandoned_session_ends_with_its_reason_while_it_reconnects() {
     });
     assert!(client.has_ended() && !client.is_reconnecting());
     client.abandon("again");
-    assert!(submit(&client, &Request::Free { storage: 1 }).is_err());
+    assert!(client.send(&Request::Free { storage: 1 }).is_err());
 }
 
 #[test]

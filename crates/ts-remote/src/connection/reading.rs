@@ -8,7 +8,10 @@ use ts_format::Scratch;
 use twox_hash::XxHash3_64;
 
 use super::{Connection, Role};
-use crate::frame::{CHECKED, ENCODED, HEADER_LEN, Header, Kind, MAX_PIECE_LEN, PREFACE, SHARED};
+use crate::frame::{
+    CHECKED, ENCODED, HEADER_LEN, Header, Kind, MAX_ENCODED_LEN, MAX_LONG_PIECE_LEN, PREFACE,
+    SHARED,
+};
 use crate::hello::Hello;
 use crate::incoming::Incoming;
 use crate::ring::RingReader;
@@ -425,12 +428,19 @@ impl<S: Sink> Connection<S> {
             return bad("received DATA without a payload");
         };
         if header.flags & ENCODED != 0 {
+            // The body is buffered.
+            if header.body_len() > MAX_ENCODED_LEN {
+                let (len, most) = (header.len, MAX_ENCODED_LEN);
+                return bad(&format!(
+                    "received encoded DATA of {len} bytes (expected at most {most})"
+                ));
+            }
             incoming.begin_data(header.seq, None)?;
             self.begin_body(header);
             return Ok(());
         }
-        if left > MAX_PIECE_LEN {
-            let most = MAX_PIECE_LEN;
+        if left > MAX_LONG_PIECE_LEN {
+            let most = MAX_LONG_PIECE_LEN;
             return bad(&format!("received DATA of {left} bytes (expected at most {most})"));
         }
         incoming.begin_data(header.seq, Some(left as u64))?;

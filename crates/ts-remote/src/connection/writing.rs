@@ -78,6 +78,7 @@ impl Writer {
     }
 
     /// Returns whether a descriptor must be attached to the next byte.
+    #[cfg(unix)]
     pub(super) fn has_descriptor_first(&self) -> bool {
         self.queue_offset == 0 && self.queue.front().is_some_and(|frame| frame.has_descriptor)
     }
@@ -158,7 +159,7 @@ impl<S: Sink> Connection<S> {
         let max_piece = if ready.next().is_some() {
             self.options.frame_bytes.min(MAX_PIECE_OF_SEVERAL)
         } else {
-            self.options.frame_bytes.min(MAX_PIECE_LEN)
+            self.longest_piece()
         };
         let urgent = in_turn().find(|(_, stream)| stream.is_urgent() && stream.is_ready(ring));
         let id = match urgent {
@@ -179,6 +180,12 @@ impl<S: Sink> Connection<S> {
             self.ending.insert(id);
         }
         Some(frame)
+    }
+
+    /// Returns the longest piece that this end writes and the peer reads, in bytes.
+    pub(super) fn longest_piece(&self) -> usize {
+        let theirs = self.peer.as_ref().map_or(MAX_PIECE_LEN, |peer| peer.longest_piece);
+        self.options.frame_bytes.min(theirs)
     }
 
     /// Returns the bytes to be written next, in order, as at most `max_slices` slices. Call
