@@ -9,12 +9,10 @@
 //! ```
 
 use std::collections::VecDeque;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::mem;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
-use std::{io, mem};
 
 use tensorstream::format::{Dtype, TensorMeta};
 use tensorstream::io::conformance::{self, Directory};
@@ -153,21 +151,18 @@ fn read(request: &mut ReadRequest) -> Result<Transfer, Error> {
     // Verifies the file after the read, so that changes during the read are found.
     request.source.verify(offset)?;
     let path = request.source.path().into();
-    match filled {
-        Ok(actual) if actual < expected => Err(Error::ShortRead { path, offset, expected, actual }),
-        Ok(actual) => Ok(Transfer::new(ReadPath::Buffered, actual, started_ns)),
-        Err(error) => Err(Error::Read { path, offset, len: expected, source: error.into() }),
+    match filled? {
+        actual if actual < expected => Err(Error::ShortRead { path, offset, expected, actual }),
+        actual => Ok(Transfer::new(ReadPath::Buffered, actual, started_ns)),
     }
 }
 
 /// Fills the buffers up to the end of the file. Returns the number of bytes.
-fn fill(request: &mut ReadRequest) -> io::Result<usize> {
-    let file = File::open(request.source.path())?;
-    let (mut at, end) = (request.offset, request.source.len().max(request.offset));
+fn fill(request: &mut ReadRequest) -> Result<usize, Error> {
+    let mut filled = 0;
     for buffer in &mut request.buffers {
-        let len = (end - at).min(buffer.len() as u64);
-        file.read_exact_at(&mut buffer[..len as usize], at)?;
-        at += len;
+        // Reads the file that is open. Its path may lead to another file now.
+        filled += request.source.read_at(request.offset + filled as u64, buffer)?;
     }
-    Ok((at - request.offset) as usize)
+    Ok(filled)
 }

@@ -142,7 +142,11 @@ impl Claim {
 
     /// Opens the finished file. On Unix, also locks it, so that no other process appends to it
     /// under another name. Waits for the lock like [`new`](Self::new).
-    pub(crate) fn open_target(&self, interrupt: &mut dyn FnMut() -> bool) -> Result<File, Error> {
+    pub(crate) fn open_target(
+        &self,
+        #[cfg_attr(not(unix), expect(unused_variables, reason = "nothing is waited for"))]
+        interrupt: &mut dyn FnMut() -> bool,
+    ) -> Result<File, Error> {
         let opened = OpenOptions::new().read(true).write(true).open(&self.target);
         let file = opened.map_err(|e| Error::open(&self.target, e))?;
         // On systems other than Unix, the lock would exclude readers.
@@ -388,6 +392,7 @@ fn next_to(target: &Path) -> Option<PathBuf> {
 /// that were killed. `is_own` decides by the name of the finished file.
 ///
 /// Files that cannot be removed are left. On a file system without locks, so are all.
+#[cfg(feature = "cli")]
 pub fn remove_unfinished(directory: &Path, is_own: &dyn Fn(&str) -> bool) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();

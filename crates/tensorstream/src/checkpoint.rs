@@ -5,17 +5,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ts_format::{Catalog, CatalogReader, ReadRequest, Tensor};
+use ts_format::{Catalog, Tensor};
 use ts_io::{Source, Tuner};
-use ts_orchestrator::{Engine, EngineConfig, Phase, Unit, UnitTensor};
+use ts_orchestrator::files::{CheckpointFiles, checkpoint_at_url, is_checkpoint_name};
+use ts_orchestrator::{Engine, EngineConfig, Model, ModelBuilder, Phase, Unit, UnitTensor};
 use ts_pool::Budget;
 use ts_streams::Device;
 
-use crate::{Error, foreign};
-
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
-const CONTAINER: &str = "model.ts";
+use crate::Error;
 
 /// An open checkpoint: the catalog of its tensors, and the files that contain them.
 ///
@@ -80,16 +77,16 @@ impl Checkpoint {
     /// | `TENSORSTREAM_CERT`, `TENSORSTREAM_KEY` | PEM files of the client's certificate and key |
     ///
     /// # Errors
-    /// - [`Error::NoCheckpoint`] if a directory contains no checkpoint.
+    /// - [`Error::NotACheckpoint`] if a directory contains no checkpoint, or a file is a GGUF file
+    ///   or a pickle.
     /// - [`Error::Io`] if a file cannot be opened or read.
-    /// - [`Error::ForeignFormat`] if a file is a GGUF file or a pickle.
     /// - [`Error::Format`] if a file is malformed or truncated.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, Error> {
         Self::open_with(path.as_ref(), false)
     }
 
     /// Opens a checkpoint like [`open`](Self::open), but accepts every safetensors file that the
-    /// safetensors library accepts (see [`CatalogReader::lenient`]).
+    /// safetensors library accepts (see [`lenient`](ts_format::CatalogReader::lenient)).
     ///
     /// # Errors
     /// Returns the errors of [`open`](Self::open).
@@ -108,12 +105,13 @@ impl Checkpoint {
         name: &str,
         open: &mut dyn FnMut(&str) -> Result<Arc<Source>, Error>,
     ) -> Result<Self, Error> {
-        let origin = Origin::Other(name.to_string());
-        read_catalog(reader_of(name.to_string()), OpenSources::new(), open, origin)
+        let files = CheckpointFiles::read(name, false, BTreeMap::new(), open)?;
+        Ok(Self::new(files, Origin::Other(name.to_string())))
     }
 
     /// Opens a checkpoint like [`open_through`](Self::open_through), but accepts every safetensors
-    /// file that the safetensors library accepts (see [`CatalogReader::lenient`]).
+    /// file that the safetensors library accepts (see
+    /// [`lenient`](ts_format::CatalogReader::lenient)).
     ///
     /// # Errors
     /// Returns the errors of [`open_through`](Self::open_through).
@@ -121,8 +119,8 @@ impl Checkpoint {
         name: &str,
         open: &mut dyn FnMut(&str) -> Result<Arc<Source>, Error>,
     ) -> Result<Self, Error> {
-        let origin = Origin::Other(name.to_string());
-        read_catalog(reader_of(name.to_string()).lenient(), OpenSources::new(), open, origin)
+        let files = CheckpointFiles::read(name, true, BTreeMap::new(), open)?;
+        Ok(Self::new(files, Origin::Other(name.to_string())))
     }
 
     /// Reads a safetensors or `.ts` file from memory. `name` identifies it in errors. An
@@ -135,11 +133,11 @@ impl Checkpoint {
         name: &str,
         bytes: impl AsRef<[u8]> + Send + Sync + 'static,
     ) -> Result<Self, Error> {
-        Self::from_bytes_with(name, bytes, std::convert::identity)
+        Self::from_bytes_with(name, bytes, false)
     }
 
     /// Like [`from_bytes`](Self::from_bytes), but accepts every file that the safetensors library
-    /// accepts (see [`CatalogReader::lenient`]).
+    /// accepts (see [`lenient`](ts_format::CatalogReader::lenient)).
     ///
     /// # Errors
     /// Returns the errors of [`from_bytes`](Self::from_bytes).
@@ -147,40 +145,32 @@ impl Checkpoint {
         name: &str,
         bytes: impl AsRef<[u8]> + Send + Sync + 'static,
     ) -> Result<Self, Error> {
-        Self::from_bytes_with(name, bytes, CatalogReader::lenient)
+        Self::from_bytes_with(name, bytes, true)
     }
 
     fn from_bytes_with(
         name: &str,
         bytes: impl AsRef<[u8]> + Send + Sync + 'static,
-        configure: impl Fn(CatalogReader) -> CatalogReader,
+        lenient: bool,
     ) -> Result<Self, Error> {
         let opened = BTreeMap::from([(name.to_string(), Source::in_memory(name, bytes))]);
-        let origin = Origin::Other(name.to_string());
-        read_catalog(configure(CatalogReader::single(name)), opened, &mut open_source, origin)
+        let mut open = |name: &str| Ok(open_source(name)?);
+        let files = CheckpointFiles::read::<Error>(name, lenient, opened, &mut open)?;
+        Ok(Self::new(files, Origin::Other(name.to_string())))
     }
 
     fn open_with(path: &Path, lenient: bool) -> Result<Self, Error> {
-        let mut opened = BTreeMap::new();
-        let url = path.to_str().filter(|text| Source::is_url(text));
-        let file = match url {
-            Some(url) => find_at_url(url, &mut opened)?,
-            None if path.is_dir() => checkpoint_file(path)?,
-            None => path.to_path_buf(),
+        let files = CheckpointFiles::open::<Error>(path, lenient, &mut open_source)?;
+        let path = match path.to_str().is_some_and(Source::is_url) {
+            true => path.to_path_buf(),
+            false => std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf()),
         };
-        let path = match url {
-            Some(_) => path.to_path_buf(),
-            None => std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf()),
-        };
-        let origin = Origin::Path { path, lenient };
-        let name = file.to_string_lossy().into_owned();
-        let reader = reader_of(name.clone());
-        let reader = if lenient { reader.lenient() } else { reader };
-        let mut beside = |wanted: &str| open_beside(&file, &name, wanted);
-        match file.to_str() {
-            Some(_) => read_catalog(reader, opened, &mut open_source, origin),
-            None => read_catalog(reader, opened, &mut beside, origin),
-        }
+        Ok(Self::new(files, Origin::Path { path, lenient }))
+    }
+
+    fn new(files: CheckpointFiles, origin: Origin) -> Self {
+        let CheckpointFiles { catalog, sources, .. } = files;
+        Self { catalog, sources, origins: vec![origin] }
     }
 
     /// Opens the checkpoint again, as [`open`](Self::open) did: finds what is at its path now.
@@ -306,6 +296,14 @@ impl Checkpoint {
         Ok(config)
     }
 
+    /// Returns the options of a model that streams this checkpoint by the names of its layers, as
+    /// [`Model::open`] does, but from every place that [`open`](Self::open) supports.
+    pub fn model(&self) -> ModelBuilder {
+        let path = self.sources.first().map_or(Path::new(""), |source| source.path());
+        let files = CheckpointFiles::new(self.catalog.clone(), self.sources.clone());
+        Model::from_files(path, files)
+    }
+
     /// Creates an engine that streams these units, whose tensors are ranges of this checkpoint's
     /// files.
     ///
@@ -334,129 +332,40 @@ impl Checkpoint {
 /// file. Blocks.
 ///
 /// # Errors
-/// - [`Error::NoCheckpoint`] if the directory contains no checkpoint.
-/// - [`Error::ForeignFormat`] if it contains a GGUF file or a pickle instead.
+/// - [`Error::NotACheckpoint`] if the directory contains no checkpoint, or a GGUF file or a pickle
+///   instead.
 /// - [`Error::Io`] if the directory cannot be read.
 pub fn checkpoint_file(dir: &Path) -> Result<PathBuf, Error> {
-    if let Some(file) = [SINGLE, INDEX, CONTAINER]
-        .map(|name| dir.join(name))
-        .into_iter()
-        .find(|file| file.symlink_metadata().is_ok())
-    {
-        return Ok(file);
-    }
-    let entries = std::fs::read_dir(dir).map_err(|e| Error::open(dir, e))?;
-    let files = entries.filter_map(|entry| Some(entry.ok()?.path()));
-    let mut files: Vec<_> =
-        files.filter(|p| p.extension().is_some_and(|e| e == "safetensors" || e == "ts")).collect();
-    match files.len() {
-        1 => Ok(files.remove(0)),
-        0 => Err(foreign::detect_in(dir)
-            .unwrap_or_else(|| Error::NoCheckpoint { path: dir.into(), found: 0 })),
-        found => Err(Error::NoCheckpoint { path: dir.into(), found }),
-    }
+    ts_orchestrator::files::checkpoint_file(dir)
 }
 
 /// Opens the file of the checkpoint at a URL, as [`Checkpoint::open`] does, or the file `beside` in
 /// the same directory. Blocks.
 ///
 /// # Errors
-/// - [`Error::NoCheckpoint`] if the URL is a directory that contains no checkpoint.
+/// - [`Error::NotACheckpoint`] if the URL is a directory that contains no checkpoint.
 /// - [`Error::Io`] if the file cannot be opened.
 pub fn checkpoint_source(url: &str, beside: Option<&str>) -> Result<Arc<Source>, Error> {
     let Some(beside) = beside else {
-        let mut opened = OpenSources::new();
-        let file = find_at_url(url, &mut opened)?;
+        let mut opened = BTreeMap::new();
+        let file = checkpoint_at_url::<Error>(url, &mut opened, &mut open_source)?;
         return match opened.pop_first() {
             Some((_, source)) => Ok(source),
-            None => open_source(&file.to_string_lossy()),
+            None => Ok(open_source(&file.to_string_lossy())?),
         };
     };
     let directory = match url.rsplit_once('/') {
         Some((directory, _)) if is_checkpoint_name(url) => directory,
         _ => url.trim_end_matches('/'),
     };
-    open_source(&format!("{directory}/{beside}"))
+    Ok(open_source(&format!("{directory}/{beside}"))?)
 }
 
 /// Opens a file, an object or, with the feature `remote`, a file of a weight server.
-fn open_source(name: &str) -> Result<Arc<Source>, Error> {
+fn open_source(name: &str) -> Result<Arc<Source>, ts_io::Error> {
     #[cfg(feature = "remote")]
     if crate::net::source::is_remote(name) {
-        return Ok(crate::net::source::open(name)?);
+        return crate::net::source::open(name);
     }
-    Ok(Source::open(name)?)
-}
-
-/// Opens a file of a checkpoint whose path is not UTF-8. `name` is what the catalog has instead of
-/// the path of `file`. `wanted` is `name`, or the name of a shard in the same directory.
-fn open_beside(file: &Path, name: &str, wanted: &str) -> Result<Arc<Source>, Error> {
-    let path = match wanted.rsplit('/').next() {
-        Some(shard) if wanted != name => file.with_file_name(shard),
-        _ => file.to_path_buf(),
-    };
-    Ok(Source::open(path)?)
-}
-
-/// Sources that are already open, by name.
-type OpenSources = BTreeMap<String, Arc<Source>>;
-
-/// Finds the file of a checkpoint at a URL. If the URL is a directory, adds the open file to
-/// `opened`.
-fn find_at_url(url: &str, opened: &mut OpenSources) -> Result<PathBuf, Error> {
-    if is_checkpoint_name(url) {
-        return Ok(url.into());
-    }
-    for name in [SINGLE, INDEX, CONTAINER] {
-        let file = format!("{}/{name}", url.trim_end_matches('/'));
-        match open_source(&file) {
-            Ok(source) => {
-                opened.insert(file.clone(), source);
-                return Ok(file.into());
-            }
-            Err(Error::Io(error)) if error.kind() == ts_io::ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Err(Error::NoCheckpoint { path: url.into(), found: 0 })
-}
-
-/// Returns whether a name ends like that of a file, and not like that of a directory.
-fn is_checkpoint_name(name: &str) -> bool {
-    Path::new(name).extension().is_some_and(|e| e == "safetensors" || e == "ts" || e == "json")
-}
-
-/// Returns the reader of the catalog that is in a file.
-fn reader_of(file: String) -> CatalogReader {
-    let is_index = Path::new(&file).extension().is_some_and(|e| e == "json");
-    if is_index { CatalogReader::sharded(file) } else { CatalogReader::single(file) }
-}
-
-/// Reads the headers that `reader` requests, and returns the open checkpoint. Gets files that are
-/// not in `opened` from `open`.
-fn read_catalog(
-    mut reader: CatalogReader,
-    mut opened: OpenSources,
-    open: &mut dyn FnMut(&str) -> Result<Arc<Source>, Error>,
-    origin: Origin,
-) -> Result<Checkpoint, Error> {
-    while let Some(ReadRequest { file, offset, len }) = reader.need() {
-        let source = match opened.get(&file) {
-            Some(source) => Arc::clone(source),
-            None => {
-                let source = open(&file)?;
-                opened.insert(file, Arc::clone(&source));
-                source
-            }
-        };
-        let end = offset.saturating_add(len).min(source.len());
-        let mut bytes = vec![0; end.saturating_sub(offset) as usize];
-        let got = source.read_at(offset, &mut bytes)?;
-        bytes.truncate(got);
-        let fed = reader.feed(&bytes, source.len());
-        fed.map_err(|error| foreign::detect(&source).unwrap_or_else(|| error.into()))?;
-    }
-    let catalog = reader.finish()?;
-    let sources = catalog.files().iter().map(|file| Arc::clone(&opened[&file.name])).collect();
-    Ok(Checkpoint { catalog, sources, origins: vec![origin] })
+    Source::open(name)
 }

@@ -199,6 +199,8 @@ fn run_command(
 }
 
 impl Command {
+    // Only `serve device` uses `serve_device`.
+    #[cfg_attr(not(feature = "remote"), allow(unused_variables, clippy::needless_pass_by_value))]
     fn run(
         self,
         console: Console,

@@ -3,6 +3,8 @@
 
 use std::path::{Path, PathBuf};
 
+use ts_orchestrator::files::NotACheckpoint;
+
 use crate::damage::Damage;
 
 /// An error of this crate or of a crate that it uses.
@@ -58,28 +60,9 @@ pub enum Error {
     /// The caller interrupted the operation.
     #[error("interrupted")]
     Interrupted,
-    /// A file has a format that is not supported.
-    #[error(
-        "{}: cannot open the checkpoint: it is {found} (expected safetensors or .ts); {remedy}",
-        path.display()
-    )]
-    ForeignFormat {
-        /// Path of the file.
-        path: PathBuf,
-        /// Description of the file's format.
-        found: &'static str,
-        /// Instruction to convert the file.
-        remedy: &'static str,
-    },
-    /// A directory contains no checkpoint.
-    #[error("{}: no checkpoint found: expected {}", path.display(), expected_files(path, *found))]
-    NoCheckpoint {
-        /// Path or URL of the directory.
-        path: PathBuf,
-        /// Number of .safetensors and .ts files with other names. 0 for a URL, because the
-        /// files at a URL are not listed.
-        found: usize,
-    },
+    /// A path leads to no checkpoint, or to one in a format that is not supported.
+    #[error(transparent)]
+    NotACheckpoint(#[from] NotACheckpoint),
 }
 
 impl Error {
@@ -91,17 +74,5 @@ impl Error {
     /// Returns the error for a file that cannot be written.
     pub(crate) fn write(path: &Path, source: std::io::Error) -> Self {
         Error::Write { path: path.into(), source }
-    }
-}
-
-/// Describes the files that a directory with a checkpoint contains.
-fn expected_files(directory: &Path, found: usize) -> String {
-    let names = "model.safetensors, model.safetensors.index.json";
-    match directory.to_str().is_some_and(ts_io::Source::is_url) {
-        true => format!("{names} or model.ts; for another file, add its name to the URL"),
-        false => format!(
-            "{names}, model.ts, or exactly one other .safetensors or .ts file (found {found}); for \
-             another file, pass its path"
-        ),
     }
 }

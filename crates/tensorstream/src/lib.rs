@@ -2,8 +2,9 @@
 //! Opens, converts, verifies, loads, streams and serves checkpoints of models whose weights do not
 //! fit in memory.
 //!
-//! This crate is the facade of the workspace. [`Checkpoint`] opens safetensors and `.ts` files,
-//! groups their tensors into units, and creates the engine that streams the units. The other crates
+//! This crate is the facade of the workspace. [`Model`] streams the layers of a checkpoint by name.
+//! [`Checkpoint`] opens safetensors and `.ts` files, groups their tensors into units, and creates
+//! the engine that streams the units. The other crates
 //! are re-exported as [`format`](mod@format), [`io`], [`pool`], [`streams`] and [`orchestrator`].
 //! With the feature `remote`, `remote` and `exec` are re-exported too.
 //!
@@ -12,8 +13,9 @@
 //! # Example
 //! ```
 //! use tensorstream::format::{Compression, Dtype, TensorMeta};
-//! use tensorstream::orchestrator::{EngineConfig, UnitId};
-//! use tensorstream::{Checkpoint, FileWriter, LoadOptions, NewTensor, WriteOptions, convert};
+//! use tensorstream::{
+//!     Bytes, Checkpoint, FileWriter, LoadOptions, Model, NewTensor, WriteOptions, convert,
+//! };
 //!
 //! # let directory = tempfile::tempdir()?;
 //! # let (source, target) =
@@ -37,14 +39,12 @@
 //! assert_eq!((tensors[0].name.as_str(), &tensors[0].bytes[..]), ("layer.weight", &[0; 24][..]));
 //!
 //! // Streams them instead, within a budget of 1 MiB.
-//! let units = checkpoint.units_by_module();
-//! let engine = checkpoint.engine(units, EngineConfig::with_budget(1 << 20))?;
-//! let pass = engine.begin_pass();
-//! for unit in 0..engine.unit_count() as u32 {
-//!     let lease = engine.acquire(Some(pass), UnitId(unit))?;
-//!     assert_eq!(lease.tensor(0).len(), 24); // compute with it here
+//! let model = Model::open(&target)?.budget(Bytes::mib(1)).build()?;
+//! let pass = model.pass()?;
+//! for name in model.units() {
+//!     let unit = pass.unit(name)?;
+//!     assert_eq!(unit.tensor("weight")?.shape(), [2, 3]); // compute with it here
 //! }
-//! engine.end_pass(pass);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
@@ -67,7 +67,9 @@
 //! | `object` | checkpoints on object storage and web servers |
 //! | `remote` | tensors over a network; checkpoints on other machines, and a server for them |
 //! | `tokio` | `remote` with asynchronous connections |
+//! | `dlpack` | `remote` with tensors exchanged with other libraries without a copy |
 //! | `cuda` | NVIDIA GPUs, through a driver that is loaded if it is installed |
+//! | `runtime` | other accelerators, through a library with the functions of CUDA's runtime |
 #![forbid(unsafe_code)]
 
 mod atomic;
@@ -83,7 +85,6 @@ mod diff;
 mod encode;
 mod error;
 mod explain;
-mod foreign;
 mod load;
 mod memory;
 mod metadata;
@@ -101,6 +102,7 @@ mod write;
 
 #[cfg(feature = "cli")]
 pub use atomic::remove_unfinished;
+#[cfg(feature = "cli")]
 pub use bar::Bar;
 pub use checkpoint::{Checkpoint, checkpoint_file, checkpoint_source};
 pub use compact::{Compacted, compact};
@@ -116,6 +118,8 @@ pub use progress::{Progress, Watch};
 pub use size::{ParseSizeError, parse_bytes};
 pub use speeds::Speeds;
 pub use trace::{trace_html, trace_json};
+pub use ts_orchestrator::files::NotACheckpoint;
+pub use ts_orchestrator::{Bytes, Model, ModelBuilder, ModelTensor, ModelUnit, Pass};
 pub use verify::{Verified, verify};
 pub use write::{FileWriter, Format, NewTensor, WriteOptions};
 pub use {

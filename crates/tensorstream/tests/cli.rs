@@ -97,7 +97,7 @@ fn signal(child: &Child, signal: &str) {
 }
 
 /// Returns whether this process ignores SIGHUP, and so do the programs that it starts.
-#[cfg(unix)]
+#[cfg(all(unix, feature = "remote"))]
 fn is_hangup_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -7,7 +7,7 @@
 mod common;
 
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
@@ -243,10 +243,12 @@ fn serve_at(address: &str) -> FetchOptions {
 }
 
 /// Returns the reason why a name is not served, or `None` if it is served.
+#[cfg(unix)]
 fn refusal(server: &Server, name: &str) -> Option<String> {
     Checkpoint::open(server.url(name)).err().map(|error| error.to_string())
 }
 
+#[cfg(unix)]
 #[test]
 fn hidden_files_and_links_to_outside_are_not_served() {
     let outside = tempfile::tempdir().unwrap();
@@ -266,7 +268,7 @@ fn hidden_files_and_links_to_outside_are_not_served() {
     for (target, name) in [
         (outside.path().join("secret.safetensors"), "link.safetensors"),
         (outside.path().to_path_buf(), "dir"),
-        (PathBuf::from("model.safetensors"), "own.safetensors"),
+        ("model.safetensors".into(), "own.safetensors"),
     ] {
         std::os::unix::fs::symlink(target, at(name)).unwrap();
     }
@@ -317,6 +319,7 @@ fn in_a_broadcast_the_server_sends_the_files_once() {
     std::fs::write(directory.path().join(".hidden"), b"secret").unwrap();
     // An unfinished file, and a link without a target.
     std::fs::write(directory.path().join("empty.partial"), b"not yet").unwrap();
+    #[cfg(unix)]
     std::os::unix::fs::symlink("nothing", directory.path().join("dangling")).unwrap();
     write(&directory.path().join("model.safetensors"), COUNT);
     let server = Server::start(directory.path(), ANY, ServeOptions::default());
@@ -449,6 +452,7 @@ fn transfers_are_cut_after_the_grace_period() {
 }
 
 /// Fetches everything to a new directory, and returns the error as text.
+#[cfg(unix)]
 fn fetch_error(url: &str, directory: &Path) -> String {
     fetch(url, directory, &FetchOptions::default(), &mut quiet).unwrap_err().to_string()
 }

@@ -9,7 +9,7 @@ use std::time::Instant;
 use serde_json::json;
 use ts_io::hide_passwords;
 
-use crate::{Bar, Error, Progress, Watch};
+use crate::{Bar, Error, NotACheckpoint, Progress, Watch};
 
 /// Number of bytes in a MiB, for printing sizes.
 pub(super) const MIB: f64 = 1048576.0;
@@ -163,8 +163,8 @@ fn kind(error: &Error) -> &'static str {
         Error::UnknownSuffix { .. } | Error::Compression { .. } | Error::NoBudget => "misuse",
         Error::Corrupt(_) => "corrupt",
         Error::Interrupted => "interrupted",
-        Error::NoCheckpoint { .. } => "not_found",
-        Error::ForeignFormat { .. } => "bad_file",
+        Error::NotACheckpoint(NotACheckpoint::Missing { .. }) => "not_found",
+        Error::NotACheckpoint(_) => "bad_file",
     }
 }
 

@@ -4,7 +4,6 @@
 
 use std::fs::{self, File};
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -12,7 +11,7 @@ use std::thread::{JoinHandle, ScopedJoinHandle};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use ts_io::RemoteSource;
+use ts_io::{RemoteSource, read_exact_at, write_all_at};
 use ts_pool::{Budget, Buffer, HostPool};
 use ts_remote::{
     Address, Bytes, Files, ListedFile, Listener, RangeHandler, Refusal, RefusalKind, RemoteFile,
@@ -419,7 +418,7 @@ impl Fetcher<'_> {
             let Some(buffer) = self.read(file, offset, buffer, stop, timeout)? else {
                 return Ok(());
             };
-            file.file.write_all_at(&buffer, offset).map_err(|error| file.write_error(error))?;
+            write_all_at(&file.file, &buffer, offset).map_err(|error| file.write_error(error))?;
             file.written[piece].store(true, Ordering::Release);
             download.done.fetch_add(len as u64, Ordering::Relaxed);
             if file.missing.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -497,7 +496,8 @@ impl Files for PartialFiles {
             Err(error) if error.kind() == ts_pool::ErrorKind::Full => return Ok(None),
             Err(error) => return Err(failed(error.to_string())),
         };
-        file.file.read_exact_at(&mut buffer, offset).map_err(|error| failed(error.to_string()))?;
+        let read = read_exact_at(&file.file, &mut buffer, offset);
+        read.map_err(|error| failed(error.to_string()))?;
         Ok(Some(Bytes::from_owner(PoolBytes(buffer.freeze()))))
     }
 

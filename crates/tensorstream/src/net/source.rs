@@ -451,11 +451,37 @@ impl Sink for BufferRange {
 pub(crate) fn path_in(root: &Path, name: &str) -> Option<PathBuf> {
     let inside =
         Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)));
-    (inside && !name.is_empty() && !name.contains('\0')).then(|| root.join(name))
+    let plain = !cfg!(windows) || name.split('/').all(is_plain_on_windows);
+    (inside && plain && !name.is_empty() && !name.contains('\0')).then(|| root.join(name))
+}
+
+/// Returns whether a component is the name of a file on Windows. Otherwise, it may be two
+/// components (`a\b`), a stream of a file (`a:b`), or another spelling of a name (`a.`), which a
+/// check like [`is_private`] misses.
+fn is_plain_on_windows(component: &str) -> bool {
+    !component.contains(['\\', ':']) && !component.ends_with(['.', ' '])
 }
 
 /// Returns whether a component of a name belongs to a hidden or unfinished file. Servers do not
 /// offer them, and clients do not accept them.
 pub(crate) fn is_private(component: &str) -> bool {
     component.starts_with('.') || component.ends_with(".partial")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_lead_to_files_inside_of_the_directory() {
+        let root = Path::new("root");
+        assert_eq!(path_in(root, "sub/a.ts"), Some(root.join("sub/a.ts")));
+        for name in ["", "/a.ts", "../a.ts", "sub/../../a.ts", "a\0.ts"] {
+            assert_eq!(path_in(root, name), None, "{name:?}");
+        }
+        for name in ["sub\\.hidden", "C:a.ts", "a.ts:stream", "a.partial.", "sub /a.ts"] {
+            assert!(!name.split('/').all(is_plain_on_windows), "{name:?}");
+            assert_eq!(path_in(root, name).is_none(), cfg!(windows), "{name:?}");
+        }
+    }
 }

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tests that plans predict from the speeds that earlier engines measured.
 
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
-
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};

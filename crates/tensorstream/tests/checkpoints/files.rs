@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Writing, converting, verifying, comparing and loading files.
 
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
-
-mod common;
-
 use std::path::Path;
 
-use common::{content, files, metadata, never, plain, quiet, u8s, with_compression, write};
+use crate::common::{content, files, metadata, never, plain, quiet, u8s, with_compression, write};
 use tensorstream::format::{ByteRange, Codec, Compression, Dtype, Metadata, TensorMeta};
 use tensorstream::orchestrator::{
     self as ts_orchestrator, EngineConfig, Phase, Unit, UnitId, UnitTensor,

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Loading of whole checkpoints, as copies and as views.
-#![allow(clippy::unwrap_used)] // a failing test panics
 #![allow(unsafe_code)] // mappings of files that only these tests write to
-
-mod weights;
 
 use std::fs::OpenOptions;
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::weights::{weights_of, write_units};
 use tensorstream::format::Compression;
-use tensorstream::io::{FileMapping, Source};
+use tensorstream::io::FileMapping;
+#[cfg(target_os = "linux")]
+use tensorstream::io::Source;
 use tensorstream::{Checkpoint, Error, LoadOptions, Loaded, Progress, WriteOptions, convert};
-use weights::{weights_of, write_units};
 
 fn quiet(_: Progress) -> bool {
     false

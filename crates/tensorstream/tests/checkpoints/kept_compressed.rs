@@ -1,17 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Units that are kept in memory compressed.
 
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
-
-#[allow(dead_code)] // other tests use all of it
-mod common;
-mod weights;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::{quiet, with_compression};
+use crate::common::{quiet, with_compression};
+use crate::weights::{weights_of, write_units};
 use tensorstream::format::{ByteRange, Compression, Dtype, TensorEntry, TensorMeta};
 use tensorstream::io::Registry;
 use tensorstream::io::fault::{Faults, FaultyProvider};
@@ -19,7 +14,6 @@ use tensorstream::orchestrator::{
     Engine, EngineConfig, Phase, Rates, Residency, Unit, UnitId, UnitTensor, Verify,
 };
 use tensorstream::{Checkpoint, convert};
-use weights::{weights_of, write_units};
 
 const UNITS: usize = 8;
 const UNIT_BYTES: usize = 3 << 20;

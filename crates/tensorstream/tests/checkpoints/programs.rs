@@ -2,18 +2,13 @@
 //! Random programs: threads that visit units in any order, while reads fail, the limit changes, and
 //! units are kept whole, kept compressed, encoded in memory, or streamed.
 
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
-
-#[allow(dead_code)] // other tests use all of it
-mod common;
-mod weights;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use common::{quiet, with_compression};
+use crate::common::{quiet, with_compression};
+use crate::weights::{weights_of, write_units};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use tensorstream::format::Compression;
@@ -23,7 +18,6 @@ use tensorstream::orchestrator::{
     Engine, EngineConfig, Error, ErrorKind, PassId, Prefetch, TensorBytes, UnitId, Verify,
 };
 use tensorstream::{Checkpoint, convert};
-use weights::{weights_of, write_units};
 
 const PREFETCH: &[Prefetch] =
     &[Prefetch::None, Prefetch::NextLayer, Prefetch::Adaptive, Prefetch::Aggressive];

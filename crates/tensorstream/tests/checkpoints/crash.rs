@@ -5,8 +5,6 @@
 //! after each call could leave on disk. Each state contains everything that was flushed. Of the
 //! later writes, it contains none, all, any one of them, all but one, or a torn one.
 
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
-
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 

@@ -1,13 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Appending to files, compacting them, and declaring tensors late.
 
-#![allow(clippy::unwrap_used)] // in a test a panic is the report
-
-mod common;
-
 use std::path::Path;
 
-use common::{content, files, metadata, never, plain, quiet, u8s, with_compression, write};
+use crate::common::{content, files, metadata, never, plain, quiet, u8s, with_compression, write};
 use tensorstream::format::{Codec, Compression, Dtype, Metadata, TensorMeta};
 use tensorstream::{Checkpoint, Error, FileWriter, NewTensor, WriteOptions, compact, diff, verify};
 
