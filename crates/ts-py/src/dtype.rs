@@ -6,14 +6,8 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use tensorstream::exec::ScalarType;
 use tensorstream::format::{Dtype, TensorMeta};
-
-/// DLPack's type codes.
-const INT: u8 = 0;
-const UINT: u8 = 1;
-const FLOAT: u8 = 2;
-const BFLOAT: u8 = 4;
-const COMPLEX: u8 = 5;
-const BOOL: u8 = 6;
+use tensorstream::pool::dlpack::DlDataType;
+use tensorstream::remote::dlpack::data_type;
 
 /// A dtype of PyTorch, and its equivalents in files and in DLPack.
 pub(crate) struct Row {
@@ -25,58 +19,42 @@ pub(crate) struct Row {
     pub(crate) scalar_type: u8,
     /// The size of an element in PyTorch, in bytes.
     pub(crate) bytes: u64,
-    /// DLPack's type code. Codes from 7 on exist in versioned structures only.
-    pub(crate) dlpack: u8,
+    /// The type of elements in DLPack.
+    pub(crate) dlpack: DlDataType,
 }
 
-const fn row(
-    name: &'static str,
-    format: Option<Dtype>,
-    scalar_type: u8,
-    bytes: u64,
-    dlpack: u8,
-) -> Row {
-    Row { name, format, scalar_type, bytes, dlpack }
+const fn row(name: &'static str, dtype: Dtype, scalar_type: u8, bytes: u64) -> Row {
+    let dlpack = data_type(dtype).expect("DLPack has all dtypes of PyTorch");
+    Row { name, format: Some(dtype), scalar_type, bytes, dlpack }
 }
 
 /// The dtypes of PyTorch. The table lacks quantized dtypes, and dtypes without operators, such as
 /// `bits8`.
 #[rustfmt::skip]
 pub(crate) const TABLE: [Row; 22] = [
-    row("uint8", Some(Dtype::U8), 0, 1, UINT),
-    row("int8", Some(Dtype::I8), 1, 1, INT),
-    row("int16", Some(Dtype::I16), 2, 2, INT),
-    row("int32", Some(Dtype::I32), 3, 4, INT),
-    row("int64", Some(Dtype::I64), 4, 8, INT),
-    row("float16", Some(Dtype::F16), 5, 2, FLOAT),
-    row("float32", Some(Dtype::F32), 6, 4, FLOAT),
-    row("float64", Some(Dtype::F64), 7, 8, FLOAT),
-    row("complex32", Some(Dtype::C32), 8, 4, COMPLEX),
-    row("complex64", Some(Dtype::C64), 9, 8, COMPLEX),
-    row("complex128", Some(Dtype::C128), 10, 16, COMPLEX),
-    row("bool", Some(Dtype::Bool), 11, 1, BOOL),
-    row("bfloat16", Some(Dtype::BF16), 15, 2, BFLOAT),
-    row("float8_e5m2", Some(Dtype::F8_E5M2), 23, 1, 12),
-    row("float8_e4m3fn", Some(Dtype::F8_E4M3), 24, 1, 10),
-    row("float8_e5m2fnuz", Some(Dtype::F8_E5M2Fnuz), 25, 1, 13),
-    row("float8_e4m3fnuz", Some(Dtype::F8_E4M3Fnuz), 26, 1, 11),
-    row("uint16", Some(Dtype::U16), 27, 2, UINT),
-    row("uint32", Some(Dtype::U32), 28, 4, UINT),
-    row("uint64", Some(Dtype::U64), 29, 8, UINT),
-    row("float8_e8m0fnu", Some(Dtype::F8_E8M0), 44, 1, 14),
-    row("float4_e2m1fn_x2", Some(Dtype::F4), 45, 1, 17),
+    row("uint8", Dtype::U8, 0, 1),
+    row("int8", Dtype::I8, 1, 1),
+    row("int16", Dtype::I16, 2, 2),
+    row("int32", Dtype::I32, 3, 4),
+    row("int64", Dtype::I64, 4, 8),
+    row("float16", Dtype::F16, 5, 2),
+    row("float32", Dtype::F32, 6, 4),
+    row("float64", Dtype::F64, 7, 8),
+    row("complex32", Dtype::C32, 8, 4),
+    row("complex64", Dtype::C64, 9, 8),
+    row("complex128", Dtype::C128, 10, 16),
+    row("bool", Dtype::Bool, 11, 1),
+    row("bfloat16", Dtype::BF16, 15, 2),
+    row("float8_e5m2", Dtype::F8_E5M2, 23, 1),
+    row("float8_e4m3fn", Dtype::F8_E4M3, 24, 1),
+    row("float8_e5m2fnuz", Dtype::F8_E5M2Fnuz, 25, 1),
+    row("float8_e4m3fnuz", Dtype::F8_E4M3Fnuz, 26, 1),
+    row("uint16", Dtype::U16, 27, 2),
+    row("uint32", Dtype::U32, 28, 4),
+    row("uint64", Dtype::U64, 29, 8),
+    row("float8_e8m0fnu", Dtype::F8_E8M0, 44, 1),
+    row("float4_e2m1fn_x2", Dtype::F4, 45, 1),
 ];
-
-impl Row {
-    /// Returns DLPack's type code, the size of a value in bits, and the number of values in an
-    /// element of PyTorch.
-    pub(crate) fn dlpack_type(&self) -> (u8, u8, u16) {
-        match self.format {
-            Some(Dtype::F4) => (self.dlpack, 4, 2),
-            _ => (self.dlpack, (self.bytes * 8) as u8, 1),
-        }
-    }
-}
 
 /// Returns the shape in PyTorch of a tensor with this shape in files: there, two values of 4 bits
 /// are one element. Returns `None` if PyTorch cannot have the shape.

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 use tensorstream::exec::OpFailureKind;
 use tensorstream::io::hide_passwords;
-use tensorstream::{Error, format, io, orchestrator, pool, remote};
+use tensorstream::{Error, NotACheckpoint, format, io, orchestrator, pool, remote, streams};
 
 use crate::made::remove_if_made;
 
@@ -85,6 +85,18 @@ pub(crate) fn tensor_error(py: Python<'_>, error: &remote::Error) -> PyErr {
         }
         error => wire_error(py, error),
     }
+}
+
+/// Converts an error of a device or of its streams to a Python exception.
+pub(crate) fn device_error(py: Python<'_>, error: &streams::Error) -> PyErr {
+    let name = match (error, error.kind()) {
+        (streams::Error::UnknownDevice { .. }, _) => "ConfigurationError",
+        (_, streams::ErrorKind::Unsupported) => "DeviceUnavailableError",
+        (_, streams::ErrorKind::Full) => "OutOfMemoryError",
+        (_, streams::ErrorKind::Misuse) => "ConfigurationError",
+        _ => "DeviceError",
+    };
+    exception(py, name, &error.to_string())
 }
 
 /// Converts an error of a memory pool to a Python exception.
@@ -180,8 +192,8 @@ fn class_name(error: &Error) -> &'static str {
             _ => "StorageError",
         },
         Error::UnknownSuffix { .. } | Error::Compression { .. } => "ConfigurationError",
-        Error::ForeignFormat { .. } => "CheckpointError",
-        Error::NoCheckpoint { .. } => "CheckpointNotFoundError",
+        Error::NotACheckpoint(NotACheckpoint::Missing { .. }) => "CheckpointNotFoundError",
+        Error::NotACheckpoint(_) => "CheckpointError",
         _ => "TensorStreamError",
     }
 }

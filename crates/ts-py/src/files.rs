@@ -21,13 +21,16 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<writer::FileWriter>()?;
     m.add_class::<conversion::Conversion>()?;
     m.add_class::<passing::PassedSource>()?;
-    m.add_class::<passing::Relay>()?;
-    m.add_class::<passing::RelayClient>()?;
+    #[cfg(unix)]
+    {
+        m.add_class::<passing::unix::Relay>()?;
+        m.add_class::<passing::unix::RelayClient>()?;
+        m.add_function(wrap_pyfunction!(passing::unix::open_file, m)?)?;
+    }
     m.add_function(wrap_pyfunction!(cached::cache_directory, m)?)?;
     m.add_function(wrap_pyfunction!(cached::read_cached, m)?)?;
     m.add_function(wrap_pyfunction!(cached::write_cached, m)?)?;
     m.add_function(wrap_pyfunction!(cached::remove_unfinished, m)?)?;
-    m.add_function(wrap_pyfunction!(passing::open_file, m)?)?;
     m.add_function(wrap_pyfunction!(passing::checkpoint_file, m)?)?;
     m.add_function(wrap_pyfunction!(checkpoint::trim, m)?)?;
     m.add_function(wrap_pyfunction!(checkpoint::kept_bytes, m)?)?;

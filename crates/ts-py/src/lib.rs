@@ -21,6 +21,7 @@ mod openmp;
 mod remote;
 mod signals;
 mod streaming;
+mod streams;
 mod tensors;
 mod wire;
 
@@ -70,6 +71,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(made::note_made, m)?)?;
     tensors::register(m)?;
     streaming::register(m)?;
+    streams::register(m)?;
     files::register(m)?;
     wire::register(m)?;
     remote::register(m)?;

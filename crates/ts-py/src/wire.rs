@@ -2,6 +2,7 @@
 //! Connections that carry tensors and messages between processes.
 
 mod connection;
+mod credit;
 mod incoming;
 mod listener;
 mod place;
@@ -10,10 +11,13 @@ mod wait;
 
 use pyo3::prelude::*;
 
-pub(crate) use settings::{Settings, acceptor, bind, tls_client};
+#[cfg(unix)]
+pub(crate) use settings::bind;
+pub(crate) use settings::{Settings, acceptor, tls_client};
 
 pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<connection::PyConnection>()?;
+    m.add_class::<credit::PyCreditTracker>()?;
     m.add_class::<listener::PyListener>()?;
     m.add_function(wrap_pyfunction!(connection::connect, m)?)?;
     m.add_function(wrap_pyfunction!(listener::listen, m)?)?;

@@ -54,18 +54,18 @@ INTEGRATION = {
 }  # fmt: skip
 # Files that take longest come first: processes that share the tests then end at the same time.
 LONGEST = (
-    "test_accelerator.py",
+    "test_remote_weights.py",
     "test_remote_providers.py",
-    "test_hub.py",
+    "test_rows.py",
     "test_remote_machines.py",
+    "test_remote_connections.py",
+    "test_remote_copies.py",
     "test_experts.py",
     "test_merging.py",
+    "test_accelerator.py",
+    "test_remote_sessions.py",
+    "test_serve.py",
     "test_file_cache.py",
-    "test_remote_connections.py",
-    "test_adapters.py",
-    "test_remote_weights.py",
-    "test_remote_copies.py",
-    "test_rows.py",
 )
 
 

@@ -8,6 +8,7 @@ import os
 import random
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import preloaded
 
 __all__ = ["Link", "Namespace", "bad_link", "shaped_star", "skip_reason"]
 
@@ -28,6 +31,12 @@ tun = os.open("/dev/net/tun", os.O_RDWR)
 # TUNSETIFF, IFF_TUN | IFF_NO_PI
 fcntl.ioctl(tun, 0x400454ca, struct.pack("16sH14x", b"tun0", 0x1001))
 socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], [tun])
+"""
+# Puts the threads of a process that has only one into a namespace.
+_ENTER = """
+import ctypes
+with open("/var/run/netns/{}") as space:
+    assert ctypes.CDLL(None).setns(space.fileno(), 0) == 0
 """
 _MTU = 9000
 
@@ -59,7 +68,7 @@ class Namespace:
 
     def __init__(self, name: str) -> None:
         self.name = f"ts-{os.getpid()}-{name}"
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[subprocess.Popen[str] | preloaded.Program] = []
 
     def __enter__(self) -> Namespace:
         _run("ip", "netns", "add", self.name)
@@ -68,8 +77,7 @@ class Namespace:
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
+            process.send_signal(signal.SIGKILL)
             process.wait()
         _run("ip", "netns", "del", self.name)
 
@@ -85,6 +93,14 @@ class Namespace:
         )
         self.processes.append(process)
         return process
+
+    def start_code(
+        self, programs: preloaded.Server, code: str, *arguments: object
+    ) -> preloaded.Program:
+        """Starts the text of a program."""
+        program = programs.start_code(_ENTER.format(self.name) + code, *arguments)
+        self.processes.append(program)
+        return program
 
 
 class Link:
@@ -118,7 +134,7 @@ class Link:
     def _forward(self) -> None:
         # The time of delivery, the order of arrival, the target and the content of each packet.
         pending: list[tuple[float, int, int, bytes]] = []
-        free_at = {end: 0.0 for end in self._ends}
+        free_at = dict.fromkeys(self._ends, 0.0)
         number = 0
         while not self._stop.is_set():
             now = time.monotonic()

@@ -69,10 +69,12 @@ def layers() -> None:
             resident(wanted).sum().backward()
             streamed(given).sum().backward()
             assert torch.equal(wanted.grad.cpu(), given.grad.cpu())
+        # Reads ahead for the next pass go on between the calls.
+        before = sum(ts.stats(streamed, device=each)["read_bytes"] for each in (DEVICE, OTHER))
         both, one, two = (ts.stats(streamed, device=each) for each in (None, DEVICE, OTHER))
         assert (len(one["units"]), len(two["units"])) == (5, 3)
         assert both["budget_bytes"] == 5 * unit + 50_000
-        assert both["read_bytes"] == one["read_bytes"] + two["read_bytes"] > 0
+        assert 0 < before <= both["read_bytes"] <= one["read_bytes"] + two["read_bytes"]
         assert both["passes"] == one["passes"] == two["passes"] == 8
         assert one["plan"]["peak_bytes"] <= 3 * unit and two["plan"]["streamed_bytes_per_pass"] > 0
         assert both["recent_passes"][-1]["wall_s"] > 0

@@ -21,6 +21,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", cases())
 def test_adapters_train(name: str, tmp_path: Path) -> None:
     check_adapter(name, tmp_path / "model")

@@ -13,6 +13,7 @@ import pytest
 import tensorstream as ts
 import torch
 from conftest import leased
+from tensorstream.streaming import _streamed_tensor
 from tensorstream.streaming._attach import attach
 from tensorstream.streaming._builder import Builder
 from tensorstream.streaming._placement import Placement
@@ -355,6 +356,60 @@ def test_modes_of_other_threads_have_no_effect(direct: Any, tmp_path: Path) -> N
         thread.join(60)
     assert not failures, failures
     assert all(p.grad is None for p in model.parameters())
+
+
+class Waiting(nn.Linear):
+    """Its forward waits in the threads that have called ``wait_in_forward``."""
+
+    def __init__(self) -> None:
+        super().__init__(100, 100)
+        self.waiting: list[threading.Thread] = []
+        self.entered, self.leave = threading.Event(), threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() in self.waiting:
+            self.entered.set()
+            assert self.leave.wait(60)
+        return super().forward(x)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        self(torch.randn(1, 100))
+
+    def wait_in_forward(self) -> None:
+        """Returns while a forward in another thread has borrowed the parameters."""
+        self.waiting.append(thread := threading.Thread(target=self.run))
+        thread.start()
+        assert self.entered.wait(60)
+        assert type(self.weight) is _streamed_tensor.StreamedWeight
+
+    def end(self) -> None:
+        self.leave.set()
+        self.waiting.pop().join(60)
+
+
+# The functions are called while an operation on a stand-in runs.
+@pytest.mark.parametrize("during", ["_dispatch", "_view", "stand_in", "_keeps_operands", "_real"])
+def test_a_forward_can_borrow_a_parameter_while_an_operation_runs(
+    during: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = Waiting(), torch.randn(100, 3)
+    expected = module.weight.detach().clone()
+    ts.offload(module, ts.Config(storage_path=tmp_path, budget="200KiB", max_passes=2))
+    original = getattr(_streamed_tensor, during)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        module.wait_in_forward()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(_streamed_tensor, during, function)
+    transposed, product = module.weight.t(), module.weight @ x
+    assert module.waiting, f"{during} was not called"
+    module.end()
+    assert torch.equal(product, expected @ x)
+    assert torch.equal(transposed + 0, expected.t())
+    assert torch.equal(transposed.clone(), expected.t())
 
 
 def test_writes_are_refused_in_every_mode(direct: Any) -> None:

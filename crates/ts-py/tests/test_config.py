@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,9 @@ from torch import nn
         ("compression", True, '"auto" or "off"'),
         ("compression_enabled", "yes", "True or False"),
         ("compression_level", 23, "an integer from 1 to 22"),
+        ("compression_level", 3, "None unless compression_enabled is True"),
+        ("compression_codec", "brotli", "one of auto, split, zstd, zlib, lz4"),
+        ("compression_codec", "lz4", "None unless compression_enabled is True"),
     ],
 )
 def test_invalid_field_error_names_value_and_range(field: str, value: object, wanted: str) -> None:
@@ -200,7 +206,7 @@ def test_weights_are_stored_and_streamed_compressed(tmp_path: Path, level: int |
         assert torch.equal(streamed(x), expected)
     (file,) = tmp_path.glob("*.ts")
     assert file.stat().st_size < 0.8 * sum(p.nbytes for p in model.parameters())
-    assert f"-{'auto' if level is None else 'auto9'}.ts" in file.name
+    assert f"-{'auto' if level is None else 'zstd9'}.ts" in file.name
 
 
 def test_verify_checksums_sets_the_verification_mode() -> None:
@@ -209,10 +215,68 @@ def test_verify_checksums_sets_the_verification_mode() -> None:
         assert ts.Config(verify_checksums=verify_checksums).settings()["verify"] == wanted
 
 
-def test_num_io_threads_is_an_alias_of_io_depth() -> None:
-    assert ts.Config(io_depth=3).settings() == ts.Config(num_io_threads=3).settings()
-    with pytest.raises(ts.ConfigurationError, match="set only one"):
-        ts.Config(io_depth=3, num_io_threads=3)
+def test_num_io_threads_are_threads(linear: Any) -> None:
+    def threads() -> list[str]:
+        names = (Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task"))
+        return [name.read_text().strip() for name in names]
+
+    reference, path = linear
+    config = ts.Config(storage_path=path, backend="buffered", io_depth=7, num_io_threads=3)
+    before = threads()
+    model = ts.offload(on_meta(reference), config)
+    x = torch.randn(3, 64)
+    assert torch.equal(model(x), reference(x))
+    readers = re.compile(r"ts-io-\d+")
+    count = sum(map(bool, map(readers.fullmatch, threads())))
+    assert count - sum(map(bool, map(readers.fullmatch, before))) == 3
+    assert ts.stats(model)["workers"] == 3
+    assert ts.Config(io_depth=3).settings()["threads"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_codec_and_its_level_change_the_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(nn.Linear(256, 256) for _ in range(2))).to(dtype)
+    x = torch.randn(3, 256, dtype=dtype)
+    wanted = reference(x)
+    sizes = {}
+    for codec, level in [
+        (None, None),
+        ("auto", None),
+        ("split", None),
+        ("lz4", None),
+        ("zstd", None),
+        (None, 1),
+        (None, 22),
+        ("zlib", 1),
+        ("zlib", 9),
+    ]:
+        directory = tmp_path / f"{codec}-{level}"
+        config = ts.Config(
+            storage_path=directory,
+            budget="4MiB",
+            compression_enabled=True,
+            compression_codec=codec,
+            compression_level=level,
+        )
+        model = ts.offload(copy.deepcopy(reference), config)
+        assert torch.equal(model(x), wanted)
+        sizes[codec, level] = sum(file.stat().st_size for file in directory.iterdir())
+    assert sizes[None, None] == sizes["auto", None] == sizes["split", None] < sizes["lz4", None]
+    assert sizes[None, 1] != sizes[None, 22]
+    assert sizes["zlib", 1] != sizes["zlib", 9]
+    assert len(set(sizes.values())) >= 6
+
+
+def test_a_level_that_cannot_act_is_refused() -> None:
+    for codec, level, words in [
+        ("lz4", 3, "compression_codec 'lz4' has no level"),
+        ("split", 3, "compression_codec 'split' has no level"),
+        ("auto", 3, "compression_codec 'auto' chooses a codec"),
+        ("zlib", 10, "an integer from 1 to 9"),
+    ]:
+        with pytest.raises(ts.ConfigurationError, match=words):
+            ts.Config(compression_enabled=True, compression_codec=codec, compression_level=level)
 
 
 def test_vram_budget_gb_sets_the_budget() -> None:

@@ -10,12 +10,15 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tensorstream as ts
 import torch
 from conftest import Llama
 from safetensors.torch import load_file, save_file
+from tensorstream import _systems
+from tensorstream.remote import RemoteMachine
 from transformers import BertModel, LlamaForCausalLM
 
 IDS = torch.arange(9).unsqueeze(0)
@@ -205,3 +208,11 @@ def test_an_exception_in_the_model_leaves_it_usable(llama: Llama) -> None:
         with pytest.raises(IndexError):
             model(torch.tensor([[10_000]]))
         assert torch.equal(model(IDS).logits, expected)
+
+
+def test_what_windows_lacks_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(_systems, "sys", SimpleNamespace(platform="win32"))
+    for call in (RemoteMachine.local, RemoteMachine.mock, lambda: ts.merge(model, "merged")):
+        with pytest.raises(ts.ConfigurationError, match=r"does not work on Windows: .* Linux"):
+            call()

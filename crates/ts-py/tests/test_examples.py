@@ -21,6 +21,7 @@ SAYS = {
     "lora_sft.py": "same losses as in memory: True",
     "lora_trainer.py": "same losses as in memory: True",
     "pipeline.py": "losses as on this computer, up to rounding: True",
+    "remote_inference.py": "same tokens as on this computer: True",
     "remote_training.py": "same losses as on this computer: True",
     "send_tensors.py": "all delivered: True",
 }

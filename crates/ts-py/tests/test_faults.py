@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from links import Namespace, bad_link, shaped_star, skip_reason
@@ -69,27 +69,24 @@ except (ts.ConnectionLost, ts.ConnectionTimeout) as error:
 
 
 def _start_transfer(
-    a: Namespace, b: Namespace, count: int
-) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
-    sender = a.start([sys.executable, "-c", SEND])
-    assert sender.stdout is not None
+    programs: preloaded.Server, a: Namespace, b: Namespace, count: int
+) -> tuple[preloaded.Program, preloaded.Program]:
+    sender = a.start_code(programs, SEND)
     assert sender.stdout.readline() == "ready\n"
-    return sender, b.start([sys.executable, "-c", RECEIVE, str(count)])
+    return sender, b.start_code(programs, RECEIVE, count)
 
 
-def _last_line(process: subprocess.Popen[str], timeout: float) -> str:
-    output, _ = process.communicate(timeout=timeout)
-    return output.strip().splitlines()[-1]
+def _last_line(program: preloaded.Program, timeout: float) -> str:
+    return program.wait(timeout).strip().splitlines()[-1]
 
 
-def _wait_for(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout is not None
-    while (printed := process.stdout.readline()) != line:
-        assert printed, "the process ended"
+def _wait_for(program: preloaded.Program, line: str) -> None:
+    while (printed := program.stdout.readline()) != line:
+        assert printed, "the program ended"
 
 
 @pytest.mark.parametrize("kind", ["delay", "loss", "slow", "cut for a while"])
-def test_tensors_arrive_over_bad_links(kind: str) -> None:
+def test_tensors_arrive_over_bad_links(kind: str, programs: preloaded.Server) -> None:
     with bad_link() as (a, b, link):
         count = 20
         if kind == "delay":
@@ -98,7 +95,7 @@ def test_tensors_arrive_over_bad_links(kind: str) -> None:
             link.loss, link.delay_s, count = 0.01, 0.002, 10
         elif kind == "slow":
             link.bytes_per_s, count = 3e6, 6
-        sender, receiver = _start_transfer(a, b, count)
+        sender, receiver = _start_transfer(programs, a, b, count)
         if kind == "cut for a while":
             _wait_for(receiver, "2\n")
             link.cut = True
@@ -109,9 +106,9 @@ def test_tensors_arrive_over_bad_links(kind: str) -> None:
         assert link.dropped > 0 or kind in {"delay", "slow"}
 
 
-def test_a_cut_link_fails_at_both_ends_in_time() -> None:
+def test_a_cut_link_fails_at_both_ends_in_time(programs: preloaded.Server) -> None:
     with bad_link() as (a, b, link):
-        sender, receiver = _start_transfer(a, b, 1000)
+        sender, receiver = _start_transfer(programs, a, b, 1000)
         _wait_for(receiver, "2\n")
         link.cut = True
         error, seconds = _last_line(receiver, 20).split()

@@ -75,6 +75,7 @@ def layer_bytes(rows: int, tokens: int, itemsize: int) -> int:
     return 2 * rows * HEADS * tokens * WIDTH * itemsize
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_generated_texts_have_the_same_bits(

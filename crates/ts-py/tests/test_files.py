@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -460,13 +461,24 @@ def test_the_exit_status_reports_the_outcome(tmp_path: Path) -> None:
     assert "convert" in command("--help").stdout
 
 
-def shown_on_terminal(program: list[str | Path]) -> bytes:
-    """Runs a program, and returns what it writes to a terminal as standard error."""
+TERMINAL = {"TERM": "xterm", "COLUMNS": "80"}
+
+
+def started_command(program: list[str | Path], stderr: int) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, **TERMINAL}
+    return subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
+
+
+def shown_on_terminal(
+    start: Callable[[int], subprocess.Popen[bytes] | preloaded.Program],
+) -> bytes:
+    """Returns what a program writes to a terminal as standard error.
+
+    Args:
+        start: Starts the program, with this descriptor as its standard error.
+    """
     parent, child = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    with subprocess.Popen(
-        program, stdout=subprocess.DEVNULL, stderr=child, env=environment
-    ) as running:
+    with start(child) as running:
         os.close(child)
         shown = b""
         while True:
@@ -485,10 +497,11 @@ def test_progress_bars_are_shown_only_on_terminals(tmp_path: Path) -> None:
     ts.save_file({"w": torch.zeros(16 << 20)}, path)
     assert command("verify", path).stderr == ""
     program = Path(sys.executable).parent / "tensorstream"
-    assert b"converting" in shown_on_terminal([program, "convert", path, tmp_path / "b.ts"])
+    convert: list[str | Path] = [program, "convert", path, tmp_path / "b.ts"]
+    assert b"converting" in shown_on_terminal(functools.partial(started_command, convert))
 
 
-def test_a_long_first_pass_shows_its_progress(tmp_path: Path) -> None:
+def test_a_long_first_pass_shows_its_progress(programs: preloaded.Server, tmp_path: Path) -> None:
     program = f"""
 import time, torch, tensorstream as ts
 
@@ -501,12 +514,13 @@ layers = torch.nn.Sequential(*(Slow(512, 512) for _ in range(3)))
 model = ts.offload(layers, ts.Config(storage_path={str(tmp_path)!r}, budget="2MiB"))
 model(torch.randn(1, 512))
 """
-    python: list[str | Path] = [sys.executable, "-c", program]
-    shown = shown_on_terminal(python)
+    shown = shown_on_terminal(
+        lambda stderr: programs.start_code(program, variables=os.environ | TERMINAL, stderr=stderr)
+    )
     assert shown.count(b"first pass") >= 1
     assert b"3.0" in shown, "the total, in MiB"
-    quiet = subprocess.run(python, capture_output=True, timeout=60, check=True)
-    assert b"first pass" not in quiet.stderr
+    quiet = programs.run_code(program)
+    assert quiet.returncode == 0 and "first pass" not in quiet.stderr
 
 
 @pytest.mark.slow

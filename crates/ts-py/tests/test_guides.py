@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import huggingface_hub.constants
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
@@ -18,15 +15,8 @@ from tensorstream.errors import ConfigurationError, DeviceUnavailableError
 from tensorstream.remote import RemoteMachine, load_huggingface_state_dicts
 
 
-def _run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-
-
-def test_storages_are_numbered_from_one() -> None:
-    ran = _run("""
+def test_storages_are_numbered_from_one(programs: preloaded.Server) -> None:
+    ran = programs.run_code("""
         import torch
         from tensorstream.remote import RemoteMachine, create_mock_machine, storage_id
         machine = RemoteMachine("mock", "A100")
@@ -57,8 +47,8 @@ def test_a_mock_machine_has_as_many_gpus_as_were_wanted() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this computer has a GPU")
 @pytest.mark.parametrize("how", ['"A100"', '"T4", gpu_count=2', 'device_type="cuda"'])
-def test_a_missing_gpu_is_refused_in_one_sentence(how: str) -> None:
-    ran = _run(f"""
+def test_a_missing_gpu_is_refused_in_one_sentence(how: str, programs: preloaded.Server) -> None:
+    ran = programs.run_code(f"""
         from tensorstream.errors import DeviceUnavailableError
         from tensorstream.remote import RemoteMachine
         try:

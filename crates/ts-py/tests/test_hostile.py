@@ -193,14 +193,16 @@ def test_a_bad_checkpoint_is_refused_within_a_second(name: str, tmp_path: Path) 
         assert len(str(caught.value)) < 2000
 
 
-def test_a_file_truncated_at_any_byte_is_an_error(tmp_path: Path) -> None:
+def test_a_file_truncated_at_any_byte_is_an_error(
+    tmp_path: Path, share: Callable[[int], int]
+) -> None:
     content = raw(
         one().replace("}}", '},"second":{"dtype":"U8","shape":[3],"data_offsets":[16,19]}}'), 19
     )
     ts.save_file({"a": torch.zeros(2)}, tmp_path / "whole.ts")
     for suffix, whole in (("safetensors", content), ("ts", (tmp_path / "whole.ts").read_bytes())):
         path = tmp_path / f"cut.{suffix}"
-        for length in range(len(whole)):
+        for length in range(0, len(whole), len(whole) // share(len(whole))):
             path.write_bytes(whole[:length])
             with pytest.raises(ts.CheckpointError, match=path.name):
                 ts.plan(path, budget="1MiB")

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from hub import Hub
 from transformers import LlamaConfig, LlamaForCausalLM
+
+Run = Callable[..., str]
 
 SHAPE = {
     "vocab_size": 128,
@@ -48,9 +50,18 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield server
 
 
-def run(hub: Hub, home: Path, code: str, **environment: str) -> str:
+@pytest.fixture(scope="module")
+def run(hub: Hub) -> Iterator[Run]:
+    """Returns a function that runs code in a process whose Hub is the server."""
+    with preloaded.started(preloaded.BELOW_TRANSFORMERS) as programs:
+        yield functools.partial(_run, programs)
+
+
+def _run(programs: preloaded.Server, hub: Hub, home: Path, code: str, **environment: str) -> str:
     """Runs code in a process whose Hub is the server. Returns what it prints."""
     program = f"""
+import sys
+assert not {{"huggingface_hub", "transformers"}} & sys.modules.keys()
 import tensorstream as ts
 import torch, transformers
 IDS = torch.arange(12).view(1, 12)
@@ -74,20 +85,14 @@ def refused(error, call):
 {code}
 """
     own = {"HF_HOME": str(home), "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | own | environment,
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    done = programs.run_code(
+        program, variables=os.environ | own | environment, cwd=home, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_names_are_downloaded_once(hub: Hub, tmp_path: Path) -> None:
+def test_names_are_downloaded_once(run: Run, hub: Hub, tmp_path: Path) -> None:
     run(hub, tmp_path, "check('org/one')\ncheck('org/sharded')")
     fetched = [each for each in hub.requests if each.startswith("GET org/")]
     assert not any("consolidated" in each for each in fetched)
@@ -102,7 +107,7 @@ def test_names_are_downloaded_once(hub: Hub, tmp_path: Path) -> None:
     assert not [each for each in hub.requests if each.startswith("GET org/")]
 
 
-def test_without_a_connection_the_cache_is_used(hub: Hub, tmp_path: Path) -> None:
+def test_without_a_connection_the_cache_is_used(run: Run, hub: Hub, tmp_path: Path) -> None:
     run(hub, tmp_path, "check('org/sharded')")
     hub.requests.clear()
     code = """
@@ -124,7 +129,9 @@ assert sum(waits) < 1, waits
     run(hub, tmp_path, code, HF_ENDPOINT="http://127.0.0.1:9")
 
 
-def test_subfolders_variants_and_directories_of_the_cache(hub: Hub, tmp_path: Path) -> None:
+def test_subfolders_variants_and_directories_of_the_cache(
+    run: Run, hub: Hub, tmp_path: Path
+) -> None:
     code = f"""
 for how in ({{"subfolder": "part"}}, {{}}):
     name = "org/nested" if how else "hf://org/nested@main/part"
@@ -152,7 +159,7 @@ model(IDS)
     assert "names the revision main" in printed and "invalid URL" in printed
 
 
-def test_short_names_and_names_on_the_command_line(hub: Hub, tmp_path: Path) -> None:
+def test_short_names_and_names_on_the_command_line(run: Run, hub: Hub, tmp_path: Path) -> None:
     """Users of sentence-transformers write ``all-MiniLM-L6-v2`` without the organisation."""
     code = """
 import sys
@@ -170,7 +177,7 @@ for command in ("info", "plan"):
     assert "no file or directory midi" in run(hub, tmp_path, code)
 
 
-def test_what_cannot_be_loaded_is_named(hub: Hub, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_named(run: Run, hub: Hub, tmp_path: Path) -> None:
     names = ("missing", "pickled", "gguf", "empty", "gated")
     calls = "\n".join(
         f"refused(ts.TensorStreamError, lambda: ts.from_pretrained('org/{name}', budget='1MiB'))"
@@ -193,7 +200,7 @@ def test_what_cannot_be_loaded_is_named(hub: Hub, tmp_path: Path) -> None:
         assert words in line, json.dumps(lines)
 
 
-def test_files_of_a_download_are_found_offline(hub: Hub, tmp_path: Path) -> None:
+def test_files_of_a_download_are_found_offline(run: Run, hub: Hub, tmp_path: Path) -> None:
     """The cache of a download has no note that `model.safetensors` does not exist."""
     run(hub, tmp_path, "import huggingface_hub; huggingface_hub.snapshot_download('org/sharded')")
     code = """

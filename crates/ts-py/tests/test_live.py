@@ -8,14 +8,14 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
@@ -184,22 +184,13 @@ print("right")
 
 
 @pytest.mark.slow
-def test_processes_share_a_storage_path(tmp_path: Path) -> None:
+def test_processes_share_a_storage_path(programs: preloaded.Server, tmp_path: Path) -> None:
     """Runs four processes at once, two for each of two models."""
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHARES, str(tmp_path), str(seed % 2)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in range(4)
-    ]
+    children = [programs.start_code(SHARES, tmp_path, seed % 2) for seed in range(4)]
     for child in children:
-        assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
-    outputs = [child.communicate(timeout=120)[0] for child in children]
+    outputs = [child.wait() for child in children]
     assert outputs == ["right\n"] * 4
     assert len(list(tmp_path.iterdir())) == 2, "one file for each model"
 
@@ -310,7 +301,7 @@ def test_a_failed_store_leaves_the_model_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_cycles_leak_nothing(tmp_path: Path) -> None:
+def test_cycles_leak_nothing(tmp_path: Path, share: Callable[[int], int]) -> None:
     """Counts memory, descriptors and threads over cycles of offload, two passes and restore."""
     model = mlp(layers=16, width=256)
     x = torch.randn(2, 256)
@@ -332,7 +323,7 @@ def test_a_hundred_cycles_leak_nothing(tmp_path: Path) -> None:
     for _ in range(20):
         cycle()
     before = census()
-    for _ in range(100):
+    for _ in range(share(100)):
         cycle()
     after = census()
     for _ in range(100):  # stopped threads leave /proc after a moment

@@ -7,8 +7,6 @@ import copy
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -441,22 +439,16 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow
-def test_a_merge_that_is_killed_several_times_is_completed(tmp_path: Path) -> None:
+def test_a_merge_that_is_killed_several_times_is_completed(
+    programs: preloaded.Server, tmp_path: Path
+) -> None:
     kills = 4
     size = saved(tmp_path / "model", num_hidden_layers=12)
     config = peft.LoraConfig(target_modules="all-linear")
     reference = adapted(hf.LlamaForCausalLM.from_pretrained(tmp_path / "model"), config)
     reference.merge_and_unload().save_pretrained(tmp_path / "expected")
     program = _FORKS.format(tests=str(Path(__file__).parent), path=str(tmp_path), budget=size // 3)
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert parent.stdin is not None
-    assert parent.stdout is not None
+    parent = programs.start_code(program)
     counts = []
     for attempt in range(kills + 1):
         parent.stdin.write("is killed\n" if attempt < kills else "ends\n")
@@ -471,7 +463,6 @@ def test_a_merge_that_is_killed_several_times_is_completed(tmp_path: Path) -> No
                 os.kill(child, signal.SIGKILL)
         counts.append(merged)
         assert (tmp_path / "merged").exists() == (attempt == kills)
-    parent.stdin.close()
     parent.wait()
     # 84 layers are merged. Of the four or more that each attempt has begun, it kept at least two.
     assert counts[-1] <= 84 - 2 * kills

@@ -145,7 +145,7 @@ def test_a_container_has_what_was_requested(service: ModalService, wheel: Path) 
         assert function.timeout_secs == 600 and function.app_name == "mine"
         assert (resources.gpu_config.gpu_type, resources.gpu_config.count) == (gpu_type, count)
         _check_released(service)
-    assert service.files == {each: b"a wheel" for each in service.files}
+    assert service.files == dict.fromkeys(service.files, b"a wheel")
 
 
 def test_refusals_of_modal_are_typed(

@@ -83,7 +83,7 @@ def test_prefill_is_another_kind_than_decode(tmp_path: Path) -> None:
         assert prefill["compute_s"] > 3 * min(own["compute_s"] for own in decode)
         if attempt > 1 and prefill["kind"] not in [own["kind"] for own in decode]:
             return
-    pytest.fail("prefill was not a kind of its own in any of 12 generations")
+    pytest.fail("prefill had no kind of its own in 12 generations")
 
 
 def test_a_part_may_be_called_on_another_thread_during_a_pass(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ and raise it.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import preloaded
 import pytest
 import tensorstream as ts
 
@@ -59,21 +59,18 @@ check()
 """
 
 
-def run(program: str, tmp_path: Path, *arguments: str) -> None:
+def run(programs: preloaded.Server, program: str, tmp_path: Path, *arguments: str) -> None:
     """Runs a program in a new process, because it changes limits of its process."""
-    done = subprocess.run(
-        [sys.executable, "-c", START + textwrap.dedent(program), str(tmp_path), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = programs.run_code(START + textwrap.dedent(program), tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("load", ["idle", "busy"])
-def test_memory_is_given_back_and_taken_again(tmp_path: Path, load: str) -> None:
+def test_memory_is_given_back_and_taken_again(
+    programs: preloaded.Server, tmp_path: Path, load: str
+) -> None:
     run(
+        programs,
         """
         check()
         assert limit() == 160 * MIB
@@ -98,8 +95,9 @@ def test_memory_is_given_back_and_taken_again(tmp_path: Path, load: str) -> None
     )
 
 
-def test_a_strict_budget_ignores_pressure(tmp_path: Path) -> None:
+def test_a_strict_budget_ignores_pressure(programs: preloaded.Server, tmp_path: Path) -> None:
     run(
+        programs,
         """
         leave(20 * MIB)
         time.sleep(0.5)
@@ -112,8 +110,11 @@ def test_a_strict_budget_ignores_pressure(tmp_path: Path) -> None:
     )
 
 
-def test_a_lenient_budget_borrows_and_returns_idle_memory(tmp_path: Path) -> None:
+def test_a_lenient_budget_borrows_and_returns_idle_memory(
+    programs: preloaded.Server, tmp_path: Path
+) -> None:
     run(
+        programs,
         """
         assert limit() == 160 * MIB
         assert ts.stats(model)["budget_bytes"] > 250 * MIB

@@ -715,26 +715,45 @@ def test_module_ts_keeps_tied_weights_and_optimizers() -> None:
         assert optimizer.param_groups[0]["params"][0] is net[0].weight
 
 
-def test_parts_of_storages_keep_their_place(device: torch.device) -> None:
-    """DLPack and slices of storages have the address of a part, and no offset."""
+@pytest.mark.parametrize("count", [1000, (1 << 18) - 1, 1 << 18])
+def test_parts_of_storages_keep_their_place(device: torch.device, count: int) -> None:
+    """DLPack and slices of storages have the address of a part, and no offset.
+
+    Storages of 1 MiB and more have addresses of another kind.
+    """
     outcomes = []
     for where in (torch.device("cpu"), device):
-        x, other = torch.arange(1000.0, device=where), torch.ones(4, device=where)
+        x, other = torch.arange(float(count), device=where), torch.ones(4, device=where)
         first = torch.from_dlpack(to_dlpack(x[1:]))
         part = torch.from_dlpack(to_dlpack(x[128:132]))
         part.zero_()
         sliced = torch.empty(0, device=where).set_(x.untyped_storage()[1024:], 2, (3,), (1,))
         sliced += 1000
-        columns = torch.from_dlpack(to_dlpack(x.view(10, 100)[2:, 5::7]))
+        columns = torch.from_dlpack(to_dlpack(x[:1000].view(10, 100)[2:, 5::7]))
+        last = torch.from_dlpack(to_dlpack(x[-1:]))
         assert (
             part.data_ptr() == x[128:].data_ptr() and x.view(torch.int32).data_ptr() == x.data_ptr()
         )
-        outcomes.append([each.tolist() for each in (x, other, first[:3], sliced, columns)])
+        outcomes.append([each.tolist() for each in (x[:999], last, other, first[:3], columns)])
         del x
-        outcomes[-1].append(columns.sum().item())
+        outcomes[-1] += [sliced.tolist(), columns.sum().item()]
         with pytest.raises(RuntimeError, match="not resizable"):
-            sliced.resize_(5000)
+            sliced.resize_(5 * count)
     assert outcomes[0] == outcomes[1]
     with pytest.raises(ValueError, match="multiple of the 4 bytes of an element, got 2"):
         x = torch.arange(1000.0, device=device)
         torch.empty(0, device=device).set_(x.untyped_storage()[2:], 0, (3,), (1,)).tolist()
+
+
+def test_views_stay_valid_while_a_storage_grows(device: torch.device) -> None:
+    outcomes = []
+    for where in (torch.device("cpu"), device):
+        x = torch.arange(10.0, device=where)
+        view = x[2:5]
+        seen = []
+        for count in (1000, (1 << 18) - 1, 1 << 18, 1 << 20):
+            x.resize_(count)
+            view += 1
+            seen.append((x[:10].tolist(), view.tolist(), x.untyped_storage().nbytes()))
+        outcomes.append(seen)
+    assert outcomes[0] == outcomes[1]

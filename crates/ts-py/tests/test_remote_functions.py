@@ -333,7 +333,7 @@ def test_names_mean_what_they_mean_here(machine: RemoteMachine) -> None:
             add: Unknown = lambda SCALE: SCALE + off  # noqa: E731  # hides a number of the module
             text = """of
 several lines"""
-            assert len(text) == 16, [WEIGHT for WEIGHT in range(2)]
+            assert len(text) == 16, [WEIGHT for WEIGHT in range(2)]  # noqa: C416  # its own
             return act(add(x) * factor) * WEIGHT + ALIAS(x)
 
         factors.append(scale)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from serving import Serving, cut, free_port, get, is_running
@@ -105,7 +106,9 @@ print(json.dumps([restrictions, results, sums]))
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_sandboxed_code_cannot_reach_anything_outside(tmp_path: Path, gpu: bool) -> None:
+def test_sandboxed_code_cannot_reach_anything_outside(
+    programs: preloaded.Server, tmp_path: Path, gpu: bool
+) -> None:
     import ctypes
 
     page, canary = ctypes.create_string_buffer(b"a canary's page"), tmp_path / "canary"
@@ -122,8 +125,8 @@ def test_sandboxed_code_cannot_reach_anything_outside(tmp_path: Path, gpu: bool)
             tmp_path / "socket",
             json.dumps([gpu]),
         ]
-        command = [sys.executable, "-c", _ATTACKS, *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = programs.run_code(_ATTACKS, *arguments)
+    assert done.returncode == 0, done.stderr
     restrictions, results, sums = json.loads(done.stdout)
     assert len(restrictions) == 2 and sums == [300.0**3]
     succeeded = {name for name, result in results.items() if not result.startswith("refused")}

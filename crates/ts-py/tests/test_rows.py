@@ -267,7 +267,7 @@ class Tied(nn.Module):
         return result
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rows", [HEAD_ROWS, ROWS])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import accelerate
 import diffusers
+import preloaded
 import pytest
 import safetensors.torch
 import tensorstream as ts
@@ -232,7 +231,7 @@ def test_other_threads_save_their_own_models(llama: Llama, tmp_path: Path) -> No
     assert all(contents(tmp_path / f"{n}{i}") == expected for n in "abc" for i in range(5))
 
 
-def test_saving_takes_little_memory(tmp_path: Path) -> None:
+def test_saving_takes_little_memory(programs: preloaded.Server, tmp_path: Path) -> None:
     """200 MB of weights are saved by a process that grows by less than 40 MB."""
     config = hf.LlamaConfig(**SHAPE | {"hidden_size": 1024, "intermediate_size": 4096})
     hf.LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
@@ -246,9 +245,8 @@ before = peak()
 model.save_pretrained({str(tmp_path / "saved")!r})
 print((peak() - before) * 1024, ts.stats(model)["reserved_high_water_bytes"])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = programs.run_code(program)
+    assert done.returncode == 0, done.stderr
     grown, reserved = map(int, done.stdout.split())
     assert grown < 40_000_000, "of which the budget is a half"
     assert reserved <= 20_000_000

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from tensorstream._scratch import Scratch
@@ -82,7 +83,9 @@ def short_path() -> Iterator[Path]:
         yield Path(path)
 
 
-def test_the_directory_of_a_killed_client_is_removed_by_the_next(short_path: Path) -> None:
+def test_the_directory_of_a_killed_client_is_removed_by_the_next(
+    programs: preloaded.Server, short_path: Path
+) -> None:
     program = """
 import os, signal, torch
 from tensorstream.remote import RemoteMachine
@@ -95,14 +98,16 @@ os.kill(os.getpid(), signal.SIGKILL)
     for kind, more in (("mock", ""), ("local", ""), ("mock", "x.sum(); machine.pause()")):
         text = program.format(kind, more)
         before = set(short_path.iterdir())
-        subprocess.run([sys.executable, "-c", text], env=environment, check=False, timeout=120)
+        done = programs.run_code(text, variables=environment)
+        assert done.returncode == -signal.SIGKILL, done.stderr
         # What the one before has left is gone, and this one leaves its own.
         left = set(short_path.iterdir())
         assert left and not left & {path for path in before if "paused" not in path.name}
     text = (
         "from tensorstream.remote import RemoteMachine\nwith RemoteMachine.mock() as m: m.pause()"
     )
-    subprocess.run([sys.executable, "-c", text], env=environment, check=True, timeout=120)
+    done = programs.run_code(text, variables=environment)
+    assert done.returncode == 0, done.stderr
     assert not [path for path in left if path.exists()]
 
 

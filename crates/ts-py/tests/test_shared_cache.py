@@ -7,11 +7,11 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import tensorstream as ts
 import torch
@@ -102,12 +102,8 @@ def entries(directory: Path) -> list[Path]:
 class Other:
     """Another process with the model. It ends when this object is closed."""
 
-    def __init__(self, *args: Any) -> None:
-        command = [sys.executable, "-c", _OTHER, str(Path(__file__).parent), *map(str, args)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
+    def __init__(self, programs: preloaded.Server, *args: Any) -> None:
+        self.process = programs.start_code(_OTHER, Path(__file__).parent, *args)
         total, *numbers = self.process.stdout.readline().split()
         self.result = float(total)
         self.shared, self.own, self.read = map(int, numbers)
@@ -116,7 +112,7 @@ class Other:
         """Ends the process by itself, or by a signal."""
         if number is not None:
             self.process.send_signal(number)
-        self.process.communicate(timeout=60)
+        self.process.wait(timeout=60)
 
 
 def second(first: Other, *args: Any) -> tuple[nn.Module, int]:
@@ -136,8 +132,10 @@ def second(first: Other, *args: Any) -> tuple[nn.Module, int]:
     pytest.fail("five models each read all that they share")
 
 
-def test_a_second_process_reads_only_what_it_streams(checkpoint: Path, directory: Path) -> None:
-    first = Other(checkpoint, directory)
+def test_a_second_process_reads_only_what_it_streams(
+    programs: preloaded.Server, checkpoint: Path, directory: Path
+) -> None:
+    first = Other(programs, checkpoint, directory)
     try:
         assert first.shared > 2 << 20 and first.own == 0 and first.read > 2 << 20
         model, kept = second(first, checkpoint, directory)
@@ -153,13 +151,17 @@ def test_a_second_process_reads_only_what_it_streams(checkpoint: Path, directory
     assert entries(directory) == []
 
 
-def test_a_process_that_ends_leaves_nothing(checkpoint: Path, directory: Path) -> None:
-    Other(checkpoint, directory).close()
+def test_a_process_that_ends_leaves_nothing(
+    programs: preloaded.Server, checkpoint: Path, directory: Path
+) -> None:
+    Other(programs, checkpoint, directory).close()
     assert entries(directory) == []
 
 
-def test_what_a_killed_process_left_is_removed(checkpoint: Path, directory: Path) -> None:
-    other = Other(checkpoint, directory)
+def test_what_a_killed_process_left_is_removed(
+    programs: preloaded.Server, checkpoint: Path, directory: Path
+) -> None:
+    other = Other(programs, checkpoint, directory)
     other.close(signal.SIGKILL)
     assert entries(directory), "nobody removed it"
     model = offloaded(checkpoint, directory)
@@ -167,8 +169,10 @@ def test_what_a_killed_process_left_is_removed(checkpoint: Path, directory: Path
     assert result(model) == other.result
 
 
-def test_a_changed_checkpoint_is_another_one(checkpoint: Path, directory: Path) -> None:
-    first = Other(checkpoint, directory)
+def test_a_changed_checkpoint_is_another_one(
+    programs: preloaded.Server, checkpoint: Path, directory: Path
+) -> None:
+    first = Other(programs, checkpoint, directory)
     try:
         changed = {name: -tensor for name, tensor in ts.load_file(checkpoint).items()}
         ts.save_file(changed, checkpoint)
@@ -180,18 +184,20 @@ def test_a_changed_checkpoint_is_another_one(checkpoint: Path, directory: Path) 
 
 
 def test_the_compressed_units_of_a_file_are_shared(
-    checkpoint: Path, directory: Path, tmp_path: Path
+    programs: preloaded.Server, checkpoint: Path, directory: Path, tmp_path: Path
 ) -> None:
     ts.convert(checkpoint, tmp_path / "model.ts", codec="split")
-    first = Other(tmp_path / "model.ts", directory, "7600KiB")
+    first = Other(programs, tmp_path / "model.ts", directory, "7600KiB")
     try:
         second(first, tmp_path / "model.ts", directory, "7600KiB")
     finally:
         first.close()
 
 
-def test_a_write_to_a_shared_weight_is_detected(checkpoint: Path, directory: Path) -> None:
-    first = Other(checkpoint, directory)
+def test_a_write_to_a_shared_weight_is_detected(
+    programs: preloaded.Server, checkpoint: Path, directory: Path
+) -> None:
+    first = Other(programs, checkpoint, directory)
     try:
         model = offloaded(checkpoint, directory)
         before = result(model)
@@ -277,7 +283,9 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_units_that_do_not_fit_are_kept_apart(checkpoint: Path, small: Path) -> None:
+def test_units_that_do_not_fit_are_kept_apart(
+    programs: preloaded.Server, checkpoint: Path, small: Path
+) -> None:
     expected = result(offloaded(checkpoint, False))
     model = offloaded(checkpoint, small / "cache")
     for _ in range(12):
@@ -296,7 +304,7 @@ def test_units_that_do_not_fit_are_kept_apart(checkpoint: Path, small: Path) -> 
         while True:
             other.write(bytes(4096))
     assert result(model) == expected
-    second = Other(checkpoint, small / "cache")
+    second = Other(programs, checkpoint, small / "cache")
     try:
         assert second.result == expected
     finally:

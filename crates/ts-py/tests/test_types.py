@@ -32,8 +32,11 @@ _WRONG = {
 @pytest.mark.slow
 def test_mypy_reports_misspelt_names(tmp_path: Path) -> None:
     # `cargo xtask ci` has checked the package before, so the cache knows what it imports.
-    cache = Path(__file__).parents[1] / ".mypy_cache"
-    done = _check(tmp_path, "mypy", "--strict", f"--cache-dir={cache}")
+    package = Path(__file__).parents[1]
+    done = _check(
+        tmp_path, "mypy", "--strict", f"--cache-dir={package / '.mypy_cache'}",
+        f"--config-file={package / 'pyproject.toml'}",
+    )  # fmt: skip
     assert done.returncode == 1 and all(error in done.stdout for error in _WRONG.values())
     assert "Found 3 errors" in done.stdout, done.stdout
 

@@ -49,6 +49,9 @@ def _path_of(name: str) -> str:
 
 
 def _serve_device(options: str) -> int:
+    from ._systems import require_unix
+
+    require_unix("a server of the device ts", "run it on Linux")
     from .serve.__main__ import serve
 
     return serve(options)

@@ -10,6 +10,7 @@ import torch
 
 from .config import Settings as _Settings
 from .streaming._stats import Stats as _Stats
+from .streams import ProfileReport as _ProfileReport
 from .wire._connection import ConnectionStats as _ConnectionStats
 
 __all__ = [
@@ -18,18 +19,26 @@ __all__ = [
     "Checkpoint",
     "Connection",
     "Conversion",
+    "CudaStream",
     "DType",
+    "Device",
+    "DeviceBuffer",
     "Dispatcher",
+    "Event",
+    "Execution",
     "Expected",
     "FileWriter",
     "Fingerprint",
+    "GpuMemoryPool",
     "GpuStatus",
     "Handoff",
     "Listener",
     "ModuleCalls",
+    "MultiStreamCoordinator",
     "Pass",
     "PassedSource",
     "PeerSession",
+    "PinnedMemoryPool",
     "PoolConfig",
     "Preview",
     "Progress",
@@ -38,11 +47,16 @@ __all__ = [
     "RemoteKernel",
     "RemoteServer",
     "RemoteSession",
+    "Scope",
+    "StreamOrderedAllocator",
+    "StreamPool",
+    "StreamProfiler",
     "StreamedTensor",
     "StreamedTensors",
     "Streamer",
     "Tensor",
     "TensorBuffer",
+    "TensorCreditTracker",
     "TensorMeta",
     "Use",
     "WeightRef",
@@ -532,6 +546,671 @@ class GpuStatus:
     def message(self) -> str:
         """Returns the number of GPUs, or the reason why there are none, as a text. The same as
         ``str(status)``."""
+
+@final
+class Device:
+    """A device on which streams run: the CPU, an NVIDIA GPU, or a simulated GPU.
+
+    Args:
+        name: "cpu", "cuda", "cuda:1" and so on, or "sim". By default the first GPU, or the CPU if
+            there is none. Each name stands for the same device whenever it is opened, except that
+            each "sim" is another device. A simulated device runs its work when the program waits,
+            and raises an error if two accesses to the same memory are not ordered.
+
+    Raises:
+        ConfigurationError: No kind of device has the name.
+        DeviceUnavailableError: The device does not exist, or cannot be used.
+
+    Examples:
+        >>> from tensorstream.streams import Device
+        >>> Device("cpu").kind
+        'cpu'
+    """
+
+    def __new__(cls, name: str | None = None) -> Device: ...
+    @property
+    def name(self) -> str:
+        """The name, such as "cpu" or "cuda:1"."""
+    @property
+    def kind(self) -> str:
+        """ "cpu", "cuda" or "sim"."""
+    @property
+    def total_bytes(self) -> int | None:
+        """The memory of the device in bytes, or None if it is not known."""
+    @property
+    def priorities(self) -> tuple[int, int]:
+        """The least and the most urgent level of streams. Smaller levels are more urgent."""
+    def available_bytes(self) -> int | None:
+        """Returns how many bytes of the device's memory no program uses now, or None if this is not
+        known.
+
+        Raises:
+            DeviceError: The driver failed.
+        """
+    def synchronize(self) -> None:
+        """Blocks until all work on the device is done.
+
+        Raises:
+            DeviceError: The device failed. Failures of work are errors of its stream only.
+        """
+    def __eq__(self, other: object, /) -> _bool: ...
+
+@final
+class CudaStream:
+    """A queue of work, which a device runs in the order of submission.
+
+    Methods that submit work do not wait for it. When work fails, the stream skips later work and
+    raises the error when the program waits.
+
+    It is a stream of any device. On a GPU, it is a CUDA stream.
+
+    Args:
+        priority: "high", "normal", "low" or a level as in CUDA. Smaller levels are more urgent.
+        device: A ``Device``, its name, or the number of a GPU. By default the first GPU, or the CPU
+            if there is none.
+
+    Raises:
+        ConfigurationError: No kind of device has the name.
+        DeviceUnavailableError: The device does not exist, or cannot be used.
+        TypeError: An argument has another type.
+        ValueError: No priority has the name.
+
+    Examples:
+        >>> from tensorstream.streams import CudaStream
+        >>> first, second = CudaStream(device="cpu"), CudaStream("high", device="cpu")
+        >>> order = []
+        >>> first.launch_host_fn(lambda: order.append("first"))
+        >>> second.wait_event(first.record_event())
+        >>> second.launch_host_fn(lambda: order.append("second"))
+        >>> second.synchronize()
+        >>> order
+        ['first', 'second']
+    """
+
+    def __new__(
+        cls, priority: str | int | None = None, *, device: Device | str | int | None = None
+    ) -> CudaStream: ...
+    @staticmethod
+    def from_torch(stream: Any) -> CudaStream:
+        """Returns PyTorch's stream on an NVIDIA GPU as a stream of this package. Both submit to the
+        same queue. The result keeps ``stream`` alive.
+
+        Args:
+            stream: A ``torch.cuda.Stream``.
+
+        Raises:
+            TypeError: ``stream`` is not a stream of an NVIDIA GPU.
+        """
+    @property
+    def id(self) -> int:
+        """The number of the stream, which no other stream of the process has."""
+    @property
+    def device(self) -> Device:
+        """The device."""
+    @property
+    def priority(self) -> int:
+        """The level. Smaller levels are more urgent."""
+    @property
+    def cuda_stream(self) -> int | None:
+        """The handle of the stream of ``from_torch``, as PyTorch has it. None for other streams."""
+    def launch_host_fn(self, function: Callable[[], object]) -> None:
+        """Submits a function, which is called in another thread when all earlier work is done.
+
+        It must not wait for streams. If it raises an exception, the stream fails.
+
+        Raises:
+            DeviceError: The stream has failed.
+        """
+    def copy(self, to: Any, from_: Any) -> None:
+        """Submits a copy of all bytes of one memory to another.
+
+        Args:
+            to: A ``DeviceBuffer``, a writable object with the buffer protocol, or a PyTorch tensor
+                on the host. It is contiguous, and is kept until the copy is done.
+            from_: Memory of the same size in bytes.
+
+        Raises:
+            ConfigurationError: The sizes differ, ``to`` is read-only, or memory was freed or is
+                that of another device.
+            DeviceError: The stream has failed.
+        """
+    def fill(self, to: Any, byte: int) -> None:
+        """Submits work that sets all bytes of a memory.
+
+        Args:
+            to: As for ``copy``.
+            byte: From 0 to 255.
+
+        Raises:
+            ConfigurationError: The memory is read-only, was freed, or is that of another device.
+            DeviceError: The stream has failed.
+        """
+    def record_event(self, event: Event | None = None) -> Event:
+        """Records an event after all work submitted so far.
+
+        Args:
+            event: An event of the same device. By default a new one.
+
+        Returns:
+            The event.
+        """
+    def wait_event(self, event: Event) -> None:
+        """Makes later work of this stream wait for an event. The program does not wait."""
+    def wait_stream(self, stream: CudaStream) -> None:
+        """Makes later work of this stream wait for all work that was submitted to another one."""
+    def query(self) -> _bool:
+        """Returns whether all submitted work is done.
+
+        Raises:
+            DeviceError: Work has failed.
+        """
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Blocks until all submitted work is done.
+
+        Args:
+            timeout: The longest time in seconds. None waits as long as it takes.
+
+        Raises:
+            DeviceError: Work has failed.
+            TimeoutError: Work is pending after ``timeout``.
+        """
+    def take_error(self) -> str | None:
+        """Returns the message of the error after which the stream skips work, and lets it run work
+        again. Returns None if the stream has not failed, or cannot recover.
+        """
+    def metrics(self) -> dict[str, Any]:
+        """Returns counts of the work so far: ``operations`` submitted, of which ``completed`` are
+        done, ``transfers`` of ``transferred_bytes`` bytes, ``launches`` of functions, and the
+        ``average_latency`` in seconds from submission to completion, None before the first.
+        """
+
+@final
+class Event:
+    """A point in the work of a stream, for which other streams and the program can wait.
+
+    Args:
+        device: As for ``CudaStream``.
+    """
+
+    def __new__(cls, *, device: Device | str | int | None = None) -> Event: ...
+    def record(self, stream: CudaStream) -> None:
+        """Records the event on a stream, after all work submitted to it so far."""
+    def wait(self, stream: CudaStream) -> None:
+        """Makes later work of a stream wait for the event."""
+    def query(self) -> _bool:
+        """Returns whether the event is reached. Also true if the event was never
+        recorded.
+
+        Raises:
+            DeviceError: Work before the event has failed.
+        """
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Blocks until the event is reached.
+
+        Args:
+            timeout: The longest time in seconds. None waits as long as it takes.
+
+        Raises:
+            DeviceError: Work before the event has failed.
+            TimeoutError: The event is not reached after ``timeout``.
+        """
+    def elapsed_time(self, end: Event) -> float:
+        """Returns the time from this event to a later one in milliseconds.
+
+        Raises:
+            ConfigurationError: One of the events was not recorded, or not reached.
+        """
+
+@final
+class StreamPool:
+    """A pool of streams of one device.
+
+    Args:
+        count: The number of streams, clamped to 1 to 256. Of each four, one has a high and one a
+            low priority.
+        strategy: An ``AllocationStrategy``, or its value.
+        max_count: With this, the pool begins with ``count`` streams, and adds and removes streams
+            as work waits, up to this number.
+        device: As for ``CudaStream``.
+
+    Raises:
+        ValueError: ``strategy`` is unknown.
+        DeviceUnavailableError: The device does not exist, or cannot be used.
+
+    Examples:
+        >>> from tensorstream.streams import AllocationStrategy, StreamPool, WorkloadType
+        >>> pool = StreamPool(4, AllocationStrategy.WORKLOAD, device="cpu")
+        >>> kinds = (WorkloadType.COMPUTE, WorkloadType.MEMORY, WorkloadType.COORDINATION)
+        >>> len({pool.get_stream_for_workload(kind).id for kind in kinds})
+        3
+    """
+
+    def __new__(
+        cls,
+        count: int = 8,
+        strategy: str = "load_balanced",
+        *,
+        max_count: int | None = None,
+        device: Device | str | int | None = None,
+    ) -> StreamPool: ...
+    @property
+    def device(self) -> Device:
+        """The device."""
+    @property
+    def strategy(self) -> str:
+        """The strategy: an ``AllocationStrategy`` has the same value. It can be set."""
+    @strategy.setter
+    def strategy(self, value: str) -> None: ...
+    @property
+    def streams(self) -> list[CudaStream]:
+        """The streams."""
+    def get_stream(self) -> CudaStream:
+        """Returns a stream."""
+    def get_stream_for_workload(self, workload: str) -> CudaStream:
+        """Returns a stream for a kind of work.
+
+        Args:
+            workload: A ``WorkloadType``, or its value.
+        """
+    def get_priority_stream(self, level: str | int) -> CudaStream:
+        """Returns the least busy stream of a priority. Creates one if there is none. If the pool is
+        full, returns a stream of the nearest priority.
+
+        Args:
+            level: "high", "normal", "low", or a level as in CUDA.
+        """
+    def has_ready_streams(self) -> _bool:
+        """Returns whether a stream has no pending work."""
+    def wait_for_any_ready(self, timeout: float | None = None) -> CudaStream:
+        """Blocks until a stream has no pending work.
+
+        Args:
+            timeout: The longest time in seconds. None waits as long as it takes.
+
+        Returns:
+            The stream.
+
+        Raises:
+            DeviceError: All streams of the pool have failed.
+                TimeoutError: No stream is ready after ``timeout``.
+        """
+    def resize(self, count: int) -> None:
+        """Sets the number of streams, clamped to 1 to 256. Work on streams that the pool no longer
+        returns goes on.
+
+        Raises:
+            DeviceError: The device cannot create a stream.
+        """
+    def record_workload_completion(self, stream: CudaStream, workload: str, seconds: float) -> None:
+        """Adds the time of a piece of work that the program has measured.
+
+        Args:
+            stream: A stream of the pool.
+            workload: A ``WorkloadType``, or its value.
+            seconds: The time.
+        """
+    def average_workload_time(self, workload: str) -> float | None:
+        """Returns the average time of a kind of work in seconds, or None if none is known."""
+    def optimize(self) -> tuple[str, str, str] | None:
+        """Changes the strategy if measurements say that another one is better.
+
+        Returns:
+            The strategy before, the new one, and the measurement, or None if nothing changed.
+        """
+    def __len__(self) -> int: ...
+
+@final
+class MultiStreamCoordinator:
+    """Orders work on several streams of one device, without waiting for it.
+
+    Args:
+        streams: The streams, at least one.
+
+    Raises:
+        ValueError: ``streams`` is empty.
+        ConfigurationError: The streams are of several devices.
+
+    Examples:
+        >>> from tensorstream.streams import CudaStream, MultiStreamCoordinator
+        >>> coordinator = MultiStreamCoordinator([CudaStream(device="cpu") for _ in range(2)])
+        >>> done = []
+        >>> tasks = {name: lambda name=name: done.append(name) for name in ("load", "compute")}
+        >>> coordinator.execute(tasks, {"compute": ["load"]}).wait()
+        >>> done
+        ['load', 'compute']
+    """
+
+    def __new__(cls, streams: Sequence[CudaStream]) -> MultiStreamCoordinator: ...
+    @property
+    def streams(self) -> list[CudaStream]:
+        """The streams."""
+    def order(self, later: CudaStream, earlier: CudaStream) -> None:
+        """Makes the later work of one stream wait for the work submitted to another one so far."""
+    def barrier(self) -> None:
+        """Makes the later work of each stream wait for the work submitted to all streams so far.
+        The program does not wait.
+        """
+    def execute_parallel(self, functions: Sequence[Callable[[], object]]) -> Execution:
+        """Runs functions, on the streams in turn.
+
+        Args:
+            functions: Each is called once, in another thread.
+        """
+    def execute(
+        self, tasks: dict[str, Callable[[], object]], after: dict[str, list[str]] | None = None
+    ) -> Execution:
+        """Runs functions in an order.
+
+        Args:
+            tasks: The functions by name. Each is called once, in another thread.
+            after: For a name, the names of the tasks that run before it.
+
+        Raises:
+            ValueError: A name in ``after`` is not a task.
+            ConfigurationError: Tasks wait for each other.
+        """
+
+@final
+class Execution:
+    """Tasks that a coordinator has submitted."""
+
+    @property
+    def failures(self) -> list[tuple[str, str]]:
+        """The names and errors of tasks that were not submitted."""
+    @property
+    def event_count(self) -> int:
+        """The number of events that order the tasks on different streams."""
+    def query(self) -> _bool:
+        """Returns whether all tasks are done.
+
+        Raises:
+            DeviceError: A task has failed.
+        """
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until all tasks are done.
+
+        Args:
+            timeout: The longest time in seconds. None waits as long as it takes.
+
+        Raises:
+            DeviceError: A task has failed.
+            TimeoutError: A task is pending after ``timeout``.
+        """
+    def on_complete(self, stream: CudaStream, function: Callable[[], object]) -> None:
+        """Calls a function in another thread, as work of a stream, when all tasks are done. It is
+        not called if a task fails.
+        """
+
+@final
+class StreamProfiler:
+    """Measures the time of work on streams of a device, with events of the device.
+
+    Args:
+        device: As for ``CudaStream``.
+
+    Examples:
+        >>> from tensorstream.streams import CudaStream, StreamProfiler
+        >>> stream = CudaStream(device="cpu")
+        >>> profiler = StreamProfiler(device="cpu")
+        >>> with profiler.scope(stream, "layer 0"):
+        ...     stream.launch_host_fn(lambda: None)
+        >>> report = profiler.report()
+        >>> [(each["name"], each["count"]) for each in report["all"]]
+        [('layer 0', 1)]
+    """
+
+    def __new__(cls, *, device: Device | str | int | None = None) -> StreamProfiler: ...
+    @property
+    def enabled(self) -> _bool:
+        """Whether scopes are measured. It can be set."""
+    @enabled.setter
+    def enabled(self, value: _bool) -> None: ...
+    def scope(self, stream: CudaStream, name: str) -> Scope:
+        """Measures the work that is submitted to a stream in a ``with`` block."""
+    def transfer(self, stream: CudaStream, nbytes: int) -> Scope:
+        """Like ``scope``, for copies of ``nbytes`` bytes in total."""
+    def launch(self, stream: CudaStream, name: str) -> Scope:
+        """Like ``scope``, for a kernel or function."""
+    def record_operation(self, stream: CudaStream, name: str, seconds: float) -> None:
+        """Adds a time that the program has measured. Reports list it separately,
+        under ``reported``."""
+    def report(self) -> _ProfileReport:
+        """Blocks until all scopes that were closed have ended, and returns the times.
+
+        Returns:
+            A ``ProfileReport``.
+        """
+    def chrome_trace(self) -> str:
+        """Blocks as ``report`` does, and returns a JSON trace for Perfetto and Chrome."""
+    def table(self) -> str:
+        """Blocks as ``report`` does, and returns the times as a table."""
+
+@final
+class Scope:
+    """A part of the work of a stream that a profiler measures, from the start to the end of a
+    ``with`` block.
+    """
+
+    def __enter__(self) -> Scope: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class DeviceBuffer:
+    """Memory of a pool. It returns to the pool when the object is deleted and all work on it is
+    done. ``CudaStream.copy`` and ``CudaStream.fill`` use it.
+
+    Examples:
+        >>> from tensorstream.streams import CudaStream, GpuMemoryPool
+        >>> stream = CudaStream(device="cpu")
+        >>> buffer = GpuMemoryPool(device="cpu").acquire(4)
+        >>> buffer.write(stream, b"data")
+        >>> buffer.read(stream)
+        b'data'
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+    def write(self, stream: CudaStream, data: Any, offset: int = 0) -> None:
+        """Copies data to the buffer after the earlier work of a stream. Blocks until this is done.
+
+        Args:
+            stream: A stream of the device of the buffer.
+            data: A contiguous object with the buffer protocol, or a PyTorch tensor on the host.
+            offset: The first byte of the buffer that is written.
+
+        Raises:
+            ValueError: The data exceeds the buffer.
+            DeviceError: The stream has failed.
+        """
+    def read(self, stream: CudaStream, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Returns a copy of bytes, after the earlier work of a stream. Blocks until this is done.
+
+        Args:
+            stream: A stream of the device of the buffer.
+            offset: The first byte.
+            nbytes: The number of bytes. By default all from ``offset`` on.
+
+        Raises:
+            ValueError: The bytes exceed the buffer.
+            DeviceError: The stream has failed.
+        """
+    def __len__(self) -> int: ...
+
+@final
+class PinnedMemoryPool:
+    """A pool of memory on the host for copies to and from a GPU. The driver copies to and from it
+    directly, without a staging buffer.
+
+    Args:
+        config: The sizes. By default ``PoolConfig.default()``.
+        device: As for ``CudaStream``. On the CPU, the memory is ordinary memory.
+
+    Raises:
+        DeviceUnavailableError: The device does not exist, or cannot be used.
+        OutOfMemoryError: There is too little memory to preallocate.
+
+    Examples:
+        >>> from tensorstream.streams import PinnedMemoryPool
+        >>> pool = PinnedMemoryPool(device="cpu")
+        >>> pool.acquire(1 << 20).nbytes
+        1048576
+    """
+
+    def __new__(
+        cls, config: PoolConfig | None = None, *, device: Device | str | int | None = None
+    ) -> PinnedMemoryPool: ...
+    @property
+    def is_pinned(self) -> _bool:
+        """Whether the memory is pinned."""
+    def acquire(self, nbytes: int) -> DeviceBuffer:
+        """Takes memory of the pool. Its bytes are undefined.
+
+        Raises:
+            OutOfMemoryError: The pool is full.
+        """
+    def stats(self) -> dict[str, Any]:
+        """Returns statistics: bytes, counts of buffers, and the ``hit_rate`` in per cent."""
+
+@final
+class GpuMemoryPool:
+    """A pool of blocks of a device's memory.
+
+    Args:
+        device: The number of a GPU, a ``Device`` or its name. By default the first GPU, or the CPU
+            if there is none.
+        config: The sizes. By default ``PoolConfig.default()``.
+
+    Raises:
+        DeviceUnavailableError: The device does not exist, or cannot be used.
+        OutOfMemoryError: There is too little memory to preallocate.
+
+    Examples:
+        >>> from tensorstream.streams import GpuMemoryPool
+        >>> pool = GpuMemoryPool("cpu")
+        >>> buffer = pool.acquire(100_000)
+        >>> del buffer
+        >>> buffer = pool.acquire(100_000)
+        >>> print(f"Hit rate: {pool.stats()['hit_rate']:.1f}%")
+        Hit rate: 50.0%
+    """
+
+    def __new__(
+        cls, device: Device | str | int | None = None, config: PoolConfig | None = None
+    ) -> GpuMemoryPool: ...
+    def acquire(self, nbytes: int) -> DeviceBuffer:
+        """Takes memory of the pool. Its bytes are undefined.
+
+        Raises:
+            OutOfMemoryError: The pool is full.
+        """
+    def clear(self) -> None:
+        """Gives the memory of all free blocks back to the device."""
+    def stats(self) -> dict[str, Any]:
+        """Returns statistics: bytes, counts of buffers, and the ``hit_rate`` in per cent."""
+
+@final
+class StreamOrderedAllocator:
+    """Allocates memory of a device in the order of its streams: memory that a stream has freed can
+    be used again by later work of the stream, while its earlier work is pending.
+
+    Args:
+        device: As for ``GpuMemoryPool``.
+        limit_bytes: The most memory to allocate. Unlimited by default.
+
+    Raises:
+        DeviceUnavailableError: The device does not exist, or cannot be used.
+
+    Examples:
+        >>> from tensorstream.streams import CudaStream, StreamOrderedAllocator
+        >>> stream = CudaStream(device="cpu")
+        >>> allocator = StreamOrderedAllocator("cpu")
+        >>> buffer = allocator.allocate(1 << 20, stream)
+        >>> stream.fill(buffer, 7)
+        >>> allocator.free_for_stream(stream)
+        1048576
+    """
+
+    def __new__(
+        cls, device: Device | str | int | None = None, *, limit_bytes: int | None = None
+    ) -> StreamOrderedAllocator: ...
+    def allocate(self, nbytes: int, stream: CudaStream) -> DeviceBuffer:
+        """Allocates memory for work that is submitted to ``stream`` from now on. Its bytes are
+        undefined.
+
+        Raises:
+            ConfigurationError: The stream is of another device.
+            OutOfMemoryError: There is too little memory.
+        """
+    def record_use(self, buffer: DeviceBuffer, stream: CudaStream) -> None:
+        """Keeps the memory of a buffer, when it is freed, until the work that was submitted to
+        ``stream`` before is done. Needed for work of other libraries only: ``copy`` and ``fill`` do
+        this themselves.
+
+        Raises:
+            ConfigurationError: The buffer is not of this allocator, or was freed.
+        """
+    def free_for_stream(self, stream: CudaStream) -> int:
+        """Frees all memory that was allocated for ``stream``. Buffers that still exist cannot be
+        used any more.
+
+        Returns:
+            The number of bytes freed.
+
+        Raises:
+            ConfigurationError: A function of a stream has called this.
+        """
+    def trim(self, keep_bytes: int = 0) -> int:
+        """Gives free memory back to the device, except ``keep_bytes`` bytes.
+
+        Returns:
+            The number of bytes given back.
+
+        Raises:
+            ConfigurationError: A function of a stream has called this.
+        """
+    def stats(self) -> dict[str, Any]:
+        """Returns statistics: bytes and counts."""
+
+@final
+class TensorCreditTracker:
+    """A counter of byte credits, for programs with a protocol of their own. Any thread can use it.
+    A ``Connection`` limits what is in flight by itself.
+
+    Args:
+        initial: The most bytes in flight. By default 256 KiB.
+        high_water: ``should_pause`` becomes true at this many bytes in flight. By default three
+            quarters of ``initial``.
+        low_water: ``should_pause`` becomes false again at this many. By default the half of
+            ``initial``.
+
+    Examples:
+        >>> from tensorstream.streams import TensorCreditTracker
+        >>> credit = TensorCreditTracker()
+        >>> credit.try_consume(200 << 10), credit.try_consume(100 << 10)
+        (True, False)
+        >>> credit.grant(100 << 10)
+        >>> credit.in_flight
+        102400
+    """
+
+    def __new__(
+        cls, initial: int = 262144, high_water: int | None = None, low_water: int | None = None
+    ) -> TensorCreditTracker: ...
+    def try_consume(self, nbytes: int) -> _bool:
+        """Takes credit for some bytes, or returns False if less is available."""
+    def consume_up_to(self, nbytes: int) -> int:
+        """Takes as much of some bytes as is available, and returns how much that is."""
+    def grant(self, nbytes: int) -> None:
+        """Gives credit back for bytes that the receiver has processed."""
+    def should_pause(self) -> _bool:
+        """Returns whether a sender should wait, to go on only when enough credit was given back."""
+    @property
+    def available(self) -> int:
+        """The available credit in bytes."""
+    @property
+    def in_flight(self) -> int:
+        """The bytes in flight."""
 
 @final
 class PoolConfig:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 
 from . import _native
 from .budget import Budget
@@ -60,7 +60,7 @@ class BackendType(enum.StrEnum):
 
     #: The best available backend.
     AUTO = "auto"
-    #: Copies from memory mappings. If another process truncates a file, this process crashes.
+    #: Copies from memory mappings.
     MMAP = "mmap"
     #: The best available one, and the accelerator as the default device.
     CUDA = "cuda"
@@ -80,8 +80,9 @@ class PrefetchStrategy(enum.Enum):
     #: No prefetching: each streamed unit is read when it is needed, and all memory except for one
     #: unit keeps others. For comparisons, and where reads must not run beside computing.
     NONE = "none"
-    #: Prefetches the next unit only, which takes memory for one more unit. For models whose order
-    #: of units differs from pass to pass, because reading further ahead reads the wrong ones.
+    #: Prefetches only the next unit. This needs memory for one more unit, so with a budget of less
+    #: than two units it acts like ``NONE``. For models whose order of units differs from pass to
+    #: pass, because reading further ahead reads the wrong ones.
     NEXT_LAYER = "next_layer"
     #: Prefetches as far as memory allows. The plan divides the budget between prefetching and
     #: units that stay in memory, such that passes take the least time. For all other models.
@@ -138,6 +139,7 @@ class Settings(TypedDict):
     max_passes: int
     backend: str | None
     in_flight: int | None
+    threads: int | None
     prefetch: str
     verify: str
     keep_compressed: bool
@@ -156,6 +158,8 @@ PREFETCH = {
 VERIFY: dict[bool | str, str] = {True: "every_read", "once": "once", False: "never"}
 #: Memory that the budget leaves for activations, page tables and code, in bytes.
 HEADROOM = 96 << 20
+#: The highest level of each codec with levels.
+LEVELS = {"zstd": 22, "zlib": 9}
 #: The backends that choose the accelerator as the default device.
 ACCELERATED = (BackendType.CUDA.value, BackendType.GPUDIRECT.value)
 
@@ -197,7 +201,10 @@ class Config:
             size are measured once per file system, with a file of 256 MiB or more. The measurement
             takes up to about two seconds, and its memory is within the budget. The result is stored
             under ``tensorstream/io`` in the user's cache directory.
-        num_io_threads: Another name for ``io_depth``.
+        num_io_threads: The number of threads of each kind, 1 to 256: those that read files, per
+            backend, and those that compare checksums and decode. Reads with io_uring need none. By
+            default, each read in flight has a thread, and each processor one that decodes, at most
+            four. With a small budget, fewer threads decode.
         prefetch_strategy: How far in advance units are read. ``memory_mode`` sets the default.
         memory_mode: A preset for the defaults of ``budget`` and ``prefetch_strategy``.
         memory_pressure_mode: What happens to the budget when other programs need memory. The
@@ -212,8 +219,11 @@ class Config:
         compression_enabled: Whether to compress weights that are written to ``storage_path``,
             without loss. bf16 shrinks to two thirds. Streaming is faster with compression if
             reading is slower than decoding, which reaches 4 GB/s per core.
-        compression_level: The level of zstd, 1 to 22, to compress integers and booleans with.
-            Floats, which shrink more with a codec of their own, have no level.
+        compression_codec: The codec of these weights: "auto", "split", "zstd", "lz4" or "zlib".
+            ``"auto"`` is "split" for floats, which shrink most with it, and "zstd" for integers and
+            booleans. The default is "zstd" with a ``compression_level``, and "auto" without one.
+        compression_level: The level of the codec, 1 to 22 for "zstd" and 1 to 9 for "zlib". Higher
+            levels are slower and usually compress better. Other codecs have no levels.
         shared_cache: Whether processes of the same user that stream the same checkpoint share the
             weights that stay in memory, or the directory through which they do. It must be in
             memory (tmpfs); the default is in ``/dev/shm``. The budget of each process includes the
@@ -251,6 +261,7 @@ class Config:
     verify_checksums: bool | str = True
     compression: str = "auto"
     compression_enabled: bool = False
+    compression_codec: str | None = None
     compression_level: int | None = None
     shared_cache: bool | str | os.PathLike[str] = False
     exact: bool = True
@@ -338,23 +349,29 @@ class Config:
             raise invalid("compression", self.compression, '"auto" or "off"')
         if not isinstance(self.compression_enabled, bool):
             raise invalid("compression_enabled", self.compression_enabled, "True or False")
+        codecs = ("auto", "split", *LEVELS, "lz4")
+        if self.compression_codec is not None and self.compression_codec not in codecs:
+            raise invalid(
+                "compression_codec", self.compression_codec, "one of " + ", ".join(codecs)
+            )
         if self.compression_level is not None:
-            _check_int("compression_level", self.compression_level, 1, 22)
-            if not self.compression_enabled:
-                raise invalid(
-                    "compression_level",
-                    self.compression_level,
-                    "None unless compression_enabled is True",
-                )
+            _check_int("compression_level", self.compression_level, 1, max(LEVELS.values()))
+        for name in ("compression_codec", "compression_level"):
+            value = getattr(self, name)
+            if value is not None and not self.compression_enabled:
+                raise invalid(name, value, "None unless compression_enabled is True")
+        if self.compression_level is not None:
+            codec = self.codec()
+            if codec not in LEVELS:
+                why = "chooses a codec for each dtype" if codec == "auto" else "has no levels"
+                wanted = f"None, because compression_codec {codec!r} {why}"
+                raise invalid("compression_level", self.compression_level, wanted)
+            _check_int("compression_level", self.compression_level, 1, LEVELS[codec])
 
     def _check_io_depth(self) -> None:
         for name in ("io_depth", "num_io_threads"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1, 256)
-        if self.io_depth is not None and self.num_io_threads is not None:
-            raise ConfigurationError(
-                "invalid Config: io_depth and num_io_threads are the same setting; set only one"
-            )
 
     def _check_vram_budget(self) -> None:
         gigabytes: Any = self.vram_budget_gb
@@ -511,7 +528,9 @@ class Config:
         """Returns the codec for weights that are written to files."""
         if not self.compression_enabled:
             return "raw"
-        return "auto"
+        if self.compression_codec is not None:
+            return cast(Codec, self.compression_codec)
+        return "auto" if self.compression_level is None else "zstd"
 
     def level(self) -> int | None:
         """Returns the level of the codec, or ``None`` for its default."""
@@ -528,7 +547,8 @@ class Config:
         return {
             "max_passes": self.max_passes,
             "backend": name,
-            "in_flight": self.io_depth or self.num_io_threads,
+            "in_flight": self.io_depth,
+            "threads": self.num_io_threads,
             "prefetch": PrefetchStrategy(self.prefetch_strategy).value,
             "verify": VERIFY[self.verify_checksums],
             "keep_compressed": self.compression == "auto",

@@ -3,6 +3,7 @@
 
 use std::any::Any;
 use std::ffi::{CStr, c_void};
+use std::ptr::NonNull;
 
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
@@ -11,11 +12,13 @@ use tensorstream::exec::contiguous_strides;
 use tensorstream::format::{Dtype, TensorMeta};
 use tensorstream::streams::MemoryRange;
 
-use super::abi::{
-    DataType, Device, EXTENSION, IS_COPIED, ManagedTensor, ManagedTensorVersioned, READ_ONLY,
-    Tensor, UNVERSIONED, VERSION, VERSIONED, has_unversioned_code, unversioned_type,
-    versioned_type,
-};
+use tensorstream::pool::dlpack::{DlDataType, DlDevice, Export, Form, ManagedTensor, RawTensor};
+use tensorstream::remote::dlpack::{data_type, has_unversioned_type};
+
+use super::{UNVERSIONED, VERSIONED};
+
+/// DLPack's type of devices that it does not know.
+const EXTENSION: i32 = 12;
 
 /// A tensor to export.
 pub(crate) struct Exported {
@@ -35,14 +38,6 @@ pub(crate) struct Exported {
     pub(crate) owner: Box<dyn Any + Send>,
 }
 
-/// The heap allocation that the `context` of an exported tensor points to.
-struct ExportBox<M> {
-    managed: M,
-    /// The shape, followed by the strides.
-    extents: Vec<i64>,
-    _owner: Box<dyn Any + Send>,
-}
-
 /// Creates an unversioned capsule over `bytes`. `owner` keeps them alive. It is dropped when the
 /// consumer calls the deleter, or when the capsule is freed without a consumer.
 ///
@@ -57,7 +52,7 @@ pub(crate) fn tensor_capsule<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let as_bytes = TensorMeta { dtype: Dtype::U8, shape: vec![bytes.len() as u64] };
     let TensorMeta { dtype, shape } =
-        if has_unversioned_code(meta.dtype) { meta } else { &as_bytes };
+        if has_unversioned_type(meta.dtype) { meta } else { &as_bytes };
     let exported = Exported {
         data: bytes.as_ptr().cast(),
         device,
@@ -79,15 +74,9 @@ pub(crate) fn unversioned_capsule<'py>(
     py: Python<'py>,
     exported: Exported,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let dtype = unversioned_type(exported.dtype).ok_or_else(|| no_code(exported.dtype))?;
-    let managed = export(exported, dtype, |tensor, _, context| ManagedTensor {
-        tensor,
-        context,
-        deleter: Some(delete::<ManagedTensor>),
-    });
-    // SAFETY: `export` made `managed`, no other pointer to it exists, and name and destructor are
-    // those of the unversioned structure.
-    unsafe { new_capsule(py, managed, UNVERSIONED, drop_unconsumed) }
+    let known = data_type(exported.dtype).filter(|_| has_unversioned_type(exported.dtype));
+    let data_type = known.ok_or_else(|| no_code(exported.dtype))?;
+    capsule(py, exported, data_type, Form::Unversioned)
 }
 
 /// Creates a capsule of the versioned structure, which can mark a tensor as read-only.
@@ -98,29 +87,19 @@ pub(crate) fn versioned_capsule<'py>(
     py: Python<'py>,
     exported: Exported,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let dtype = versioned_type(exported.dtype).ok_or_else(|| no_code(exported.dtype))?;
-    let managed = export(exported, dtype, |tensor, flags, context| ManagedTensorVersioned {
-        major: VERSION.0,
-        minor: VERSION.1,
-        context,
-        deleter: Some(delete::<ManagedTensorVersioned>),
-        flags,
-        tensor,
-    });
-    // SAFETY: `export` made `managed`, no other pointer to it exists, and name and destructor are
-    // those of the versioned structure.
-    unsafe { new_capsule(py, managed, VERSIONED, drop_unconsumed_versioned) }
+    let data_type = data_type(exported.dtype).ok_or_else(|| no_code(exported.dtype))?;
+    capsule(py, exported, data_type, Form::Versioned)
 }
 
 /// Creates a capsule of a tensor on a device that is unknown to DLPack.
 ///
 /// `address` is only a number: no code may dereference it. `ordinal` is the number of the device.
-/// `code`, `bits` and `lanes` are DLPack's data type. `owner` is dropped when PyTorch frees the
-/// storage, or with the capsule if PyTorch has not consumed it.
+/// `owner` is dropped when PyTorch frees the storage, or with the capsule if PyTorch has not
+/// consumed it.
 pub(crate) fn extension<'py>(
     py: Python<'py>,
     (address, ordinal): (u64, u32),
-    (code, bits, lanes): (u8, u8, u16),
+    data_type: DlDataType,
     shape: Vec<i64>,
     strides: Vec<i64>,
     owner: Box<dyn Any + Send>,
@@ -136,137 +115,84 @@ pub(crate) fn extension<'py>(
         copied: false,
         owner,
     };
-    let managed = export(exported, DataType { code, bits, lanes }, |tensor, _, context| {
-        ManagedTensor { tensor, context, deleter: Some(delete::<ManagedTensor>) }
-    });
-    // SAFETY: `export` made `managed`, no other pointer to it exists, and name and destructor are
-    // those of the unversioned structure.
-    unsafe { new_capsule(py, managed, UNVERSIONED, drop_unconsumed) }
+    capsule(py, exported, data_type, Form::Unversioned)
 }
 
 fn no_code(dtype: Dtype) -> PyErr {
-    let why = match versioned_type(dtype) {
+    let why = match data_type(dtype) {
         Some(_) => "versions before 1.1 have no type code for it; request max_version=(1, 1)",
         None => "DLPack has no such type; use tobytes()",
     };
     PyBufferError::new_err(format!("cannot export dtype {dtype} through DLPack: {why}"))
 }
 
-/// The unversioned or the versioned structure of a managed tensor.
-trait Managed {
-    fn context(&self) -> *mut c_void;
-}
-
-impl Managed for ManagedTensor {
-    fn context(&self) -> *mut c_void {
-        self.context
-    }
-}
-
-impl Managed for ManagedTensorVersioned {
-    fn context(&self) -> *mut c_void {
-        self.context
-    }
-}
-
-/// Allocates a managed tensor together with its shape, strides and owner. [`delete`] frees them.
-fn export<M>(
-    exported: Exported,
-    dtype: DataType,
-    make: impl FnOnce(Tensor, u64, *mut c_void) -> M,
-) -> *mut M {
-    let Exported { data, device, shape, strides, read_only, copied, owner, .. } = exported;
-    let ndim = shape.len();
-    assert_eq!(ndim, strides.len(), "shape and strides must have the same length");
-    let mut extents = shape;
-    extents.extend(strides);
-    let tensor = Tensor {
-        data,
-        device: Device { kind: device.0, ordinal: device.1 },
-        ndim: i32::try_from(ndim).expect("the number of dimensions fits into 32 bits"),
-        dtype,
-        shape: extents.as_mut_ptr(),
-        // SAFETY: `extents` has `2 * ndim` entries, so `ndim` is not beyond its end.
-        strides: unsafe { extents.as_mut_ptr().add(ndim) },
-        byte_offset: 0,
-    };
-    let flags = if read_only { READ_ONLY } else { 0 } | if copied { IS_COPIED } else { 0 };
-    let mut allocation = Box::<ExportBox<M>>::new_uninit();
-    let context = allocation.as_mut_ptr().cast();
-    // Moving `extents` does not move its heap data, which `shape` and `strides` point to.
-    let export = Box::into_raw(Box::write(
-        allocation,
-        ExportBox { managed: make(tensor, flags, context), extents, _owner: owner },
-    ));
-    debug_assert_eq!(context, export.cast());
-    // SAFETY: `export` comes from `Box::into_raw`, so it points to an initialised `ExportBox`.
-    unsafe {
-        debug_assert_eq!((*export).extents.len(), 2 * ndim);
-        &raw mut (*export).managed
-    }
-}
-
-/// Creates a capsule that owns `managed`. Deletes `managed` on failure.
-///
-/// # Safety
-/// `managed` must come from [`export`], and nothing else may use it. `name` must be the capsule
-/// name of the structure `M`, and `destructor` the destructor for that name.
-unsafe fn new_capsule<'py, M: Managed>(
+/// Creates a capsule that owns a tensor.
+fn capsule<'py>(
     py: Python<'py>,
-    managed: *mut M,
-    name: &'static CStr,
-    destructor: unsafe extern "C" fn(*mut ffi::PyObject),
+    exported: Exported,
+    data_type: DlDataType,
+    form: Form,
 ) -> PyResult<Bound<'py, PyAny>> {
-    // SAFETY: the name is static, and `managed` and `destructor` satisfy this function's contract.
-    // If `PyCapsule_New` returns null, no capsule owns `managed`, so it is deleted here, and the
-    // interpreter has an exception for `from_owned_ptr_or_err` to fetch.
+    let Exported { data, device, shape, strides, read_only, copied, owner, .. } = exported;
+    let device = DlDevice { kind: device.0, ordinal: device.1 };
+    let export = Export { data, device, data_type, shape, strides, read_only, copied, owner };
+    // SAFETY: the owner keeps the memory of an `Exported`. For read-only tensors,
+    // `PyTensor::__dlpack__` refuses the unversioned form.
+    let raw = unsafe { export.into_managed(form) }.into_raw();
+    let (managed, name, destructor): (*mut c_void, _, ffi::PyCapsule_Destructor) = match raw {
+        RawTensor::Unversioned(managed) => (managed.as_ptr().cast(), UNVERSIONED, drop_unconsumed),
+        RawTensor::Versioned(managed) => {
+            (managed.as_ptr().cast(), VERSIONED, drop_unconsumed_versioned)
+        }
+    };
+    // SAFETY: the name is static, and `managed` and `destructor` belong to it. If `PyCapsule_New`
+    // returns null, no capsule owns `managed`, so it is deleted here, and the interpreter has an
+    // exception for `from_owned_ptr_or_err` to fetch.
     unsafe {
-        let capsule = ffi::PyCapsule_New(managed.cast(), name.as_ptr(), Some(destructor));
+        let capsule = ffi::PyCapsule_New(managed, name.as_ptr(), Some(destructor));
         if capsule.is_null() {
-            delete(managed);
+            drop(ManagedTensor::from_raw(raw));
         }
         Bound::from_owned_ptr_or_err(py, capsule)
     }
 }
 
-/// Frees an exported tensor, as the deleter of the DLPack protocol.
-///
-/// # Safety
-/// `managed` must come from [`export`]. Neither it nor its data may be used afterwards.
-unsafe extern "C" fn delete<M: Managed>(managed: *mut M) {
-    // SAFETY: `context` points to the box that `export` leaked. The caller guarantees that the
-    // tensor is not used afterwards, so the box is freed only once.
-    unsafe { drop(Box::from_raw((*managed).context().cast::<ExportBox<M>>())) }
-}
-
 /// Destroys an unversioned capsule. Does nothing if a consumer has taken the tensor.
 ///
 /// # Safety
-/// `capsule` must come from [`unversioned_capsule`] or [`extension`]. Only the interpreter may
-/// call this function, when it frees the capsule.
-unsafe extern "C" fn drop_unconsumed(capsule: *mut ffi::PyObject) {
-    // SAFETY: `capsule` is alive. While its name is `UNVERSIONED`, it points to a `ManagedTensor`
-    // that no consumer has taken.
-    unsafe {
-        if ffi::PyCapsule_IsValid(capsule, UNVERSIONED.as_ptr()) == 1 {
-            let managed = ffi::PyCapsule_GetPointer(capsule, UNVERSIONED.as_ptr());
-            delete::<ManagedTensor>(managed.cast());
-        }
-    }
+/// `object` must come from [`capsule`] in the unversioned form. Only the interpreter may call this
+/// function, when it frees the capsule.
+unsafe extern "C" fn drop_unconsumed(object: *mut ffi::PyObject) {
+    // SAFETY: as this function requires.
+    unsafe { drop_if_named(object, UNVERSIONED, |managed| RawTensor::Unversioned(managed.cast())) }
 }
 
 /// Destroys a versioned capsule. Does nothing if a consumer has taken the tensor.
 ///
 /// # Safety
-/// `capsule` must come from [`versioned_capsule`]. Only the interpreter may call this function,
-/// when it frees the capsule.
-unsafe extern "C" fn drop_unconsumed_versioned(capsule: *mut ffi::PyObject) {
-    // SAFETY: `capsule` is alive. While its name is `VERSIONED`, it points to a
-    // `ManagedTensorVersioned` that no consumer has taken.
+/// `object` must come from [`capsule`] in the versioned form. Only the interpreter may call this
+/// function, when it frees the capsule.
+unsafe extern "C" fn drop_unconsumed_versioned(object: *mut ffi::PyObject) {
+    // SAFETY: as this function requires.
+    unsafe { drop_if_named(object, VERSIONED, |managed| RawTensor::Versioned(managed.cast())) }
+}
+
+/// Deletes the tensor of a capsule that still has this name.
+///
+/// # Safety
+/// While the capsule has this name, its pointer must be that of an unconsumed tensor, which `raw`
+/// casts to its type.
+unsafe fn drop_if_named(
+    capsule: *mut ffi::PyObject,
+    name: &CStr,
+    raw: fn(NonNull<c_void>) -> RawTensor,
+) {
+    // SAFETY: the caller guarantees that `capsule` and what it points to are alive.
     unsafe {
-        if ffi::PyCapsule_IsValid(capsule, VERSIONED.as_ptr()) == 1 {
-            let managed = ffi::PyCapsule_GetPointer(capsule, VERSIONED.as_ptr());
-            delete::<ManagedTensorVersioned>(managed.cast());
+        if ffi::PyCapsule_IsValid(capsule, name.as_ptr()) == 1
+            && let Some(managed) = NonNull::new(ffi::PyCapsule_GetPointer(capsule, name.as_ptr()))
+        {
+            drop(ManagedTensor::from_raw(raw(managed)));
         }
     }
 }

@@ -2,6 +2,7 @@
 //! Imports tensors of other libraries from DLPack capsules.
 
 use std::ffi::{CStr, c_void};
+use std::ptr::NonNull;
 
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::ffi;
@@ -9,26 +10,15 @@ use pyo3::prelude::*;
 use tensorstream::exec::contiguous_strides;
 use tensorstream::format::Dtype;
 
-use super::abi::{
-    CPU, CUDA_HOST, DataType, ManagedTensor, ManagedTensorVersioned, READ_ONLY, Tensor,
-    UNVERSIONED, UNVERSIONED_USED, VERSION, VERSIONED, VERSIONED_USED, versioned_type,
-};
-use crate::dtype::{Row, TABLE, stored_shape};
+use tensorstream::pool;
+use tensorstream::pool::dlpack::{self, ManagedTensor, RawTensor};
+use tensorstream::remote;
+
+use super::{CPU, UNVERSIONED, UNVERSIONED_USED, VERSIONED, VERSIONED_USED};
+use crate::dtype::stored_shape;
 
 /// A tensor of another library. Dropping it calls the deleter of that library.
-pub(crate) struct Imported {
-    managed: ManagedPtr,
-}
-
-enum ManagedPtr {
-    Unversioned(*mut ManagedTensor),
-    Versioned(*mut ManagedTensorVersioned),
-}
-
-// SAFETY: `Imported` owns the structure, and DLPack allows any thread to use and delete it.
-unsafe impl Send for Imported {}
-// SAFETY: shared references only read the structure, which the producer does not change.
-unsafe impl Sync for Imported {}
+pub(crate) struct Imported(ManagedTensor);
 
 /// The memory, dtype and shape of an imported tensor.
 pub(crate) struct Layout {
@@ -51,28 +41,22 @@ impl Imported {
     /// TypeError if the object is not an unconsumed DLPack capsule; BufferError if its major
     /// version is not supported.
     pub(crate) fn from_capsule(capsule: &Bound<'_, PyAny>) -> PyResult<Self> {
-        if let Some(managed) = consume(capsule, UNVERSIONED, UNVERSIONED_USED) {
-            return Ok(Self { managed: ManagedPtr::Unversioned(managed.cast()) });
-        }
-        let Some(managed) = consume(capsule, VERSIONED, VERSIONED_USED) else {
-            return Err(PyTypeError::new_err(format!(
-                "cannot import an object of type {}: expected an object with `__dlpack__`, or a \
-                 DLPack capsule that has not been consumed",
-                capsule.get_type().name()?
-            )));
+        let raw = match consume(capsule, UNVERSIONED, UNVERSIONED_USED) {
+            Some(managed) => RawTensor::Unversioned(managed.cast()),
+            None => match consume(capsule, VERSIONED, VERSIONED_USED) {
+                Some(managed) => RawTensor::Versioned(managed.cast()),
+                None => {
+                    return Err(PyTypeError::new_err(format!(
+                        "cannot import an object of type {}: expected an object with \
+                         `__dlpack__`, or a DLPack capsule that has not been consumed",
+                        capsule.get_type().name()?
+                    )));
+                }
+            },
         };
-        let managed = managed.cast::<ManagedTensorVersioned>();
-        let this = Self { managed: ManagedPtr::Versioned(managed) };
-        // SAFETY: a capsule with this name points to a versioned structure. All of its versions
-        // begin with the version number.
-        let major = unsafe { (*managed).major };
-        if major == VERSION.0 {
-            return Ok(this);
-        }
-        Err(PyBufferError::new_err(format!(
-            "cannot import a DLPack tensor: unsupported version {major}.x (expected {}.x)",
-            VERSION.0
-        )))
+        // SAFETY: a capsule with this name points to this structure, and `consume` took it. Code
+        // that borrows the bytes refers to the rules of `CapsuleBytes`.
+        unsafe { ManagedTensor::from_raw(raw) }.map(Self).map_err(|error| refused(&reason(error)))
     }
 
     /// Returns the memory, dtype and shape of the tensor.
@@ -80,81 +64,35 @@ impl Imported {
     /// # Errors
     /// BufferError if the shape is invalid or the dtype is not supported.
     pub(crate) fn layout(&self) -> PyResult<Layout> {
-        let refused =
-            |what: String| PyBufferError::new_err(format!("cannot import a DLPack tensor: {what}"));
-        // SAFETY: the structure is alive until `self` is dropped, and nothing writes to it.
-        let (tensor, flags) = unsafe {
-            match self.managed {
-                ManagedPtr::Unversioned(managed) => (&(*managed).tensor, 0),
-                ManagedPtr::Versioned(managed) => (&(*managed).tensor, (*managed).flags),
-            }
-        };
-        let Tensor { data, device, ndim, dtype, shape, strides, byte_offset } = tensor;
-        let ndim = usize::try_from(*ndim).map_err(|_| {
-            refused(format!("invalid number of dimensions {ndim}: expected 0 or more"))
+        let dlpack::Layout { data, device, data_type, shape, strides, read_only } =
+            self.0.layout().map_err(|error| refused(&reason(error)))?;
+        let dtype = remote::dlpack::dtype(data_type).ok_or_else(|| {
+            let dlpack::DlDataType { code, bits, lanes } = data_type;
+            refused(&format!(
+                "unsupported dtype (DLPack type code {code}, {bits} bits, {lanes} lanes)"
+            ))
         })?;
-        let DataType { code, bits, lanes } = *dtype;
-        let known = Dtype::ALL.iter().copied().find(|&known| {
-            versioned_type(known).is_some_and(|t| (t.code, t.bits, t.lanes) == (code, bits, lanes))
-        });
-        let dtype = known.ok_or_else(|| {
-            let same = |row: &&Row| row.dlpack_type() == (code, bits, lanes);
-            refused(match TABLE.iter().find(same) {
-                Some(row) => format!("unsupported dtype {}", row.name),
-                None => format!(
-                    "unsupported dtype (DLPack type code {code}, {bits} bits, {lanes} lanes)"
-                ),
-            })
-        })?;
-        // SAFETY: DLPack requires that `shape` has `ndim` entries, and that `strides` is null or
-        // has `ndim` entries too.
-        let (shape, strides) = unsafe {
-            let list = |from: *const i64| match ndim {
-                0 => Vec::new(),
-                _ => std::slice::from_raw_parts(from, ndim).to_vec(),
-            };
-            (list(*shape), (!strides.is_null()).then(|| list(*strides)))
-        };
-        let size = |&n: &i64| {
-            u64::try_from(n).map_err(|_| {
-                refused(format!("invalid size {n} of a dimension: expected 0 or more"))
-            })
-        };
-        let shape = shape.iter().map(size).collect::<PyResult<Vec<u64>>>()?;
-        let strides = strides.filter(|strides| *strides != contiguous_strides(&shape));
         if dtype.bits() < 8 && (strides.is_some() || shape.is_empty()) {
-            return Err(refused(format!(
+            return Err(refused(&format!(
                 "the values of dtype {dtype} are smaller than a byte, so the tensor must be \
                  contiguous and have dimensions"
             )));
         }
         let shape = stored_shape(dtype, shape);
-        let device =
-            if device.kind == CUDA_HOST { (CPU, 0) } else { (device.kind, device.ordinal) };
-        let data = data.cast::<u8>().wrapping_add(*byte_offset as usize);
-        Ok(Layout { data, device, dtype, shape, strides, read_only: flags & READ_ONLY != 0 })
+        let device = (device.kind, device.ordinal);
+        Ok(Layout { data, device, dtype, shape, strides, read_only })
     }
 }
 
-impl Drop for Imported {
-    fn drop(&mut self) {
-        // SAFETY: `self` owns the structure, and nothing borrows from it any more. The deleter is
-        // called only here.
-        unsafe {
-            match self.managed {
-                ManagedPtr::Unversioned(managed) => {
-                    if let Some(deleter) = (*managed).deleter {
-                        deleter(managed);
-                    }
-                }
-                ManagedPtr::Versioned(managed) => {
-                    if let Some(deleter) = (*managed).deleter {
-                        deleter(managed);
-                    }
-                }
-            }
-        }
+fn reason(error: pool::Error) -> String {
+    match error {
+        pool::Error::DlPack { what } => what,
+        error => error.to_string(),
     }
+}
+
+fn refused(what: &str) -> PyErr {
+    PyBufferError::new_err(format!("cannot import a DLPack tensor: {what}"))
 }
 
 /// Takes the pointer out of a capsule of this name, and renames the capsule to `used`. Returns None
@@ -163,7 +101,7 @@ fn consume(
     capsule: &Bound<'_, PyAny>,
     name: &'static CStr,
     used: &'static CStr,
-) -> Option<*mut c_void> {
+) -> Option<NonNull<c_void>> {
     // SAFETY: the object is a capsule with this name, which the first call checks. Renaming the
     // capsule and removing its destructor transfers the ownership, as DLPack requires.
     unsafe {
@@ -173,7 +111,7 @@ fn consume(
         let managed = ffi::PyCapsule_GetPointer(capsule.as_ptr(), name.as_ptr());
         ffi::PyCapsule_SetName(capsule.as_ptr(), used.as_ptr());
         ffi::PyCapsule_SetDestructor(capsule.as_ptr(), None);
-        Some(managed)
+        NonNull::new(managed)
     }
 }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The class `Checkpoint`, which reads the tensors of an open checkpoint.
 
-use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -349,7 +348,9 @@ impl Checkpoint {
     ///
     /// Raises:
     ///     ValueError: The file is remote.
+    #[cfg(unix)]
     fn descriptor(&self, py: Python<'_>, file: usize) -> PyResult<i32> {
+        use std::os::fd::IntoRawFd;
         let source = self.source(file)?;
         let handle = source.try_clone_file().map_err(|e| to_python(py, &e.into()))?;
         let remote = || PyValueError::new_err(format!("{}: no file", source.path().display()));

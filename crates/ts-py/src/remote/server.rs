@@ -2,6 +2,7 @@
 //! The server: accepts clients and runs their operators with PyTorch.
 
 mod arguments;
+#[cfg(unix)]
 mod dispatcher;
 mod executor;
 mod failures;
@@ -22,8 +23,11 @@ pub(super) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<listener::RemoteServer>()?;
     m.add_class::<streamed::StreamedTensor>()?;
     m.add_class::<streamed::StreamedTensors>()?;
-    m.add_class::<dispatcher::Dispatcher>()?;
-    m.add_class::<dispatcher::Handoff>()?;
+    #[cfg(unix)]
+    {
+        m.add_class::<dispatcher::Dispatcher>()?;
+        m.add_class::<dispatcher::Handoff>()?;
+    }
     m.add_function(wrap_pyfunction!(sandbox::sandbox, m)?)?;
     m.add_function(wrap_pyfunction!(schedule::set_share, m)?)?;
     Ok(())

@@ -126,6 +126,8 @@ pub(crate) struct Settings {
     backend: Option<String>,
     /// The number of reads in flight. None for the number that suits the storage.
     in_flight: Option<usize>,
+    /// The number of threads that read, compare and decode. None for the defaults.
+    threads: Option<usize>,
     prefetch: String,
     verify: String,
     keep_compressed: bool,
@@ -170,10 +172,13 @@ pub(super) fn config(budget: usize, settings: Option<&Settings>) -> PyResult<Eng
     };
     let mut io = BackendOptions::default();
     io.in_flight = in_flight.unwrap_or(io.in_flight);
+    io.threads = settings.threads;
     let to_device = backend.as_deref() == Some("gpudirect");
     let backend = backend.clone().filter(|_| !to_device);
     let config = config.with_max_passes(*max_passes).with_backend(backend).with_io(io);
     let config = config.with_read_to_device(to_device);
+    let workers = settings.threads.unwrap_or(config.workers);
+    let config = config.with_workers(workers);
     let config = config.with_prefetch(prefetch).with_verify(verify).with_watch_writes(true);
     let device = settings.device.as_ref().map(|device| device.get().device());
     let keeps = device.filter(|_| settings.host_bytes > 0);

@@ -8,7 +8,7 @@ use tensorstream::format::TensorMeta;
 
 use super::TensorBytes;
 use super::weight::Weight;
-use crate::dlpack::{has_unversioned_code, tensor_capsule};
+use crate::dlpack::{has_unversioned_type, tensor_capsule};
 use crate::dtype::torch_shape;
 
 /// Functions of PyTorch, looked up once.
@@ -201,7 +201,7 @@ impl Torch {
     ) -> PyResult<Py<PyAny>> {
         let capsule = tensor_capsule(py, bytes.range(), device, meta, bytes)?;
         let mut tensor = self.from_dlpack.bind(py).call1((capsule,))?;
-        if !has_unversioned_code(meta.dtype) {
+        if !has_unversioned_type(meta.dtype) {
             let shape = torch_shape(meta.dtype, &meta.shape);
             tensor = tensor.call_method1(intern!(py, "view"), (dtype.bind(py),))?;
             tensor = tensor.call_method1(intern!(py, "view"), (shape,))?;

@@ -429,7 +429,7 @@ fn move_all(
             }
         };
         tensor.memory = memory;
-        tensor.info.device = tensor.memory.device_name();
+        tensor.info.device = tensor.memory.device_name().as_str().into();
     }
     Ok(())
 }

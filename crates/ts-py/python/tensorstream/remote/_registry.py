@@ -73,7 +73,7 @@ def require(index: int) -> None:
     """Requires that this process has a device. The first one may have no machine yet.
 
     Raises:
-        RuntimeError: There is no such device. PyTorch's message is part of this one.
+        RuntimeError: The device does not exist. The message contains that of PyTorch.
     """
     if index >= max(count(), 1):
         raise RuntimeError(

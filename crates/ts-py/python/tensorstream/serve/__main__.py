@@ -63,7 +63,11 @@ def serve(text: str) -> int:
     """
     options = json.loads(text)
     if sys.platform != "linux":
-        print(f"tensorstream serve: unsupported platform {sys.platform}", file=sys.stderr)
+        print(
+            f"tensorstream serve: cannot run on {sys.platform}: it needs Linux; run it on a Linux "
+            "machine",
+            file=sys.stderr,
+        )
         return 2
     if options["budget"] is not None and options["device"] != "cpu":
         print(

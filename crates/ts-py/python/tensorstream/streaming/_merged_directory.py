@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,9 @@ from ..errors import CheckpointError, ModelError, StorageError
 from ..files._capsules import as_capsule, dtype_name
 from ._saving import pieces_of, specs_of
 from ._symbolic_tensor import SymbolicTensor
+
+if sys.platform != "win32":
+    import fcntl
 
 #: Bytes of complete tensors after which they are made durable.
 CHECKPOINT_BYTES = 256 << 20

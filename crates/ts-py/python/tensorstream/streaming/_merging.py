@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._systems import require_unix
 from ..errors import ConfigurationError, ModelError
 from . import _tree as tree
 from ._builder import Builder
@@ -62,7 +63,7 @@ def merge(
             For some dtypes, PEFT then rounds differently.
 
     Raises:
-        ConfigurationError: PEFT is not installed.
+        ConfigurationError: PEFT is not installed, or this is Windows.
         ModelError: The model is not streamed, or has no adapters that PEFT can merge.
         StorageError: Reading or writing failed, or the directory exists and is not empty.
         ValueError: PEFT refuses the merge, for example because weights are not finite.
@@ -76,6 +77,7 @@ def merge(
         >>> sorted(name for name in ts.load_file("merged"))[:2]
         ['0.bias', '0.weight']
     """
+    require_unix("merging", "merge on a Linux or macOS computer")
     streaming = streaming_of(model)
     tuner = _tuner(model)
     merged = _Merged(tuner, streaming, adapters, safe)

@@ -222,7 +222,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if writes and _write_to_copies(func, args, kwargs):
         args, kwargs = tree_map_only(CopiedTensor, with_memory, (args, kwargs))
         return func(*args, **kwargs)
-    if func.is_view and isinstance(args[0], StreamedTensor):
+    if func.is_view and _streams(args[0]):
         view = _view(func, args, kwargs)
         if view is not None:
             return view
@@ -337,6 +337,17 @@ def _any_has_memory(values: Iterable[Any]) -> bool:
 def copy_of(tensor: StreamedTensor) -> torch.Tensor | None:
     """Returns the copy of a parameter of which a stand-in is, or is a view."""
     return tensor.__dict__.get(_BASE, tensor) if isinstance(tensor, CopiedTensor) else None
+
+
+def _streams(value: Any) -> bool:
+    """Returns whether an operand of an operation on stand-ins is a stand-in.
+
+    The operand may have been one when the operation began: a forward in another thread can borrow a
+    parameter at any time, and return it while the operation runs.
+    """
+    return isinstance(value, StreamedTensor) or (
+        isinstance(value, StreamedWeight) and "_ref" in value.__dict__
+    )
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
@@ -674,7 +685,8 @@ def _view_stand_in(
             key = divided.first_key + index
             slice_offset = divided.first_row(index) * row
     made = stand_in(weights, key, dtype, shape, strides, offset - slice_offset)
-    made.__class__ = type(base)  # a view of a copy is one
+    if isinstance(base, CopiedTensor) or base._ref.is_copy:
+        made.__class__ = CopiedTensor  # a view of a copy is one
     made.__dict__[_BASE] = base.__dict__.get(_BASE, base)
     made.__dict__[_SLICE] = base.__dict__.get(_SLICE, 0) + slice_offset * dtype.itemsize
     return made
@@ -803,11 +815,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on weights. Leases all their units for the duration of the operation."""
     require_no_tracing()
     if _keeps_operands(func):
-        args, kwargs = tree_map_only(StreamedTensor, in_memory, (args, kwargs))
+        args, kwargs = tree_map_only(_streams, in_memory, (args, kwargs))
         return func(*args, **kwargs)
     nested = kwargs or any(isinstance(each, list | tuple | dict) for each in args)
     leaves = tree_flatten((args, kwargs))[0] if nested else args
-    streamed = [leaf for leaf in leaves if isinstance(leaf, StreamedTensor)]
+    streamed = [leaf for leaf in leaves if _streams(leaf)]
     if nested and len(streamed) > 1:
         run = one_by_one(func, args)
         if run is not None:
@@ -818,9 +830,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if result is NotImplemented:
             # The copies are dropped when the operation ends.
             whole = {id(each): assembled(each, func) for each in streamed}
-            args, kwargs = tree_map_only(
-                StreamedTensor, lambda each: whole[id(each)], (args, kwargs)
-            )
+            args, kwargs = tree_map_only(_streams, lambda each: whole[id(each)], (args, kwargs))
             result = func(*args, **kwargs)
         return result
     uses: dict[Weights, Any] = {}
@@ -968,11 +978,9 @@ def _call(
     # memory. matmul rounds differently for operands that require gradients.
     with _native_torch._RestorePythonTLSSnapshot():
         if nested:
-            args, kwargs = tree_map_only(StreamedTensor, real, (args, kwargs))
+            args, kwargs = tree_map_only(_streams, real, (args, kwargs))
         else:
-            args = tuple(
-                [real(each) if isinstance(each, StreamedTensor) else each for each in args]
-            )
+            args = tuple([real(each) if _streams(each) else each for each in args])
         device_type = next(iter(uses)).device.type if uses else "cpu"
         autocasts = torch.is_autocast_enabled(device_type)
         keys = _dispatch_keys() if autocasts or torch.is_inference_mode_enabled() else None

@@ -163,7 +163,7 @@ class BlockPoolStats(TypedDict):
         0
     """
 
-    #: The share of tensors that were received into reused memory, from 0 to 1.
+    #: The share of tensors that were received into reused memory, in per cent.
     hit_rate: float
     #: Memory of received tensors that still exist.
     in_use_bytes: int

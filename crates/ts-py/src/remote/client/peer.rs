@@ -118,7 +118,7 @@ impl PeerSession {
         let reply = self.client.new_reply();
         let (bytes, ticket) = (elements.len() as u64, Value::Text(ticket.into()));
         let sent = py.detach(|| {
-            self.submit(&Request::Create { storage, bytes, device: 0 })?;
+            self.client.send(&Request::Create { storage, bytes, device: 0 })?;
             self.client.write(storage, 0, Bytes::from_owner(elements))?;
             self.call(DEPOSIT, vec![Value::Tensor(tensor), ticket], Some(reply))
         });
@@ -145,7 +145,7 @@ impl PeerSession {
         let view = StorageView::contiguous(ScalarType(0), vec![0]);
         let anchor = Value::Tensor(TensorRef { storage, view });
         let sent = py.detach(|| {
-            self.submit(&Request::Create { storage, bytes: 0, device: 0 })?;
+            self.client.send(&Request::Create { storage, bytes: 0, device: 0 })?;
             self.call(WITHDRAW, vec![anchor, Value::Text(ticket.into())], None)?;
             self.client.free(storage);
             self.client.flush()
@@ -170,14 +170,14 @@ impl PeerSession {
     ) -> PyResult<Vec<u8>> {
         let lost = |error: Error| self.lost(py, &error);
         let (storage, bytes) = (tensor.storage, nbytes as u64);
-        self.submit(&Request::Create { storage, bytes, device: 0 }).map_err(lost)?;
+        self.client.send(&Request::Create { storage, bytes, device: 0 }).map_err(lost)?;
         let args = vec![Value::Tensor(tensor.clone()), Value::Text(ticket.into())];
         self.call(CLAIM, args, None).map_err(lost)?;
         // Without a wait in between, the elements come with the answer to the claim. The size is
         // what a session says, so a large one is allocated only if there is such a tensor.
         if nbytes > MAX_EARLY {
             let reply = self.client.new_reply();
-            self.submit(&Request::Sync { reply }).map_err(lost)?;
+            self.client.send(&Request::Sync { reply }).map_err(lost)?;
             self.wait(py, reply)?;
         }
         let mut memory = Vec::new();
@@ -198,7 +198,8 @@ impl PeerSession {
     fn call(&self, name: &str, args: Vec<Value>, reply: Option<u64>) -> Result<(), Error> {
         let op = self.client.operator_id(name)?;
         let outputs = reply.iter().map(|_| Output::Known).collect();
-        self.submit(&Request::Call(Call { op, args, kwargs: Vec::new(), outputs, reply }))
+        self.client.send(&Request::Call(Call { op, args, kwargs: Vec::new(), outputs, reply }))?;
+        Ok(())
     }
 
     fn unexpected(&self, py: Python<'_>) -> PyErr {
@@ -219,11 +220,6 @@ impl PeerSession {
                 }
             }
         }
-    }
-
-    fn submit(&self, request: &Request) -> Result<(), Error> {
-        let submitted = self.client.submit(request)?;
-        if submitted.batch_full { self.client.send_batches() } else { Ok(()) }
     }
 
     fn lost(&self, py: Python<'_>, error: &Error) -> PyErr {

@@ -96,7 +96,7 @@ fn tensor_at<'py>(
     } else {
         (vec![(bytes / row.bytes) as i64], vec![1])
     };
-    let capsule = dlpack::extension(py, address, row.dlpack_type(), shape, strides, handle)?;
+    let capsule = dlpack::extension(py, address, row.dlpack, shape, strides, handle)?;
     let base = torch.from_dlpack.bind(py).call1((capsule,))?;
     if is_whole {
         return Ok(base);

@@ -113,6 +113,7 @@ const PRECISIONS: [&str; 3] = ["highest", "high", "medium"];
 pub(super) struct Settings {
     dtype: ScalarType,
     deterministic: bool,
+    /// Whether operators that are not deterministic warn instead of failing.
     warns_only: bool,
     /// An index of [`PRECISIONS`].
     precision: u8,
@@ -162,10 +163,11 @@ impl Torch {
         let precision = self.get_precision.bind(py).call0()?;
         let precision = precision.cast::<PyString>()?.to_str()?;
         let known = PRECISIONS.iter().position(|name| *name == precision);
+        let deterministic = is(&self.get_deterministic)?;
         Ok(Settings {
             dtype: self.scalar_type(&self.get_default_dtype.bind(py).call0()?)?,
-            deterministic: is(&self.get_deterministic)?,
-            warns_only: is(&self.get_warns_only)?,
+            deterministic,
+            warns_only: deterministic && is(&self.get_warns_only)?,
             precision: known.unwrap_or_default() as u8,
         })
     }
@@ -208,18 +210,17 @@ impl Torch {
         let dtype = self.scalar_type(&tensor.getattr(intern!(py, "dtype"))?)?;
         let sizes = tuple(&tensor.getattr(intern!(py, "shape"))?)?;
         let strides = tuple(&tensor.call_method0(intern!(py, "stride"))?)?;
-        let offset: u64 = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
         let element = self.row(dtype)?.bytes;
-        let address: u64 = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        let address = if address == 0 {
+        let mut address: u64 = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let mut offset: u64 = 0;
+        if address == 0 {
             // `data_ptr` of a tensor without elements is 0, but `data_ptr` of its storage is not.
             let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-            storage.call_method0(intern!(py, "data_ptr"))?.extract()?
-        } else {
-            address.wrapping_sub(offset * element)
-        };
+            address = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+            offset = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+        }
         let Some((storage, begin)) = storage_at(address) else { return Ok(None) };
-        let offset = offset + elements(begin, element)?;
+        offset += elements(begin, element)?;
         Ok(Some((
             index,
             TensorRef { storage, view: StorageView { dtype, sizes, strides, offset } },

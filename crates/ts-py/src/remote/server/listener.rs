@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The server of operators: accepts connections and serves each on its own thread.
 
-use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -13,6 +12,7 @@ use pyo3::prelude::*;
 use tensorstream::exec::{EXEC, SessionServer, UploadSink};
 use tensorstream::remote::{Acceptor, Error, Listener};
 
+#[cfg(unix)]
 use super::dispatcher::owned;
 use super::executor::TorchExecutor;
 use super::hooks::{Backend, Hooks};
@@ -84,11 +84,12 @@ impl RemoteServer {
     /// Creates a server for connections that another process passes over the socket `channel`.
     /// Takes ownership of `channel`. A session ends if its client sends no request for `idle`
     /// seconds.
+    #[cfg(unix)]
     #[staticmethod]
     #[pyo3(signature = (channel, hooks, settings, idle=None))]
     fn from_handoffs(
         py: Python<'_>,
-        channel: RawFd,
+        channel: std::os::fd::RawFd,
         hooks: Hooks,
         settings: Settings,
         idle: Option<f64>,

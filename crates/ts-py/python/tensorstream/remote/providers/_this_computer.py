@@ -13,6 +13,7 @@ from collections import deque
 from typing import IO
 
 from ..._scratch import for_socket
+from ..._systems import require_unix
 from ...budget import parse_size
 from ...errors import ConnectionLost
 from .._answers import answered
@@ -20,6 +21,8 @@ from ._base import KINDS, Provider, Request, Server
 
 _log = logging.getLogger("tensorstream.remote")
 
+#: What to do on Windows.
+ELSEWHERE = "run `tensorstream serve device` on a Linux machine, and connect with RemoteMachine.tcp"
 #: The time after which a slow start is logged, in seconds.
 _SLOW_START = 2.0
 #: The time that a server may take to stop, in seconds.
@@ -50,9 +53,11 @@ class LocalProvider(Provider):
         """Starts the process. Blocks until it listens.
 
         Raises:
+            ConfigurationError: This is Windows.
             DeviceUnavailableError: This computer does not have the devices.
             ConnectionLost: The process ended before it listened.
         """
+        require_unix("a machine on this computer", ELSEWHERE)
         import torch
 
         from ..server._server import devices_of
@@ -82,9 +87,11 @@ class MockProvider(Provider):
         """Starts the thread.
 
         Raises:
+            ConfigurationError: This is Windows.
             DeviceUnavailableError: The device type is "cuda" or "accelerator", and this process
                 does not have the devices.
         """
+        require_unix("a machine on this computer", ELSEWHERE)
         return ThreadServer(
             request.device_type if request.device_type in KINDS else "cpu", request.device_count
         )
