@@ -57,7 +57,7 @@ def main() -> None:
     print(f"{steps} tensors, {nbytes / seconds / 1e9:.1f} GB/s")
     pool = connection.stats().get("pool")
     if pool is not None:
-        print(f"received into reused memory: {pool['hit_rate']:.0%}")
+        print(f"received into reused memory: {pool['hit_rate']:.0f}%")
     connection.close()
     process.join()
     print(f"all delivered: {steps == STEPS and process.exitcode == 0}")

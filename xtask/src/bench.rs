@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Runs benchmarks: those of single components with criterion, and the scripts in benches/python.
 
+use crate::candle;
 use crate::python::{self, Venv};
 use crate::run::{self, Result, cargo};
 
@@ -30,6 +31,11 @@ pub(crate) fn run(name: &str) -> Result<()> {
         | "serve" | "sessions" | "storage" | "split" | "throughput" | "weights" => {
             run_script(&python::optimized()?, name, &[])
         }
+        "candle" => {
+            let venv = python::optimized()?;
+            candle::build_llama()?;
+            run_script(&venv, "candle", &[])
+        }
         "file-cache" => run_script(&python::optimized()?, "file_cache", &[]),
         "io" => run_script(&python::optimized()?, "backends", &[]),
         "openai" => run_script(&python::optimized()?, "openai_clients", &[]),
@@ -53,9 +59,9 @@ pub(crate) fn run(name: &str) -> Result<()> {
         }
         _ => Err(format!(
             "unknown benchmark \"{name}\": expected parts, memory, routing, streams, wire, \
-             wire-peers, serve, broadcast, caps, codecs, exact, file-cache, first-pass, hops, io, \
-             links, llama, load, lora, moe, neighbours, offload, openai, overhead, peak, pressure, \
-             remote, sessions, split, storage, throughput or weights"
+             wire-peers, serve, broadcast, candle, caps, codecs, exact, file-cache, first-pass, \
+             hops, io, links, llama, load, lora, moe, neighbours, offload, openai, overhead, peak, \
+             pressure, remote, sessions, split, storage, throughput or weights"
         )),
     }
 }

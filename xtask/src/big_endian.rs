@@ -17,7 +17,7 @@ const TEST: &str = "cd /work && \
     export CARGO_NET_OFFLINE=true CC_s390x_unknown_linux_gnu=s390x-linux-gnu-gcc && \
     export CARGO_TARGET_S390X_UNKNOWN_LINUX_GNU_LINKER=s390x-linux-gnu-gcc && \
     export CARGO_TARGET_S390X_UNKNOWN_LINUX_GNU_RUNNER='qemu-s390x -L /usr/s390x-linux-gnu' && \
-    cargo test --release --target s390x-unknown-linux-gnu --package ts-format --tests";
+    cargo test --release --target s390x-unknown-linux-gnu --package tensorstream-format --tests";
 
 /// Runs the tests of ts-format on s390x. The first call installs the Debian system, which takes
 /// minutes.

@@ -15,10 +15,10 @@ const LIMIT: u64 = 60 << 20;
 
 /// The tests that use a GPU, as (package, test target).
 const TESTS: [(&str, &str); 4] = [
-    ("ts-streams", "gpu"),
-    ("ts-pool", "gpu"),
-    ("ts-orchestrator", "devices"),
-    ("ts-remote", "gpu"),
+    ("tensorstream-streams", "gpu"),
+    ("tensorstream-pool", "gpu"),
+    ("tensorstream-orchestrator", "devices"),
+    ("tensorstream-remote", "gpu"),
 ];
 
 /// The Python programs in the folder.

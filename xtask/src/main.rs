@@ -3,11 +3,14 @@
 
 mod bench;
 mod big_endian;
+mod candle;
 mod check;
 mod cycles;
 mod fuzz;
 mod gpu_bundle;
 mod isa;
+mod packages;
+mod platforms;
 mod ptx;
 mod python;
 mod run;
@@ -16,6 +19,7 @@ mod stand_in;
 mod valgrind;
 
 use std::process::ExitCode;
+use std::sync::mpsc;
 use std::time::Instant;
 
 use run::{Counts, Result, cargo, cargo_test};
@@ -55,6 +59,8 @@ cargo xtask bench load               loading checkpoints, compared with fio and 
 cargo xtask bench codecs             lossless compression, compared with ZipNN
 cargo xtask bench memory             memory pools, compared with other allocators
 cargo xtask bench streams            latency of high-priority work, and cost of stream operations
+cargo xtask bench candle             a 1.1B model in candle, compared with candle's own loader and
+                                     with Python
 cargo xtask bench wire               tensors between processes, compared with raw sockets
 cargo xtask bench wire-peers         the same in Python, compared with Arrow Flight, gRPC, ZeroMQ
 cargo xtask bench serve              a checkpoint from a server, compared with a socket and a file
@@ -81,6 +87,12 @@ cargo xtask fuzz [SECONDS]           fuzz each parser, for 60 s by default
 cargo xtask valgrind                 run the tests of streams and pools under memcheck
 cargo xtask big-endian               test the file format on an emulated s390x (needs root)
 cargo xtask isa                      run tests of exact results with fewer instructions of the CPU
+cargo xtask platforms                check all crates for Windows, macOS, aarch64 and musl, and run
+                                     tests under QEMU and Wine
+cargo xtask packages                 package the crates, and compile each from its archive
+cargo xtask packages programs        package the crates, and run the programs of examples/rust with
+                                     the archives; compiles candle, which takes minutes
+cargo xtask candle                   lint and test crates/ts-candle, which `ci` leaves out
 cargo xtask oldest-torch             test the device on PyTorch 2.10; installs another 6 GB
 cargo xtask ptx                      compile the kernels for GPUs, after a change of kernels.cu
 cargo xtask gpu-bundle               build target/gpu-bundle: tests and a wheel for a GPU machine
@@ -137,6 +149,10 @@ fn main() -> ExitCode {
         }
         ["isa"] => isa::test(),
         ["oldest-torch"] => oldest_torch(),
+        ["packages"] => packages::verify(),
+        ["packages", "programs"] => packages::programs(),
+        ["candle"] => candle::check(),
+        ["platforms"] => platforms::all(),
         ["fuzz"] => fuzz::all(60),
         ["fuzz", seconds] => seconds
             .parse()
@@ -189,12 +205,8 @@ fn ci() -> Result<()> {
                 let deny = ["--workspace", "--all-targets", "--", "-D", "warnings"];
                 run::run(cargo().arg("clippy").args(deny))
             })?;
-            step("lints of the build without GPUs", || {
-                let packages = ["ts-streams", "ts-pool", "ts-orchestrator"];
-                let packages = packages.iter().flat_map(|package| ["--package", package]);
-                let deny = ["--all-targets", "--", "-D", "warnings"];
-                run::run(cargo().arg("clippy").args(packages).args(deny))
-            })?;
+            // Each package compiles with its default features, which leave GPUs out.
+            step("packages, compiled from their archives", packages::verify)?;
             step("documentation", || {
                 let mut doc = cargo();
                 doc.args(["doc", "--workspace", "--no-deps", "--document-private-items"]);
@@ -205,9 +217,11 @@ fn ci() -> Result<()> {
             })
         },
     )?;
-    let venv = step("wheel", python::prepared)?;
+    let (installed, wait_for_wheel) = mpsc::channel();
     let in_python = at_once(
-        || {
+        move || {
+            let venv = step("wheel", python::prepared)?;
+            let _ = installed.send(venv.clone()); // the other side may have failed
             // With several OpenMP threads, the processes wait for each other's threads, and take
             // three times as long. Only the critical tests run with all threads.
             let single = [("OMP_NUM_THREADS", "1")];
@@ -231,17 +245,21 @@ fn ci() -> Result<()> {
                 counts += run::emulated(&["--workspace", "--test", "gpu", "--test", "devices"])?;
                 Ok(())
             })?;
+            step("types for Windows and macOS", platforms::quick)?;
             step("models of concurrent code", || {
                 counts += run::models(1_000)?;
                 Ok(())
             })?;
             step("benchmarks, once each", bench::smoke)?;
+            let Ok(venv) = wait_for_wheel.recv() else {
+                return Ok(()); // the other side says why there is no wheel
+            };
             step("types of the package and the examples", || python::installed_types(&venv))?;
-            step("documentation site", || python::site(&venv))
+            step("documentation site", || python::site(&venv))?;
+            step("peak memory of the process", || bench::run_script(&venv, "peak", &["minilm"]))
         },
     )?;
     counts += in_python;
-    step("peak memory of the process", || bench::run_script(&venv, "peak", &["minilm"]))?;
     println!("\nci took {:.0} s", began.elapsed().as_secs_f64());
     println!("{counts}");
     Ok(())

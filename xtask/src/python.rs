@@ -11,6 +11,7 @@ use std::time::{Instant, UNIX_EPOCH};
 use crate::run::{Counts, Result, files, listen, number_before, output, root, run};
 
 /// A virtual environment with the packages of requirements-dev.txt.
+#[derive(Clone)]
 pub(crate) struct Venv {
     dir: PathBuf,
     bin: PathBuf,

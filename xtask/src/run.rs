@@ -89,8 +89,9 @@ pub(crate) fn emulated(args: &[&str]) -> Result<Counts> {
 /// target/, such builds would force other builds to start again.
 pub(crate) fn models(interleavings: u32) -> Result<Counts> {
     let common = ["--target-dir", "target/models"];
-    let small = ["--package", "ts-pool", "--package", "ts-streams", "--lib", "models"];
-    let large = ["--package", "ts-streams", "--test", "orders"];
+    let small =
+        ["--package", "tensorstream-pool", "--package", "tensorstream-streams", "--lib", "models"];
+    let large = ["--package", "tensorstream-streams", "--test", "orders"];
     let mut counts =
         count_tests(cargo().arg("test").args(common).args(small).env("RUSTFLAGS", "--cfg loom"))?;
     let mut shuttle = cargo();
@@ -105,7 +106,7 @@ const SKIPPED: &str = "skipped: no ";
 
 /// Runs a `cargo test` command and counts the tests by outcome. Tests that find no device count as
 /// skipped.
-fn count_tests(command: &mut Command) -> Result<Counts> {
+pub(crate) fn count_tests(command: &mut Command) -> Result<Counts> {
     let (mut counts, mut without_device) = (Counts::default(), 0);
     listen(command, |line| {
         without_device += u32::from(line.contains(SKIPPED));

@@ -11,7 +11,7 @@ use crate::python::{self, Venv};
 use crate::run::{self, Result, cargo, output};
 
 /// The crates whose tests run under memcheck.
-const PACKAGES: [&str; 2] = ["ts-streams", "ts-pool"];
+const PACKAGES: [&str; 2] = ["tensorstream-streams", "tensorstream-pool"];
 
 /// What memcheck reports about other code and must not.
 const SUPPRESSIONS: &str = "xtask/src/valgrind.supp";
@@ -27,7 +27,7 @@ pub(crate) fn memcheck() -> Result<()> {
     let mut build = cargo();
     build.args(["test", "--no-run", "--message-format", "json"]);
     build.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
-    build.args(["--features", "ts-streams/cuda,ts-streams/runtime"]);
+    build.args(["--features", "tensorstream-streams/cuda,tensorstream-streams/runtime"]);
     let lines = output(&mut build)?;
     let messages = lines.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let tests: Vec<String> =
