@@ -27,7 +27,7 @@ use crate::populate::Populator;
 use crate::prepared::PreparedUnit;
 use crate::row_cache::RowCache;
 use crate::sizing::Overhead;
-use crate::state::{EngineState, Presence, UnitState};
+use crate::state::{EngineState, UnitState};
 use crate::stats::{EngineStats, TableStats, add_bytes};
 use crate::table::{Table, TableId};
 use crate::trace::{Trace, TraceKind, TraceLog};
@@ -132,7 +132,7 @@ impl<D: Device> EngineInner<D> {
     pub(crate) fn owner_count(&self, unit: UnitId) -> usize {
         let state = self.lock();
         let unit = &state.units[unit.index()];
-        unit.users.len() + usize::from(matches!(unit.presence, Presence::Present(_)))
+        unit.users.len() + usize::from(unit.is_present())
     }
 
     pub(crate) fn is_forked(&self) -> bool {

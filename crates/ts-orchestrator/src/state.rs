@@ -16,27 +16,24 @@ mod planning;
 mod prefetch;
 mod reads;
 mod routed;
+mod unit_state;
 mod waiters;
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use ts_io::{Backend, ReadPath};
-use ts_pool::{Buffer, WatchedBuffer};
+use ts_pool::WatchedBuffer;
 use ts_streams::Device;
 
-use crate::Error;
-use crate::config::{ComputeTimes, Routing, Verify};
+use crate::config::{ComputeTimes, Routing};
 use crate::context::EngineContext;
-use crate::encoding::is_worthwhile;
-use crate::kept_image::KeptImage;
 use crate::pass::{PassId, Passes};
 use crate::plan::{Plan, Rates, Residency};
 use crate::prepared::PreparedUnit;
-use crate::slot_pool::Slot;
-use crate::stats::{PassTimes, UnitStats};
+use crate::stats::PassTimes;
 use crate::trace::{TraceEvent, TraceKind, TraceLog};
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
@@ -53,6 +50,7 @@ pub(crate) use planning::{LimitWait, Planning};
 use prefetch::Frontier;
 use reads::Reads;
 use routed::Routed;
+pub(crate) use unit_state::UnitState;
 use waiters::Waiters;
 
 /// The mutable state of an engine.
@@ -85,81 +83,6 @@ pub(crate) struct EngineState<D: Device> {
     /// `None` once the engine is dropped.
     pub(crate) backend: Option<Box<dyn Backend>>,
     pub(crate) workers: Option<Workers<D>>,
-}
-
-/// The state of one unit.
-#[derive(Debug)]
-pub(crate) struct UnitState<D: Device> {
-    pub(crate) presence: Presence<D>,
-    pub(crate) resident: bool,
-    /// The slot that is reserved for a resident unit while the unit is not loaded into it.
-    reserved: Option<Slot<D>>,
-    /// Whether a resident unit is in memory, or being loaded, like a streamed one, while its
-    /// reserved slot is empty.
-    postponed: bool,
-    /// Whether the unit is kept compressed, or on the host for a device with its own memory.
-    compressed: bool,
-    /// The unit as it is kept, once it was read.
-    image: Option<KeptImage>,
-    /// Whether other processes can share the compressed unit.
-    shared_image: bool,
-    /// Whether another process has read the compressed unit, and this one has not decoded it yet.
-    unchecked_image: bool,
-    /// The memory that is reserved for the compressed unit until it was read.
-    reserved_image: Option<Buffer>,
-    /// How much memory the unit takes when it is encoded.
-    estimate: Estimate,
-    /// The threads that use the unit, one entry for each lease.
-    pub(crate) users: Vec<ThreadId>,
-    /// The threads that wait for the unit, one entry for each time that a call names it.
-    waiters: Vec<ThreadId>,
-    /// The memory of earlier loads, evicted while leases or tensors still referenced it.
-    evicted: Vec<EvictedMemory<D>>,
-    /// The error of the most recent load, if it failed. A call that waits for the unit takes this
-    /// error.
-    pub(crate) failure: Option<Error>,
-    used_since_load: bool,
-    /// Whether a load of the unit has matched its checksums.
-    verified: bool,
-    /// The duration of the shortest use, in nanoseconds. The first use does not count, because it
-    /// also warms up caches.
-    fastest_use_ns: Option<u64>,
-    pub(crate) stats: UnitStats,
-}
-
-/// How much memory a unit takes when it is encoded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Estimate {
-    /// Not known yet.
-    Unknown,
-    /// This much, in bytes.
-    Bytes(usize),
-    /// Too much to be worth it.
-    TooMuch,
-}
-
-impl Estimate {
-    /// Returns the estimate that a unit of `slot_bytes` bytes needs `needed` bytes.
-    fn new(needed: usize, slot_bytes: usize) -> Self {
-        if is_worthwhile(needed, slot_bytes) { Self::Bytes(needed) } else { Self::TooMuch }
-    }
-}
-
-/// Memory of an evicted unit that leases or tensors may still reference.
-#[derive(Debug)]
-struct EvictedMemory<D: Device> {
-    memory: Weak<UnitMemory<D>>,
-    /// Whether the bytes were written to. If so, the memory must not be leased again.
-    modified: bool,
-}
-
-/// Whether a unit is in memory.
-#[derive(Debug, Default)]
-pub(crate) enum Presence<D: Device> {
-    #[default]
-    Absent,
-    Loading,
-    Present(Arc<UnitMemory<D>>),
 }
 
 /// The counters of an engine, except for the counters of single units.
@@ -275,20 +198,14 @@ impl<D: Device> EngineState<D> {
     }
 
     /// Returns the current residency of each unit. Fewer units may be resident than in the plan.
-    pub(crate) fn residency(&self, context: &EngineContext<D>) -> Vec<Residency> {
-        let residency = |unit: &UnitState<D>| match (unit.resident, unit.compressed) {
-            (true, _) => Residency::Resident,
-            (false, true) if context.slots.is_staged() => Residency::Host,
-            (false, true) => Residency::Compressed,
-            (false, false) => Residency::Streamed,
-        };
-        self.units.iter().map(residency).collect()
+    pub(crate) fn residency(&self) -> Vec<Residency> {
+        self.units.iter().map(UnitState::residency).collect()
     }
 
     /// Returns how much a plan reads to keep units on the host that are not there yet, in bytes.
     pub(crate) fn new_host_bytes(&self, context: &EngineContext<D>, plan: &Plan) -> usize {
         let is_new = |(unit, residency): (&UnitState<D>, &Residency)| {
-            *residency == Residency::Host && unit.image.is_none()
+            *residency == Residency::Host && unit.image().is_none()
         };
         let units = self.units.iter().zip(&plan.residency).zip(&context.units);
         let new = units.filter(|(own, _)| is_new(*own));
@@ -300,25 +217,23 @@ impl<D: Device> EngineState<D> {
     /// whether the ring is one piece, and there was memory for all of these units.
     fn reserve_residents(&mut self, context: &EngineContext<D>) -> bool {
         for (i, unit) in self.units.iter_mut().enumerate() {
-            (unit.reserved, unit.reserved_image) = (None, None);
-            unit.resident = self.planning.plan.residency[i] == Residency::Resident;
-            unit.stats.resident = unit.resident;
-            unit.set_kept(self.planning.plan.residency[i]);
+            unit.settle(self.planning.plan.residency[i]);
         }
         let mut complete = true;
-        let is_absent =
-            |unit: &UnitState<D>| unit.resident && !matches!(unit.presence, Presence::Present(_));
+        let is_absent = |unit: &UnitState<D>| unit.is_resident() && !unit.is_present();
         for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| is_absent(unit)) {
             // An empty pool has room for all slots. If some memory is not free yet, the slot is
             // allocated when the unit is loaded.
-            unit.reserved = context.slots.allocate(context.units[i].layout.len).ok();
-            complete &= unit.reserved.is_some();
+            let slot = context.slots.allocate(context.units[i].layout.len).ok();
+            complete &= slot.is_some();
+            slot.into_iter().for_each(|slot| unit.reserve_slot(slot));
         }
-        let absent = |unit: &UnitState<D>| unit.compressed && unit.image.is_none();
+        let absent = |unit: &UnitState<D>| unit.is_on_host() && unit.image().is_none();
         for (i, unit) in self.units.iter_mut().enumerate().filter(|(_, unit)| absent(unit)) {
             let bytes = unit.image_bytes(&context.units[i]);
-            unit.reserved_image = context.allocate_image(bytes);
-            complete &= unit.reserved_image.is_some() || bytes.is_none();
+            let memory = context.allocate_image(bytes);
+            complete &= memory.is_some() || bytes.is_none();
+            memory.into_iter().for_each(|memory| unit.reserve_image(memory));
         }
         complete && context.slots.largest_free_bytes() >= self.planning.plan.ring_bytes
     }
@@ -331,11 +246,7 @@ impl<D: Device> EngineState<D> {
         self.gathers.forget_dropped();
         let referenced = self.units.iter_mut().any(|unit| unit.referenced_evictions() > 0)
             || !self.gathers.rows().is_empty();
-        let busy = self.units.iter().any(|unit| match &unit.presence {
-            Presence::Absent => false,
-            Presence::Loading => true,
-            Presence::Present(memory) => !unit.users.is_empty() || Arc::strong_count(memory) > 1,
-        });
+        let busy = self.units.iter().any(UnitState::is_busy);
         if referenced || busy || !self.planning.switch() {
             return false;
         }
@@ -369,11 +280,11 @@ impl<D: Device> EngineState<D> {
         let begin = context.slots.host.as_ptr_range().start.addr();
         let ring = begin + plan.resident_bytes + plan.compressed_bytes;
         let stays = |(unit, residency): (&UnitState<D>, &Residency)| {
-            let (address, len) = match (residency, &unit.presence, &unit.image) {
-                (Residency::Resident, Presence::Present(memory), _) if unit.is_kept() => {
+            let (address, len) = match (residency, unit.memory(), unit.image()) {
+                (Residency::Resident, Some(memory), _) if unit.is_kept() => {
                     (memory.range().address(), memory.range().len())
                 }
-                (Residency::Compressed, _, Some(image)) if unit.compressed => {
+                (Residency::Compressed, _, Some(image)) => {
                     (image.bytes.as_ptr().addr(), image.bytes.len())
                 }
                 _ => return false,
@@ -401,12 +312,7 @@ impl<D: Device> EngineState<D> {
         for (i, stays) in stay.iter().enumerate() {
             self.routed.remove_idle(UnitId(i as u32));
             let on_host = self.planning.plan.residency[i] == Residency::Host;
-            let unit = &mut self.units[i];
-            if !stays || !unit.is_kept() {
-                (unit.presence, unit.postponed) = (Presence::Absent, false);
-            }
-            (unit.reserved, unit.reserved_image) = (None, None);
-            unit.image.take_if(|_| !stays && !on_host);
+            self.units[i].empty(*stays, *stays || on_host);
         }
         context.slots.coalesce();
     }
@@ -483,19 +389,18 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the units in memory that are watched for writes, with their memory.
     pub(crate) fn watched(&self) -> Vec<(UnitId, Arc<WatchedBuffer>)> {
-        let watched = |(i, unit): (usize, &UnitState<D>)| match &unit.presence {
-            Presence::Present(memory) => Some((UnitId(i as u32), Arc::clone(memory.watched()?))),
-            _ => None,
+        let watched = |(i, unit): (usize, &UnitState<D>)| {
+            Some((UnitId(i as u32), Arc::clone(unit.memory()?.watched()?)))
         };
         self.units.iter().enumerate().filter_map(watched).collect()
     }
 
     pub(crate) fn are_all_present(&self, ids: &[UnitId]) -> bool {
-        ids.iter().all(|id| matches!(self.units[id.index()].presence, Presence::Present(_)))
+        ids.iter().all(|id| self.units[id.index()].is_present())
     }
 
     fn is_absent(&self, id: UnitId) -> bool {
-        matches!(self.units[id.index()].presence, Presence::Absent)
+        self.units[id.index()].is_absent()
     }
 
     pub(crate) fn is_any_absent(&self, ids: &[UnitId]) -> bool {
@@ -511,19 +416,9 @@ impl<D: Device> EngineState<D> {
 
     /// Makes an evicted unit present again if tensors still reference its unmodified memory.
     fn restore_evicted(&mut self, id: UnitId) {
-        let unit = &mut self.units[id.index()];
-        if !matches!(unit.presence, Presence::Absent) {
-            return;
+        if self.units[id.index()].restore_evicted() {
+            self.update_idle(id);
         }
-        let usable =
-            |evicted: &EvictedMemory<D>| !evicted.modified && evicted.memory.strong_count() > 0;
-        let index = unit.evicted.iter().rposition(usable);
-        let Some(memory) = index.and_then(|i| unit.evicted.remove(i).memory.upgrade()) else {
-            return;
-        };
-        unit.postponed = unit.reserved.is_some();
-        unit.presence = Presence::Present(memory);
-        self.update_idle(id);
     }
 
     /// Records a visit to a unit.
@@ -561,8 +456,7 @@ impl<D: Device> EngineState<D> {
     /// Adds a unit to the set of idle units if it is idle.
     fn update_idle(&mut self, id: UnitId) {
         let unit = &self.units[id.index()];
-        let present = matches!(unit.presence, Presence::Present(_));
-        if present && unit.users.is_empty() && unit.waiters.is_empty() && !unit.is_kept() {
+        if unit.is_unused() && !unit.is_kept() {
             if self.guesses.open.contains_key(&id) {
                 // It is likely to be used soon.
             } else if self.routed.contains(id) {
@@ -584,12 +478,12 @@ impl<D: Device> EngineState<D> {
         uses.iter().for_each(|&(id, _)| self.restore_evicted(id));
         self.judge_guesses(context, uses, now_ns);
         let units = &self.units;
-        let is_present = |id: UnitId| !matches!(units[id.index()].presence, Presence::Absent);
+        let is_present = |id: UnitId| !units[id.index()].is_absent();
         let number = self.routed.expect(uses, is_present);
         for &(id, _) in uses {
             let unit = &mut self.units[id.index()];
             unit.stats.touched += 1;
-            unit.stats.hits += u64::from(!matches!(unit.presence, Presence::Absent));
+            unit.stats.hits += u64::from(!unit.is_absent());
         }
         self.advance(context, now_ns);
         number
@@ -605,20 +499,21 @@ impl<D: Device> EngineState<D> {
 
     /// Evicts a unit whose bytes were modified, even if it is in use or resident.
     pub(crate) fn discard(&mut self, context: &EngineContext<D>, id: UnitId) {
-        if matches!(self.units[id.index()].presence, Presence::Present(_)) {
+        if self.units[id.index()].is_present() {
             self.evict(id);
             let unit = &mut self.units[id.index()];
             // The unit stays resident only if there is a free slot for it.
-            if unit.resident && unit.referenced_evictions() == 0 {
+            if unit.is_resident() && unit.reserved_slot().is_none() {
                 let slot_len = context.units[id.index()].layout.len;
-                let reserved = unit.reserved.take();
-                unit.reserved = reserved.or_else(|| context.slots.allocate(slot_len).ok());
+                let is_free = unit.referenced_evictions() == 0;
+                match is_free.then(|| context.slots.allocate(slot_len).ok()).flatten() {
+                    Some(slot) => unit.reserve_slot(slot),
+                    None => drop(unit.demote()),
+                }
             }
-            unit.resident &= unit.reserved.is_some();
-            unit.stats.resident = unit.resident;
             self.frontier.retry = true;
         }
-        self.units[id.index()].evicted.iter_mut().for_each(|evicted| evicted.modified = true);
+        self.units[id.index()].set_evicted_modified();
     }
 
     /// Evicts a unit. Its memory is freed when the last lease or tensor in it is dropped.
@@ -632,8 +527,7 @@ impl<D: Device> EngineState<D> {
         self.routed.remove_idle(id);
         self.retreat_to(id);
         let unit = &mut self.units[id.index()];
-        let Presence::Present(memory) = std::mem::take(&mut unit.presence) else { return None };
-        unit.postponed = false;
+        let memory = unit.take_present()?;
         if let Some(trace) = &mut self.trace {
             let now_ns = trace.latest_ns();
             let bytes = unit.stats.slot_bytes as u64;
@@ -643,106 +537,6 @@ impl<D: Device> EngineState<D> {
         if !unit.used_since_load {
             self.counters.wasted_loads += 1;
         }
-        if Arc::strong_count(&memory) > 1 {
-            let memory = Arc::downgrade(&memory);
-            unit.evicted.push(EvictedMemory { memory, modified: false });
-        }
         Some(memory)
-    }
-}
-
-impl<D: Device> UnitState<D> {
-    fn new(stats: UnitStats) -> Self {
-        Self {
-            presence: Presence::Absent,
-            resident: false,
-            reserved: None,
-            postponed: false,
-            compressed: false,
-            image: None,
-            shared_image: false,
-            unchecked_image: false,
-            reserved_image: None,
-            estimate: Estimate::Unknown,
-            users: Vec::new(),
-            waiters: Vec::new(),
-            evicted: Vec::new(),
-            failure: None,
-            used_since_load: false,
-            verified: false,
-            fastest_use_ns: None,
-            stats,
-        }
-    }
-
-    /// Returns whether the unit stays in memory where it is.
-    pub(crate) fn is_kept(&self) -> bool {
-        self.resident && !self.postponed
-    }
-
-    /// Returns whether the unit is resident, and no thread uses or waits for its slot.
-    fn is_evictable(&self) -> bool {
-        let free = match &self.presence {
-            Presence::Present(memory) => Arc::strong_count(memory) == 1,
-            Presence::Absent => self.reserved.is_some(),
-            Presence::Loading => false,
-        };
-        if self.postponed {
-            return self.reserved.is_some();
-        }
-        self.resident && self.users.is_empty() && self.waiters.is_empty() && free
-    }
-
-    /// Sets whether the unit is kept compressed or on the host. Does not change whether it is
-    /// resident.
-    pub(crate) fn set_kept(&mut self, residency: Residency) {
-        (self.stats.compressed, self.stats.on_host) =
-            (residency == Residency::Compressed, residency == Residency::Host);
-        self.compressed = self.stats.compressed || self.stats.on_host;
-    }
-
-    /// Makes a resident unit a streamed one. Returns its reserved slot, if it is not loaded.
-    fn demote(&mut self) -> Option<Slot<D>> {
-        (self.resident, self.stats.resident, self.postponed) = (false, false, false);
-        self.reserved.take()
-    }
-
-    /// Returns the statistics of the unit.
-    pub(crate) fn snapshot(&self) -> UnitStats {
-        let present = matches!(self.presence, Presence::Present(_));
-        let shared_slot = present && self.resident && self.stats.shared;
-        let shared = shared_slot || self.image.is_some() && self.shared_image;
-        UnitStats { present, shared, ..self.stats.clone() }
-    }
-
-    /// Returns the memory that the compressed unit takes, in bytes; `None` if it is not known, or
-    /// if the unit does not shrink.
-    pub(crate) fn image_bytes(&self, prepared: &PreparedUnit) -> Option<usize> {
-        let encoded = match self.estimate {
-            Estimate::Bytes(bytes) => Some(bytes),
-            Estimate::Unknown | Estimate::TooMuch => None,
-        };
-        prepared.image.as_ref().map(|image| image.bytes()).or(encoded)
-    }
-
-    fn needs_verification(&self, verify: Verify) -> bool {
-        match verify {
-            Verify::EveryRead => true,
-            Verify::Once => !self.verified,
-            Verify::Never => false,
-        }
-    }
-
-    /// Returns how many evicted copies of the unit are still referenced by leases or tensors.
-    fn referenced_evictions(&mut self) -> usize {
-        self.evicted.retain(|evicted| evicted.memory.strong_count() > 0);
-        self.evicted.len()
-    }
-
-    /// Returns how many copies of the unit are referenced by tensors alone.
-    fn copies_in_tensors(&mut self) -> usize {
-        let present = self.users.is_empty()
-            && matches!(&self.presence, Presence::Present(memory) if Arc::strong_count(memory) > 1);
-        self.referenced_evictions() + usize::from(present)
     }
 }

@@ -217,7 +217,7 @@ impl<D: Device> EngineInner<D> {
     /// Computes a plan from the measurements, and makes it the pending plan if it is worth
     /// switching to.
     fn propose_plan(&self, state: &mut EngineState<D>) {
-        let residency = state.residency(&self.context);
+        let residency = state.residency();
         let new_limit = state.planning.has_new_limit();
         let (steady, mut unsure) = (state.pass_log.is_steady(), false);
         let plans = self.with_request(state, |request| {
@@ -284,7 +284,7 @@ impl<D: Device> EngineInner<D> {
 
     /// Returns the current plan, with a prediction from all measurements so far.
     pub(super) fn predicted_plan(&self, state: &EngineState<D>) -> Plan {
-        let residency = state.residency(&self.context);
+        let residency = state.residency();
         let predicted = self.with_request(state, |request| predict(&request, &residency));
         predicted
             .unwrap_or_else(|| state.planning.plan.clone())

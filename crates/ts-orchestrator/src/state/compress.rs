@@ -12,7 +12,8 @@ use crate::plan::{Plan, Rates, Residency, UnitDemand};
 use crate::prepared::PreparedUnit;
 use crate::worker::Job;
 
-use super::{EngineCounters, EngineState, Estimate};
+use super::unit_state::Estimate;
+use super::{EngineCounters, EngineState};
 
 impl<D: Device> EngineState<D> {
     /// Encodes a unit if the plan keeps it compressed, or else estimates how much memory it would
@@ -39,10 +40,10 @@ impl<D: Device> EngineState<D> {
             return workers
                 .submit(Job::Estimate { load: load_id, slot, pieces }, !unit.waiters.is_empty());
         }
-        if !unit.compressed || unit.image.is_some() {
+        if !unit.is_on_host() || unit.image().is_some() {
             return self.upload_or_finish(context, load_id, Some(slot), now_ns);
         }
-        let reserved = unit.reserved_image.take();
+        let reserved = unit.take_image_memory();
         let image = reserved
             .or_else(|| context.allocate_image(unit.image_bytes(&context.units[id.index()])));
         let Some(image) = image else {
@@ -122,12 +123,10 @@ impl<D: Device> EngineState<D> {
         let unit = &mut self.units[load.id.expect("only units are encoded").index()];
         match encoded {
             // The image may have been given up meanwhile.
-            Encoded::Kept(image) if unit.compressed && load.error.is_none() => {
-                unit.image = Some(image);
-            }
+            Encoded::Kept(image) if load.error.is_none() => unit.keep_image(image),
             Encoded::TooLong(needed) if load.error.is_none() => {
                 unit.estimate = Estimate::new(needed, slot.len());
-                unit.set_kept(Residency::Streamed);
+                unit.give_up_image();
                 self.planning.is_outdated = true;
             }
             Encoded::Kept(_) | Encoded::TooLong(_) => {}

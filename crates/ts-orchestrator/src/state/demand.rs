@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Loads the units that a call waits for, and evicts other units if memory is short.
 
-use std::sync::Arc;
 use std::thread::ThreadId;
 
 use ts_pool::Buffer;
@@ -9,14 +8,13 @@ use ts_streams::Device;
 
 use crate::context::EngineContext;
 use crate::event::Event;
-use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::slot_pool::{AllocationError, LoadBuffers};
 use crate::unit::UnitId;
 use crate::unit_load::LoadWork;
 
 use super::gathers::GatheredRows;
-use super::{EngineState, Presence, UnitState};
+use super::{EngineState, UnitState};
 
 /// The reason why there is no memory for units that a call waits for.
 #[derive(Debug)]
@@ -117,10 +115,7 @@ impl<D: Device> EngineState<D> {
         let ordered = || self.idle.iter().max_by_key(|&unit| self.passes.next_use(unit));
         let is_unused = |id: &UnitId| {
             let unit = &self.units[id.index()];
-            matches!(unit.presence, Presence::Present(_))
-                && unit.users.is_empty()
-                && unit.waiters.is_empty()
-                && !unit.is_kept()
+            unit.is_unused() && !unit.is_kept()
         };
         let expected = || self.routed.expected().rev().find(is_unused);
         self.routed.victim(needed).or_else(ordered).or_else(expected)
@@ -182,7 +177,7 @@ impl<D: Device> EngineState<D> {
     ) -> Result<Vec<(UnitId, LoadBuffers<D>)>, AllocationError> {
         let mut allocated: Vec<(UnitId, LoadBuffers<D>, bool)> = Vec::with_capacity(ids.len());
         for &id in ids {
-            let reserved = self.units[id.index()].reserved.is_some();
+            let reserved = self.units[id.index()].reserved_slot().is_some();
             let in_ring = self.allocate_postponed(context, id).ok().flatten();
             match in_ring.map_or_else(|| self.allocate(context, id), Ok) {
                 Ok(buffers) => allocated.push((id, buffers, reserved)),
@@ -190,10 +185,8 @@ impl<D: Device> EngineState<D> {
                     for (id, buffers, reserved) in allocated {
                         let unit = &mut self.units[id.index()];
                         let (slot, kept) = buffers.into_slot();
-                        if !std::mem::take(&mut unit.postponed) {
-                            unit.reserved = Some(slot).filter(|_| reserved);
-                        }
-                        unit.reserved_image = kept.or_else(|| unit.reserved_image.take());
+                        unit.abandon_load(Some(slot).filter(|_| reserved));
+                        kept.into_iter().for_each(|memory| unit.reserve_image(memory));
                     }
                     return Err(error);
                 }
@@ -206,20 +199,18 @@ impl<D: Device> EngineState<D> {
     /// frees a compressed unit. Returns whether there was such a unit. Takes the last such unit, so
     /// that free memory stays in one piece.
     fn evict_resident(&mut self, context: &EngineContext<D>, set: &[UnitId]) -> bool {
-        let has_image = |unit: &UnitState<D>| {
-            unit.image.is_some() || (unit.compressed && unit.reserved_image.is_some())
-        };
         if let Some(last) = self.units.iter().rposition(UnitState::is_evictable) {
             if self.units[last].is_kept() {
                 self.evict(UnitId(last as u32));
             }
             drop(self.units[last].demote());
-        } else if let Some(last) =
-            self.units.iter().rposition(has_image).filter(|_| !context.slots.is_staged())
+        } else if let Some(last) = self
+            .units
+            .iter()
+            .rposition(UnitState::occupies_host)
+            .filter(|_| !context.slots.is_staged())
         {
-            let unit = &mut self.units[last];
-            (unit.image, unit.reserved_image) = (None, None);
-            unit.set_kept(Residency::Streamed);
+            drop(self.units[last].take_from_host());
         } else {
             return false;
         }
@@ -230,9 +221,9 @@ impl<D: Device> EngineState<D> {
     /// Notes that a unit is streamed although the plan keeps it, because this set needs the memory.
     fn note_streamed(&mut self, context: &EngineContext<D>, set: &[UnitId]) {
         self.planning.is_outdated = true;
-        let occupies_ring = |unit: &mut UnitState<D>| match unit.presence {
-            Presence::Absent => unit.referenced_evictions() > 0,
-            _ => !unit.is_kept(),
+        let occupies_ring = |unit: &mut UnitState<D>| match unit.is_absent() {
+            true => unit.referenced_evictions() > 0,
+            false => !unit.is_kept(),
         };
         let absent = self.absent(set);
         let sizes = self.units.iter_mut().zip(&context.units).enumerate();
@@ -250,11 +241,7 @@ impl<D: Device> EngineState<D> {
         let mut any = false;
         for index in 0..self.units.len() {
             let unit = &self.units[index];
-            let unreferenced = |memory| Arc::strong_count(memory) == 1;
-            if unit.users.is_empty()
-                && !unit.waiters.is_empty()
-                && matches!(&unit.presence, Presence::Present(memory) if unreferenced(memory))
-            {
+            if unit.users.is_empty() && !unit.waiters.is_empty() && unit.is_unreferenced() {
                 let was_kept = unit.is_kept();
                 self.evict(UnitId(index as u32));
                 if was_kept {
@@ -277,7 +264,7 @@ impl<D: Device> EngineState<D> {
         let is_awaited = |unit: &UnitState<D>| {
             unit.waiters.iter().any(|waiter| !is_waiting(waiter))
                 && unit.users.is_empty()
-                && matches!(unit.presence, Presence::Present(_))
+                && unit.is_present()
         };
         let in_use = |unit: &&UnitState<D>| !unit.is_kept() && !unit.users.is_empty();
         let can_end = |unit: &UnitState<D>| unit.users.iter().any(|user| !is_waiting(user));

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use ts_streams::Device;
 
 use crate::context::EngineContext;
-use crate::plan::Residency;
 use crate::slot_pool::Slot;
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
@@ -45,14 +44,11 @@ impl<D: Device> EngineState<D> {
             let present = in_slot.then(|| self.take_present(id)).flatten();
             let present = present.and_then(Arc::into_inner).and_then(UnitMemory::into_host);
             present.or_else(|| reserved.and_then(Slot::into_host))
-        } else if unit.compressed {
-            let image = unit.image.take().map(|image| image.bytes);
-            image.or_else(|| unit.reserved_image.take().map(ts_pool::Buffer::freeze))
+        } else if unit.is_on_host() {
+            unit.take_from_host()
         } else {
             return 0;
         };
-        let unit = &mut self.units[id.index()];
-        unit.set_kept(Residency::Streamed);
         let given_back = kept.and_then(|buffer| context.slots.give_back(buffer).ok());
         let Some(bytes) = given_back else { return 0 };
         self.planning.set_resized();

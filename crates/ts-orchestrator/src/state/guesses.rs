@@ -10,7 +10,7 @@ use crate::context::EngineContext;
 use crate::unit::UnitId;
 use crate::unit_load::{QueuedRead, split_token};
 
-use super::{EngineState, Presence};
+use super::EngineState;
 
 /// Guessed units are read only if at least this share of recent guesses at the same position of the
 /// list was right. A wrong guess costs as much storage bandwidth as a right one saves time.
@@ -186,7 +186,7 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the load of a guessed unit, if the unit is being loaded.
     fn guessed_load(&self, id: UnitId) -> Option<u32> {
-        let is_loading = matches!(self.units[id.index()].presence, Presence::Loading);
+        let is_loading = self.units[id.index()].is_loading();
         is_loading.then(|| self.loads.guessed(id)).flatten()
     }
 

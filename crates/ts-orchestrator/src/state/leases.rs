@@ -10,7 +10,7 @@ use crate::trace::{TraceEvent, TraceKind};
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
 
-use super::{EngineState, Presence, UnitState};
+use super::EngineState;
 
 /// So many passes with the current plan are measured use by use, before all units are leased at
 /// once.
@@ -33,10 +33,10 @@ impl<D: Device> EngineState<D> {
     pub(crate) fn take_one(&mut self, id: UnitId) -> Option<Arc<UnitMemory<D>>> {
         self.restore_evicted(id);
         let unit = &mut self.units[id.index()];
-        let Presence::Present(memory) = &unit.presence else { return None };
+        let memory = Arc::clone(unit.memory()?);
         unit.users.push(std::thread::current().id());
         unit.used_since_load = true;
-        Some(Arc::clone(memory))
+        Some(memory)
     }
 
     /// Marks all units as used by this thread, if all are to stay in memory and are there. Returns
@@ -56,7 +56,7 @@ impl<D: Device> EngineState<D> {
             let unit = &self.units[id.index()];
             unit.is_kept()
                 && unit.stats.uses >= MEASURED_USES
-                && matches!(&unit.presence, Presence::Present(memory) if !memory.is_sealed())
+                && unit.memory().is_some_and(|memory| !memory.is_sealed())
         };
         if !ids().all(stays) {
             return None;
@@ -94,15 +94,5 @@ impl<D: Device> EngineState<D> {
         if self.idle.contains(id) && self.passes.next_use(id) >= self.horizon() {
             self.evict(id);
         }
-    }
-}
-
-impl<D: Device> UnitState<D> {
-    pub(super) fn count_use(&mut self, used_ns: u64) {
-        if self.stats.uses > 0 {
-            self.fastest_use_ns = Some(self.fastest_use_ns.map_or(used_ns, |ns| ns.min(used_ns)));
-        }
-        self.stats.uses += 1;
-        self.stats.use_ns += used_ns;
     }
 }

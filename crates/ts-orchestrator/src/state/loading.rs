@@ -19,7 +19,6 @@ use crate::image::ImageLayout;
 use crate::joint::{JointRead, PartRead};
 use crate::kept_image::KeptImage;
 use crate::layout::{ReadKind, SlotRead};
-use crate::plan::Residency;
 use crate::prepared::PreparedUnit;
 use crate::sharing::Pages;
 use crate::slot_pool::{LoadBuffers, Slot};
@@ -31,7 +30,8 @@ use crate::upload::Upload;
 use crate::worker::{Job, Stored, UnitCheck};
 
 use super::reads::{NextRead, Target};
-use super::{EngineState, Estimate, Presence, UnitState};
+use super::unit_state::Estimate;
+use super::{EngineState, UnitState};
 
 /// The least copy to a device whose rate says something, in bytes.
 const MEASURED_COPY_BYTES: u64 = 1 << 20;
@@ -52,20 +52,20 @@ impl<D: Device> EngineState<D> {
         let load_id = self.loads.next_id();
         let prepared = &context.units[id.index()];
         let unit = &mut self.units[id.index()];
-        let image = match (&unit.image, &prepared.image) {
+        let image = match (unit.image(), &prepared.image) {
             (_, Some(layout)) if layout.is_slot => Image::None,
             (Some(image), _) => Image::Filled(image.clone()),
-            (None, Some(layout)) if unit.compressed => {
-                let memory = unit.reserved_image.take();
+            (None, Some(layout)) if unit.is_on_host() => {
+                let memory = unit.take_image_memory();
                 let memory = memory.or_else(|| context.allocate_image(Some(layout.len)));
                 memory.map_or(Image::None, |memory| unit.empty_image(context, id, memory, layout))
             }
             _ => Image::None,
         };
-        unit.presence = Presence::Loading;
+        unit.begin_load();
         let mut buffers = buffers;
         if let (Some(sharing), HostBytes::Empty(host)) =
-            (context.sharing.as_ref().filter(|_| unit.resident), &mut buffers.host)
+            (context.sharing.as_ref().filter(|_| unit.is_resident()), &mut buffers.host)
         {
             buffers.pages = sharing.begin(sharing.unit(id), host);
         }
@@ -153,7 +153,8 @@ impl<D: Device> EngineState<D> {
             let QueuedDecode { token, image, stored, kind, target } = decode;
             // Whoever read the image has verified it, except if that was another process.
             let unit = self.loads.unit(split_token(token).0);
-            let verify = verifies && unit.is_some_and(|id| self.units[id.index()].unchecked_image);
+            let verify =
+                verifies && unit.is_some_and(|id| self.units[id.index()].has_unchecked_image());
             let (from, verify, kept) = (Stored::Image(image), verify, None);
             let job = Job::FillPart { token, from, stored, kind, verify, target, kept };
             self.fills.begin();
@@ -429,9 +430,7 @@ impl<D: Device> EngineState<D> {
         if let (PanickedJob::Slot(_) | PanickedJob::Encode(_), Some(id)) = (job, load.id) {
             let unit = &mut self.units[id.index()];
             unit.estimate = Estimate::TooMuch;
-            if unit.image.is_none() {
-                unit.set_kept(Residency::Streamed);
-            }
+            unit.give_up_image();
         }
         let unit = load.name();
         load.error.get_or_insert(Error::System(format!(
@@ -621,20 +620,25 @@ impl<D: Device> EngineState<D> {
             return;
         };
         let unit = &mut self.units[id.index()];
-        // The unit may have been evicted from memory for good meanwhile.
-        let image = load.image.take().filter(|_| unit.compressed);
-        let kept = load.kept.take().filter(|_| unit.compressed);
-        if load.error.is_some() || load.cancelled {
-            unit.reserved_image = image.or_else(|| unit.reserved_image.take());
-            // It was decoded and verified, and only the upload failed.
-            unit.image = unit.image.take().or(kept);
-        } else if kept.is_some() {
-            unit.image = kept;
-        } else if let (Some(mut image), Some(layout)) = (image, &load.prepared.image) {
-            if let (Some(pages), Some(sharing)) = (load.image_pages.take(), &context.sharing) {
-                unit.shared_image = sharing.end(sharing.image(id), pages, &mut image);
+        let (image, kept) = (load.image.take(), load.kept.take());
+        match (kept, image, &load.prepared.image) {
+            // It was decoded and verified, even if the upload failed.
+            (Some(kept), ..) => unit.keep_image(kept),
+            (None, Some(memory), _) if load.error.is_some() || load.cancelled => {
+                unit.reserve_image(memory);
             }
-            unit.image = Some(KeptImage::new(image.freeze(), Arc::clone(layout)));
+            // The home of the unit may have changed meanwhile.
+            (None, Some(mut image), Some(layout)) if unit.is_on_host() => {
+                let pages = load.image_pages.take().zip(context.sharing.as_ref());
+                let shared = pages.is_some_and(|(pages, sharing)| {
+                    sharing.end(sharing.image(id), pages, &mut image)
+                });
+                unit.keep_image(KeptImage::new(image.freeze(), Arc::clone(layout)));
+                if shared {
+                    unit.set_shared_image(false);
+                }
+            }
+            _ => {}
         }
         let read_bytes: u64 = load.read_bytes.iter().map(|&(_, bytes)| bytes).sum();
         unit.stats.read_bytes += read_bytes;
@@ -642,8 +646,7 @@ impl<D: Device> EngineState<D> {
             self.routed.stats.guessed_bytes += read_bytes;
         }
         if load.cancelled {
-            unit.presence = Presence::Absent;
-            unit.return_slot(slot);
+            unit.abandon_load(slot);
             self.reset_frontier();
             return;
         }
@@ -653,27 +656,23 @@ impl<D: Device> EngineState<D> {
             if let (Pages::Taken, Some(sharing)) = (&load.pages, &context.sharing) {
                 sharing.remove(sharing.unit(id));
             }
-            if let (true, Some(sharing)) = (unit.unchecked_image, &context.sharing) {
+            if let (true, Some(sharing)) = (unit.has_unchecked_image(), &context.sharing) {
                 sharing.remove(sharing.image(id));
-                (unit.image, unit.unchecked_image) = (None, false);
+                unit.drop_image();
             }
-            unit.presence = Presence::Absent;
             // If only a guess failed, the unit is read again when it is needed.
             unit.failure = Some(error).filter(|_| !load.guessed || !unit.waiters.is_empty());
-            unit.return_slot(slot);
+            unit.abandon_load(slot);
             self.reset_frontier();
             return;
         }
-        unit.unchecked_image = false;
+        unit.set_image_checked();
         let mut slot = slot.expect("a load without an error still has its slot");
         if let (Slot::Host(buffer), Some(sharing)) = (&mut slot, &context.sharing) {
             unit.stats.shared = sharing.end(sharing.unit(id), load.pages, buffer);
         }
-        let resident =
-            self.planning.plan.residency[id.index()] == Residency::Resident && !unit.postponed;
-        let memory = context.slots.loaded(slot, resident, context.events.clone());
-        unit.presence = Presence::Present(Arc::new(memory));
-        (unit.used_since_load, unit.verified) = (false, context.verify != Verify::Never);
+        let memory = context.slots.loaded(slot, unit.is_kept(), context.events.clone());
+        unit.end_load(Arc::new(memory), context.verify != Verify::Never);
         // Their units may be complete now. If not, they find out again that memory is short.
         for waiter in &unit.waiters {
             self.waiters.for_memory.remove(waiter);
@@ -683,13 +682,6 @@ impl<D: Device> EngineState<D> {
 }
 
 impl<D: Device> UnitState<D> {
-    /// Takes back the slot of a load that did not succeed, if it is the reserved one.
-    fn return_slot(&mut self, slot: Option<Slot<D>>) {
-        if !std::mem::take(&mut self.postponed) {
-            self.reserved = slot.filter(|_| self.resident);
-        }
-    }
-
     /// Returns the bytes of a unit that is kept on the host as it is in its slot, or memory for
     /// them. If `on_device`, also returns those of an encoded unit that the device can decode.
     /// Returns `None` if the unit is not kept, or not so.
@@ -699,7 +691,7 @@ impl<D: Device> UnitState<D> {
         prepared: &PreparedUnit,
         on_device: bool,
     ) -> Option<HostBytes> {
-        if let Some(KeptImage { bytes, decodable: Some(decodable), .. }) = &self.image
+        if let Some(KeptImage { bytes, decodable: Some(decodable), .. }) = self.image()
             && on_device
         {
             return Some(HostBytes::Encoded(bytes.clone(), decodable.clone()));
@@ -708,12 +700,12 @@ impl<D: Device> UnitState<D> {
             return Some(HostBytes::Stored(reads));
         }
         let layout = prepared.image.as_ref().filter(|image| image.is_slot)?;
-        if let Some(image) = &self.image {
+        if let Some(image) = self.image() {
             return Some(HostBytes::Kept(image.bytes.clone()));
         }
-        let reserved = self.reserved_image.take().filter(|_| self.compressed);
+        let reserved = self.take_image_memory();
         let mut memory = reserved
-            .or_else(|| context.allocate_image(Some(layout.len).filter(|_| self.compressed)))?;
+            .or_else(|| context.allocate_image(Some(layout.len).filter(|_| self.is_on_host())))?;
         drop(memory.split_off(layout.len)); // what rounding has added
         Some(HostBytes::EmptyToKeep(memory))
     }
@@ -727,7 +719,7 @@ impl<D: Device> UnitState<D> {
     ) -> Option<Vec<StoredRead>> {
         context.gpu_reads?;
         let verifies = !prepared.checks.is_empty() && self.needs_verification(context.verify);
-        if self.compressed || self.image.is_some() || verifies {
+        if self.is_on_host() || verifies {
             return None;
         }
         let is_direct = |read: &SlotRead| {
@@ -765,8 +757,8 @@ impl<D: Device> UnitState<D> {
         };
         if matches!(pages, Pages::Taken) {
             let image = KeptImage::new(memory.freeze(), layout);
-            (self.image, self.shared_image) = (Some(image.clone()), true);
-            self.unchecked_image = true;
+            self.keep_image(image.clone());
+            self.set_shared_image(true);
             return Image::Filled(image);
         }
         Image::Empty(memory, layout, pages)

@@ -11,7 +11,7 @@ use crate::joint;
 use crate::slot_pool::{AllocationError, LoadBuffers, Slot};
 use crate::unit::UnitId;
 
-use super::{EngineState, Presence};
+use super::EngineState;
 
 /// An ordered unit that is expected within this number of visits may evict a routed unit. Earlier
 /// prefetching would save nothing, and the next pass could need the routed unit again.
@@ -110,7 +110,7 @@ impl<D: Device> EngineState<D> {
         {
             self.restore_evicted(id);
             let unit = &self.units[id.index()];
-            if matches!(unit.presence, Presence::Absent) && unit.failure.is_none() {
+            if unit.is_absent() && unit.failure.is_none() {
                 let buffers = match self.allocate_ahead(context, id, distance) {
                     Ok(buffers) => buffers,
                     Err(AllocationError::SlotsFull) => {
@@ -217,15 +217,14 @@ impl<D: Device> EngineState<D> {
         let has_no_pages = |slot: &Slot<D>| matches!(slot, Slot::Host(own) if !own.is_populated());
         // A unit that needs most of the ring would stop the prefetching of others.
         if !self.postpones
-            || !unit.resident
             || 2 * slot_bytes > self.planning.plan.ring_bytes
-            || !unit.reserved.as_ref().is_some_and(has_no_pages)
+            || !unit.reserved_slot().is_some_and(has_no_pages)
         {
             return Ok(None);
         }
         let len = context.units[id.index()].layout.len;
         let buffers = context.slots.allocate_for_load(len, &mut None, &mut None)?;
-        self.units[id.index()].postponed = true;
+        self.units[id.index()].postpone();
         Ok(Some(buffers))
     }
 
@@ -239,10 +238,11 @@ impl<D: Device> EngineState<D> {
         let on_device = self.decodes_on_device(context);
         let unit = &mut self.units[id.index()];
         let mut host = unit.take_host_bytes(context, prepared, on_device);
-        let buffers =
-            context.slots.allocate_for_load(prepared.layout.len, &mut unit.reserved, &mut host);
+        let mut slot = unit.take_slot();
+        let buffers = context.slots.allocate_for_load(prepared.layout.len, &mut slot, &mut host);
+        slot.into_iter().for_each(|slot| unit.reserve_slot(slot));
         if let Some(HostBytes::EmptyToKeep(memory)) = host {
-            unit.reserved_image = Some(memory);
+            unit.reserve_image(memory);
         }
         buffers
     }
