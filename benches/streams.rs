@@ -87,6 +87,7 @@ fn operations(c: &mut Criterion) {
         AllocationStrategy::RoundRobin,
         AllocationStrategy::LoadBalanced,
         AllocationStrategy::Workload,
+        AllocationStrategy::Learned,
     ] {
         let pool = StreamPool::new(device.clone(), 8, strategy).unwrap();
         group.bench_function(
@@ -101,5 +102,40 @@ fn operations(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(streams, start_latency, operations);
+/// Measures how long pieces of work of very different lengths take on four streams, by the strategy
+/// that chooses the streams. All are submitted at once, so a strategy must know what it has queued.
+fn uneven_work(c: &mut Criterion) {
+    /// The lengths of the pieces, in bytes. A byte takes a nanosecond.
+    const LENGTHS: [u64; 8] =
+        [4_000_000, 200_000, 200_000, 200_000, 100_000, 2_000_000, 200_000, 100_000];
+    const ROUNDS: usize = 8;
+    let all_ns = LENGTHS.iter().sum::<u64>() * ROUNDS as u64;
+    let name = format!("uneven work of {} ms on four streams", all_ns / 4 / 1_000_000);
+    let mut group = c.benchmark_group(name);
+    group.sample_size(20);
+    for strategy in [
+        AllocationStrategy::RoundRobin,
+        AllocationStrategy::LoadBalanced,
+        AllocationStrategy::Workload,
+        AllocationStrategy::Learned,
+    ] {
+        let device = CpuDevice::with_threads(4).unwrap();
+        let pool =
+            StreamPool::with_priorities(device.clone(), &[StreamPriority::Normal; 4], strategy);
+        let pool = pool.unwrap();
+        group.bench_function(format!("{strategy:?}"), |b| {
+            b.iter(|| {
+                for bytes in std::iter::repeat_n(LENGTHS, ROUNDS).flatten() {
+                    let work = move || std::thread::sleep(Duration::from_nanos(bytes));
+                    let stream = pool.stream_for_work(WorkloadType::Memory, bytes);
+                    stream.launch_host_fn(HostFn::new(work)).unwrap();
+                }
+                device.synchronize().unwrap();
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(streams, start_latency, operations, uneven_work);
 criterion_main!(streams);

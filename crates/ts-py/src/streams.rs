@@ -3,6 +3,7 @@
 
 mod coordinator;
 mod device;
+mod energy;
 mod memory;
 mod operand;
 mod pool;
@@ -27,6 +28,7 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<coordinator::PyExecution>()?;
     m.add_class::<profiler::PyProfiler>()?;
     m.add_class::<profiler::PyScope>()?;
+    m.add_class::<energy::PyEnergyMeter>()?;
     m.add_class::<operand::PyDeviceBuffer>()?;
     m.add_class::<memory::PyPinnedMemoryPool>()?;
     m.add_class::<memory::PyGpuMemoryPool>()?;

@@ -81,6 +81,23 @@ def test_saved_tensors_load_bit_for_bit(tmp_path: Path, suffix: str) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_metadata_is_text_or_json(tmp_path: Path, suffix: str) -> None:
+    path, tensors = tmp_path / f"all.{suffix}", {"a": torch.zeros(2)}
+    given = {"epoch": 3, "text": "3", "shape": [1, None], "é": {"ratio": 0.5, "on": True}}
+    ts.save_file(tensors, path, given)
+    kept = ts.safe_open(path).metadata()
+    assert kept is not None and kept["text"] == kept["epoch"] == "3"
+    assert {key: json.loads(kept[key]) for key in given if key != "text"} == {
+        key: value for key, value in given.items() if key != "text"
+    }
+    before = path.read_bytes()
+    for wrong in ({"a": object()}, {"a": float("nan")}, {1: "a"}, {"a": torch.zeros(1)}):
+        with pytest.raises(ts.ConfigurationError, match="cannot write metadata"):
+            ts.save_file(tensors, path, wrong)  # type: ignore[arg-type]
+    assert path.read_bytes() == before
+
+
 @pytest.mark.parametrize("codec", ["auto", "split", "zstd", "lz4", "zlib"])
 def test_compressed_tensors_load_bit_for_bit(minilm: Path, tmp_path: Path, codec: Codec) -> None:
     path = tmp_path / "all.ts"

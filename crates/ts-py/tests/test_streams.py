@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tensorstream.streams import (
     AllocationStrategy,
     CudaStream,
     Device,
+    EnergyMeter,
     Event,
     GpuMemoryPool,
     MultiStreamCoordinator,
@@ -216,6 +218,29 @@ def test_a_profiler_reports_each_stream() -> None:
     rows = {row["name"]: row for row in report["all"]}
     assert rows.keys() == {"layer", "transfer"} and rows["transfer"]["bytes"] == 16
     assert "layer" in profiler.table() and "traceEvents" in profiler.chrome_trace()
+
+
+def test_a_learned_pool_knows_how_long_work_is() -> None:
+    pool = StreamPool(2, AllocationStrategy.LEARNED, device="cpu")
+    assert pool.strategy == "learned" and pool.expected_time(WorkloadType.MEMORY) is None
+    stream = pool.get_stream_for_workload(WorkloadType.MEMORY, 1 << 20)
+    for nbytes in (1 << 10, 1 << 20):
+        pool.record_workload_completion(stream, "memory", 1e-5 + nbytes * 1e-9, nbytes)
+    assert pool.expected_time("memory", 1 << 30) == pytest.approx(1.07, rel=0.02)
+
+
+def test_energy_is_read_from_the_counters(tmp_path: Path) -> None:
+    with pytest.raises(ts.DeviceUnavailableError, match="no energy counters"):
+        EnergyMeter(tmp_path)
+    for entry, name in (("intel-rapl:0", "package-0"), ("intel-rapl:0:0", "core")):
+        counter = tmp_path / entry
+        counter.mkdir()
+        (counter / "name").write_text(name + "\n")
+        (counter / "max_energy_range_uj").write_text("262143328850\n")
+        (counter / "energy_uj").write_text("1000000\n")
+    meter = EnergyMeter(tmp_path)
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("3500000\n")
+    assert meter.read() == {"package-0": 2.5, "package-0/core": 0.0, "total": 2.5}
 
 
 def test_pools_count_their_memory() -> None:

@@ -64,6 +64,7 @@ mod coordinator;
 mod cpu;
 mod detect;
 mod device;
+mod energy;
 mod error;
 mod gpu;
 mod graph;
@@ -102,6 +103,7 @@ pub use detect::GpuError;
 pub use device::{
     Device, DeviceInfo, Event, HostFn, MemoryLocation, RawMemory, Registration, Status, Stream,
 };
+pub use energy::{Energy, EnergyDomain, EnergyMeter};
 pub use error::{Error, ErrorKind};
 pub use gpu::GpuStatus;
 pub use graph::{TaskGraph, TaskId};

@@ -1,13 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A pool of reusable streams.
 
+mod elastic;
+mod optimize;
+mod pooled_stream;
+mod time_model;
+
 use std::ops::RangeInclusive;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::workload::WorkloadType;
 use crate::{Device, DeviceKind, Error, Status, Stream, StreamId, StreamMetrics, StreamPriority};
+
+use elastic::Elastic;
+pub use optimize::StrategyChange;
+use pooled_stream::{Average, Observation, PooledStream, busy_ns};
+use time_model::TimeModel;
 
 /// The strategy by which a [`StreamPool`] chooses a stream. Among equal streams, the pool takes
 /// turns, so independent work gets different streams.
@@ -31,6 +41,16 @@ pub enum AllocationStrategy {
     /// take half as long as one of `Compute` or `Mixed` work, and 50 times as long as one of
     /// `Coordination`.
     Workload,
+    /// Chooses the stream that is expected to finish first, by a model that is trained while the
+    /// pool is used, and that knows the length of the work: see
+    /// [`stream_for_work`](StreamPool::stream_for_work). If there are several, chooses the one
+    /// whose priority is nearest to [that](WorkloadType::priority) of the workload.
+    ///
+    /// The model of a workload is linear: a time for each piece of work, and a time for each byte.
+    /// Both are the weighted least squares of the relative errors of what ran on the streams, in
+    /// which older work counts less. Before the first training, times are those of
+    /// [`Workload`](Self::Workload).
+    Learned,
 }
 
 /// A pool of streams of one device.
@@ -43,9 +63,12 @@ pub enum AllocationStrategy {
 /// was chosen last. Work does not count if the stream was then still busy with another workload,
 /// because its time cannot be told apart. [`record_completion`](Self::record_completion) adds times
 /// that the caller measured. The average times serve [`AllocationStrategy::Workload`] and
-/// [`optimize`](Self::optimize). The pool uses only averages of these times. It has no trained
-/// model, and does not measure energy. The only property of the device that it uses is the range of
-/// priorities.
+/// [`optimize`](Self::optimize).
+///
+/// With [`AllocationStrategy::Learned`], the pool also trains a model, with the work of a stream
+/// between two times when it is idle. Accelerators do not report when their work ends, so there the
+/// model learns only from [`record_work`](Self::record_work). The only property of the device that
+/// the pool uses is the range of priorities.
 ///
 /// # Examples
 /// ```
@@ -79,59 +102,9 @@ pub struct StreamPool<D: Device> {
     /// The priority level for each workload.
     levels: [i32; 4],
     times: [Average; 4],
+    models: [TimeModel; 4],
     /// If the pool chooses its number of streams.
     elastic: Option<Elastic>,
-}
-
-/// The state of a pool that chooses its number of streams.
-#[derive(Debug)]
-struct Elastic {
-    bounds: RangeInclusive<usize>,
-    choices: AtomicUsize,
-    /// Whether a thread is changing the number.
-    resizing: AtomicBool,
-}
-
-#[derive(Debug)]
-struct PooledStream<S> {
-    stream: S,
-    level: i32,
-    /// Whether the pool returns this stream to callers.
-    active: AtomicBool,
-    times: [Average; 4],
-    /// The workload of what runs on the stream, or [`UNKNOWN`].
-    workload: AtomicU8,
-    /// How much completed work was counted, and how long it took.
-    seen_work: AtomicU64,
-    seen_ns: AtomicU64,
-}
-
-/// No workload, or several at once.
-const UNKNOWN: u8 = u8::MAX;
-
-#[derive(Debug, Default)]
-struct Average {
-    count: AtomicU64,
-    total_ns: AtomicU64,
-    /// The average, which is read more often than it changes.
-    mean_ns: AtomicU64,
-}
-
-impl Average {
-    fn add(&self, count: u64, total_ns: u64) {
-        let total_ns = self.total_ns.fetch_add(total_ns, Ordering::Relaxed) + total_ns;
-        let count = self.count.fetch_add(count, Ordering::Relaxed) + count;
-        self.mean_ns.store((total_ns / count.max(1)).max(1), Ordering::Relaxed);
-    }
-
-    fn count(&self) -> u64 {
-        self.count.load(Ordering::Relaxed)
-    }
-
-    /// Returns the average, at least 1 ns.
-    fn ns(&self) -> Option<u64> {
-        Some(self.mean_ns.load(Ordering::Relaxed)).filter(|&ns| ns > 0)
-    }
 }
 
 /// A stream of a pool, and what runs on it.
@@ -151,17 +124,6 @@ pub struct PooledStreamStats {
     pub metrics: StreamMetrics,
 }
 
-/// A change of strategy by [`StreamPool::optimize`].
-#[derive(Debug, Clone, PartialEq)]
-pub struct StrategyChange {
-    /// The previous strategy.
-    pub from: AllocationStrategy,
-    /// The new strategy.
-    pub to: AllocationStrategy,
-    /// The measurement that caused the change, as a sentence.
-    pub evidence: String,
-}
-
 impl<D: Device> StreamPool<D> {
     /// Maximum number of streams in a pool.
     pub const MAX_STREAMS: usize = 256;
@@ -169,10 +131,6 @@ impl<D: Device> StreamPool<D> {
     /// on a stream and for the outstanding operations of a stream.
     pub const MIN_SAMPLES: u64 = 16;
 
-    /// The outstanding operations of a chosen stream that make an elastic pool grow.
-    const DEEP: u64 = 2;
-    /// An elastic pool looks at its number of streams once in this many choices.
-    const CHOICES: usize = 8;
     /// The priorities of the streams of [`new`](Self::new), in turn.
     const PRIORITIES: [StreamPriority; 4] =
         [StreamPriority::Normal, StreamPriority::Low, StreamPriority::High, StreamPriority::Normal];
@@ -222,8 +180,7 @@ impl<D: Device> StreamPool<D> {
         let least = (*bounds.start()).clamp(1, Self::MAX_STREAMS);
         let bounds = least..=(*bounds.end()).clamp(least, Self::MAX_STREAMS);
         let mut this = Self::create(device, &Self::PRIORITIES, least, strategy)?;
-        let (choices, resizing) = (AtomicUsize::new(0), AtomicBool::new(false));
-        this.elastic = Some(Elastic { bounds, choices, resizing });
+        this.elastic = Some(Elastic::new(bounds));
         Ok(this)
     }
 
@@ -243,6 +200,7 @@ impl<D: Device> StreamPool<D> {
             strategy: AtomicU8::new(strategy as u8),
             levels: WorkloadType::ALL.map(|workload| range.level(workload.priority())),
             times: Default::default(),
+            models: Default::default(),
             elastic: None,
         };
         this.resize(count)?;
@@ -276,8 +234,8 @@ impl<D: Device> StreamPool<D> {
 
     /// Returns the current strategy.
     pub fn strategy(&self) -> AllocationStrategy {
-        use AllocationStrategy::{LoadBalanced, Priority, RoundRobin, Workload};
-        [RoundRobin, LoadBalanced, Priority, Workload]
+        use AllocationStrategy::{Learned, LoadBalanced, Priority, RoundRobin, Workload};
+        [RoundRobin, LoadBalanced, Priority, Workload, Learned]
             [usize::from(self.strategy.load(Ordering::Relaxed))]
     }
 
@@ -314,13 +272,27 @@ impl<D: Device> StreamPool<D> {
     /// Returns a stream for the given kind of work, chosen by the current strategy. Does not block,
     /// except when a pool [with bounds](Self::with_bounds) adds a stream.
     pub fn stream_for_workload(&self, workload: WorkloadType) -> &D::Stream {
+        self.stream_for_work(workload, 0)
+    }
+
+    /// Returns a stream for a piece of work, chosen by the current strategy. Does not block, except
+    /// when a pool [with bounds](Self::with_bounds) adds a stream.
+    ///
+    /// `bytes` is how much data the work handles: for a copy, its length. Only
+    /// [`AllocationStrategy::Learned`] uses it. That strategy takes everything that is submitted
+    /// to the stream until the next choice for one piece of work.
+    pub fn stream_for_work(&self, workload: WorkloadType, bytes: u64) -> &D::Stream {
         let mut pooled = self.choose(workload);
         if let Some(elastic) = &self.elastic
-            && self.follow_load(elastic, outstanding(pooled), workload)
+            && self.follow_load(elastic, pooled.outstanding(), workload)
         {
             pooled = self.choose(workload);
         }
         self.observe(pooled);
+        if self.strategy() == AllocationStrategy::Learned {
+            self.train(pooled);
+            pooled.expect(bytes, self.expected_ns(workload, bytes));
+        }
         pooled.take_for(workload);
         &pooled.stream
     }
@@ -328,12 +300,14 @@ impl<D: Device> StreamPool<D> {
     fn choose(&self, workload: WorkloadType) -> &PooledStream<D::Stream> {
         match self.strategy() {
             AllocationStrategy::RoundRobin => self.least(|()| true, |_| ()),
-            AllocationStrategy::LoadBalanced => self.least(|&load| load == 0, outstanding),
+            AllocationStrategy::LoadBalanced => {
+                self.least(|&load| load == 0, PooledStream::outstanding)
+            }
             AllocationStrategy::Priority => {
                 let wanted = self.levels[workload as usize];
                 self.least(
                     |&key| key == (0, 0),
-                    |pooled| (pooled.distance(wanted), outstanding(pooled)),
+                    |pooled| (pooled.distance(wanted), pooled.outstanding()),
                 )
             }
             AllocationStrategy::Workload => {
@@ -343,12 +317,20 @@ impl<D: Device> StreamPool<D> {
                     |&(ns, distance)| ns <= most_ns && distance == 0,
                     |pooled| {
                         let new_ns = pooled.times[workload as usize].ns().unwrap_or(usual_ns);
-                        let queued_ns = match outstanding(pooled) {
+                        let queued_ns = match pooled.outstanding() {
                             0 => 0,
                             count => count.saturating_mul(self.queued_each_ns(pooled, new_ns)),
                         };
                         (queued_ns.saturating_add(new_ns), pooled.distance(wanted))
                     },
+                )
+            }
+            // The new work takes as long on each stream, so what is left there decides.
+            AllocationStrategy::Learned => {
+                let wanted = self.levels[workload as usize];
+                self.least(
+                    |&key| key == (0, 0),
+                    |pooled| (pooled.remaining_ns(), pooled.distance(wanted)),
                 )
             }
         }
@@ -403,10 +385,29 @@ impl<D: Device> StreamPool<D> {
         })
     }
 
+    /// Returns how long a piece of work is expected to take, by the model if it is trained.
+    fn expected_ns(&self, workload: WorkloadType, bytes: u64) -> u64 {
+        let predicted = self.models[workload as usize].predict_ns(bytes);
+        predicted.unwrap_or_else(|| self.usual_ns(workload))
+    }
+
+    /// Trains the models with what a stream has done since it was last idle, if it is idle now.
+    fn train(&self, pooled: &PooledStream<D::Stream>) {
+        let observed = pooled.end_batch().filter(|_| !self.is_accelerator());
+        if let Some(Observation { workload, pieces, bytes, took_ns }) = observed {
+            self.models[workload as usize].train(pieces, bytes, took_ns);
+        }
+    }
+
+    /// Returns whether the time when work ends is known only if its stream has other work.
+    fn is_accelerator(&self) -> bool {
+        matches!(self.device.info().kind, DeviceKind::Cuda | DeviceKind::Runtime)
+    }
+
     /// Counts the work of a stream that was completed since the last call.
     fn observe(&self, pooled: &PooledStream<D::Stream>) {
         let metrics = pooled.stream.metrics();
-        let StreamMetrics { completed_work, busy, .. } = metrics;
+        let StreamMetrics { completed_work, .. } = metrics;
         let seen = pooled.seen_work.load(Ordering::Relaxed);
         if completed_work <= seen {
             return;
@@ -420,64 +421,15 @@ impl<D: Device> StreamPool<D> {
         if exchanged.is_err() {
             return; // another thread counts it
         }
-        let busy_ns = u64::try_from(busy.as_nanos()).unwrap_or(u64::MAX);
+        let busy_ns = busy_ns(&metrics);
         let took_ns = busy_ns.saturating_sub(pooled.seen_ns.swap(busy_ns, Ordering::Relaxed));
-        // When an accelerator has ended its work is known only if it still has other work.
-        let is_accelerator =
-            matches!(self.device.info().kind, DeviceKind::Cuda | DeviceKind::Runtime);
-        if is_accelerator && metrics.outstanding() == 0 {
+        if metrics.outstanding() == 0 && self.is_accelerator() {
             return;
         }
         if let Some(workload) = pooled.workload() {
             let count = completed_work - seen;
             pooled.times[workload as usize].add(count, took_ns);
             self.times[workload as usize].add(count, took_ns);
-        }
-    }
-
-    /// Changes the number of streams by one if the queued work asks for it. `load` is that of the
-    /// stream that was chosen. Returns whether the number has changed.
-    fn follow_load(
-        &self,
-        Elastic { bounds, choices, resizing }: &Elastic,
-        load: u64,
-        workload: WorkloadType,
-    ) -> bool {
-        let turn = choices.fetch_add(1, Ordering::Relaxed) + 1;
-        if !turn.is_multiple_of(Self::CHOICES) || resizing.swap(true, Ordering::Acquire) {
-            return false;
-        }
-        let active: Vec<_> = self.active().collect();
-        let idle: Vec<_> = active.iter().filter(|pooled| outstanding(pooled) == 0).collect();
-        let has_changed = if load >= Self::DEEP && active.len() < *bounds.end() {
-            self.grow(*bounds.end(), workload)
-        } else if 2 * idle.len() > active.len() && active.len() > *bounds.start() {
-            idle.last().is_some_and(|last| last.active.swap(false, Ordering::Release))
-        } else {
-            false
-        };
-        resizing.store(false, Ordering::Release);
-        has_changed
-    }
-
-    /// Makes one more stream active. Returns whether there is one.
-    fn grow(&self, most: usize, workload: WorkloadType) -> bool {
-        let priority = match self.strategy() {
-            AllocationStrategy::Priority | AllocationStrategy::Workload => workload.priority(),
-            _ => self.next_priority(),
-        };
-        let level = self.device.info().priorities.level(priority);
-        let inactive = || self.created().filter(|pooled| !pooled.active.load(Ordering::Relaxed));
-        let fitting = inactive().find(|pooled| pooled.stream.level() == level);
-        let again = match fitting {
-            None if self.created.load(Ordering::Acquire) < most => None,
-            None => inactive().next(),
-            fitting => fitting,
-        };
-        match again {
-            Some(pooled) => !pooled.active.swap(true, Ordering::Release),
-            // The pool also works without another stream.
-            None => self.add_stream(priority).is_ok(),
         }
     }
 
@@ -504,7 +456,7 @@ impl<D: Device> StreamPool<D> {
             }
         }
         let nearest = self
-            .least(|&key| key == (0, 0), |pooled| (pooled.distance(level), outstanding(pooled)));
+            .least(|&key| key == (0, 0), |pooled| (pooled.distance(level), pooled.outstanding()));
         Ok(&nearest.stream)
     }
 
@@ -555,6 +507,22 @@ impl<D: Device> StreamPool<D> {
         }
     }
 
+    /// Trains the model of a workload with a piece of work that the caller measured, of `bytes`
+    /// bytes: see [`stream_for_work`](Self::stream_for_work).
+    pub fn record_work(&self, workload: WorkloadType, bytes: u64, time: Duration) {
+        let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.models[workload as usize].train(1, bytes, ns);
+    }
+
+    /// Returns how long the model expects a piece of work of `bytes` bytes to take. Returns `None`
+    /// before the first training.
+    pub fn expected_time(&self, workload: WorkloadType, bytes: u64) -> Option<Duration> {
+        if self.strategy() == AllocationStrategy::Learned {
+            self.created().for_each(|pooled| self.train(pooled));
+        }
+        self.models[workload as usize].predict_ns(bytes).map(Duration::from_nanos)
+    }
+
     /// Returns the average time of a workload on all streams, of what the pool has observed and of
     /// what was [recorded](Self::record_completion). Returns `None` if there is neither.
     pub fn average_time(&self, workload: WorkloadType) -> Option<Duration> {
@@ -572,56 +540,6 @@ impl<D: Device> StreamPool<D> {
             metrics: pooled.stream.metrics(),
         };
         self.created().map(stats).collect()
-    }
-
-    /// Changes the strategy if measurements favor another one. Returns the change, or `None` if the
-    /// strategy stays the same. Counts what the pool has observed; nothing needs to be recorded.
-    ///
-    /// - Switches to [`Workload`](AllocationStrategy::Workload) if the average time of a workload
-    ///   is more than 1.5 times as long on one stream as on another. Only streams with at least
-    ///   [`MIN_SAMPLES`](Self::MIN_SAMPLES) completions count.
-    /// - Otherwise switches to [`LoadBalanced`](AllocationStrategy::LoadBalanced) if one stream has
-    ///   at least [`MIN_SAMPLES`](Self::MIN_SAMPLES) outstanding operations and more than twice as
-    ///   many as another. A pool that uses `Workload` does not switch.
-    pub fn optimize(&self) -> Option<StrategyChange> {
-        self.created().for_each(|pooled| self.observe(pooled));
-        let from = self.strategy();
-        let (to, evidence) = self.uneven_times().or_else(|| self.uneven_loads())?;
-        if to == from
-            || (from, to) == (AllocationStrategy::Workload, AllocationStrategy::LoadBalanced)
-        {
-            return None;
-        }
-        self.set_strategy(to);
-        Some(StrategyChange { from, to, evidence })
-    }
-
-    fn uneven_times(&self) -> Option<(AllocationStrategy, String)> {
-        WorkloadType::ALL.into_iter().find_map(|workload| {
-            let times = self.active().map(|pooled| &pooled.times[workload as usize]);
-            let known: Vec<u64> = times
-                .filter(|time| time.count() >= Self::MIN_SAMPLES)
-                .filter_map(Average::ns)
-                .collect();
-            let (least, most) = (*known.iter().min()?, *known.iter().max()?);
-            (most - least > least / 2).then(|| {
-                let evidence = format!(
-                    "{workload:?} work takes on average {least} ns on one stream and {most} ns on \
-                     another"
-                );
-                (AllocationStrategy::Workload, evidence)
-            })
-        })
-    }
-
-    fn uneven_loads(&self) -> Option<(AllocationStrategy, String)> {
-        let loads: Vec<u64> = self.active().map(outstanding).collect();
-        let (least, most) = (*loads.iter().min()?, *loads.iter().max()?);
-        (most >= Self::MIN_SAMPLES && most > 2 * least).then(|| {
-            let evidence =
-                format!("{most} operations are outstanding on one stream and {least} on another");
-            (AllocationStrategy::LoadBalanced, evidence)
-        })
     }
 
     fn ready(&self) -> Option<&D::Stream> {
@@ -645,16 +563,7 @@ impl<D: Device> StreamPool<D> {
     /// stream.
     fn add_stream(&self, priority: StreamPriority) -> Result<(), Error> {
         let stream = self.device.create_stream(priority)?;
-        let pooled = PooledStream {
-            level: stream.level(),
-            stream,
-            active: AtomicBool::new(true),
-            times: Default::default(),
-            workload: AtomicU8::new(UNKNOWN),
-            seen_work: AtomicU64::new(0),
-            seen_ns: AtomicU64::new(0),
-        };
-        let mut pooled = Some(pooled);
+        let mut pooled = Some(PooledStream::new(stream));
         for (index, entry) in self.streams.iter().enumerate() {
             let mut inserted = false;
             entry.get_or_init(|| {
@@ -668,28 +577,4 @@ impl<D: Device> StreamPool<D> {
         }
         Ok(())
     }
-}
-
-impl<S: Stream> PooledStream<S> {
-    /// Returns how far the priority of the stream is from a level.
-    fn distance(&self, level: i32) -> u32 {
-        self.level.abs_diff(level)
-    }
-
-    fn workload(&self) -> Option<WorkloadType> {
-        WorkloadType::ALL.get(usize::from(self.workload.load(Ordering::Relaxed))).copied()
-    }
-
-    /// Notes for which workload the stream was chosen.
-    fn take_for(&self, workload: WorkloadType) {
-        let (before, new) = (self.workload.load(Ordering::Relaxed), workload as u8);
-        if before != new {
-            let is_idle = self.stream.outstanding() == 0;
-            self.workload.store(if is_idle { new } else { UNKNOWN }, Ordering::Relaxed);
-        }
-    }
-}
-
-fn outstanding<S: Stream>(pooled: &PooledStream<S>) -> u64 {
-    pooled.stream.outstanding()
 }

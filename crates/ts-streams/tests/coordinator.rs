@@ -279,11 +279,12 @@ fn a_pool_follows_its_strategy() {
     assert_eq!(pool.len(), 4);
 }
 
-const STRATEGIES: [AllocationStrategy; 4] = [
+const STRATEGIES: [AllocationStrategy; 5] = [
     AllocationStrategy::RoundRobin,
     AllocationStrategy::LoadBalanced,
     AllocationStrategy::Priority,
     AllocationStrategy::Workload,
+    AllocationStrategy::Learned,
 ];
 const THREE: [WorkloadType; 3] = [WorkloadType::Compute, WorkloadType::Memory, WorkloadType::Mixed];
 
@@ -344,6 +345,64 @@ fn workloads_have_their_own_streams_from_the_first_use() {
     assert_ne!(compute, memory);
     assert_eq!(pool.stream_for_workload(WorkloadType::Compute).id(), memory);
     device.synchronize().unwrap();
+}
+
+/// One stream has a long copy, the other three short ones: the number of operations misleads.
+#[test]
+fn a_learned_pool_knows_how_long_work_is() {
+    let device = SimDevice::new(SimOptions::default());
+    let priorities = [StreamPriority::Normal; 2];
+    let strategy = AllocationStrategy::Learned;
+    let pool = StreamPool::with_priorities(device.clone(), &priorities, strategy).unwrap();
+    let kind = WorkloadType::Memory;
+    assert_eq!(pool.expected_time(kind, 1 << 20), None);
+    for bytes in [1 << 10, 1 << 20, 64 << 20] {
+        // 10 us, and 1 ns for each byte.
+        pool.record_work(kind, bytes, Duration::from_nanos(10_000 + bytes));
+    }
+    let expected = pool.expected_time(kind, 32 << 20).unwrap();
+    assert!(expected.abs_diff(Duration::from_nanos(10_000 + (32 << 20))) < expected / 100);
+    assert_eq!(pool.expected_time(WorkloadType::Compute, 0), None, "each workload has its model");
+
+    let submit = |bytes| {
+        let stream = pool.stream_for_work(kind, bytes);
+        stream.launch_host_fn(HostFn::new(|| ())).unwrap();
+        stream.id()
+    };
+    let long = submit(64 << 20);
+    let short = submit(1 << 10);
+    assert_ne!(long, short);
+    assert_eq!([submit(1 << 10), submit(1 << 20)], [short; 2]);
+    pool.set_strategy(AllocationStrategy::LoadBalanced);
+    assert_eq!(pool.stream().id(), long);
+    device.synchronize().unwrap();
+    pool.set_strategy(strategy);
+    assert!(pool.optimize().is_none());
+}
+
+/// The model is trained by what runs on the streams; nothing is recorded by hand.
+#[test]
+fn a_learned_pool_is_trained_by_its_work() {
+    let device = SimDevice::new(SimOptions::default());
+    let pool = StreamPool::new(device.clone(), 2, AllocationStrategy::Learned).unwrap();
+    let layout = Layout::from_size_align(4 << 20, 64).unwrap();
+    let memory = device.allocate(layout, MemoryKind::Device).unwrap();
+    for len in [64, 4 << 20].into_iter().cycle().take(60) {
+        let stream = pool.stream_for_work(WorkloadType::Memory, len as u64);
+        // SAFETY: the device is synchronized before the memory is used again.
+        unsafe { stream.fill(memory.range().slice(0..len), 1) }.unwrap();
+        device.synchronize().unwrap();
+    }
+    let expected = |bytes| pool.expected_time(WorkloadType::Memory, bytes).unwrap();
+    assert!(expected(4 << 20) > 2 * expected(64), "{:?}, {:?}", expected(4 << 20), expected(64));
+    // Work of two kinds on one stream cannot be told apart, and does not count.
+    pool.resize(1).unwrap();
+    for kind in [WorkloadType::Compute, WorkloadType::Mixed] {
+        pool.stream_for_workload(kind).launch_host_fn(HostFn::new(|| ())).unwrap();
+    }
+    device.synchronize().unwrap();
+    assert_eq!(pool.expected_time(WorkloadType::Compute, 0), None);
+    assert_eq!(pool.expected_time(WorkloadType::Mixed, 0), None);
 }
 
 /// A simulated device reports how long its work takes; nothing is recorded by hand.

@@ -762,6 +762,29 @@ class Event:
         """
 
 @final
+class EnergyMeter:
+    """The energy counters of this computer's processors (RAPL), as Linux shows them.
+
+    They count what the whole computer does. GPUs are not part of them. Most virtual machines have
+    no such counters, and only root can read them by default.
+
+    Args:
+        folder: A folder with the layout of ``/sys/class/powercap``, which is the default.
+
+    Raises:
+        DeviceUnavailableError: There are no counters, or this user cannot read them.
+    """
+
+    def __new__(cls, folder: str | PathLike[str] | None = None) -> EnergyMeter: ...
+    def read(self) -> dict[str, float]:
+        """Returns the energy in joules since this object was made, by counter: "package-0" for a
+        processor, "package-0/dram" for its memory, other parts of it, and "total". Read at least
+        once in ten minutes, because counters begin again at 0.
+
+        Raises:
+            DeviceUnavailableError: A counter cannot be read any more.
+        """
+
 class StreamPool:
     """A pool of streams of one device.
 
@@ -806,11 +829,12 @@ class StreamPool:
         """The streams."""
     def get_stream(self) -> CudaStream:
         """Returns a stream."""
-    def get_stream_for_workload(self, workload: str) -> CudaStream:
+    def get_stream_for_workload(self, workload: str, nbytes: int = 0) -> CudaStream:
         """Returns a stream for a kind of work.
 
         Args:
             workload: A ``WorkloadType``, or its value.
+            nbytes: How much data the work handles, which ``AllocationStrategy.LEARNED`` uses.
         """
     def get_priority_stream(self, level: str | int) -> CudaStream:
         """Returns the least busy stream of a priority. Creates one if there is none. If the pool is
@@ -841,13 +865,26 @@ class StreamPool:
         Raises:
             DeviceError: The device cannot create a stream.
         """
-    def record_workload_completion(self, stream: CudaStream, workload: str, seconds: float) -> None:
+    def record_workload_completion(
+        self, stream: CudaStream, workload: str, seconds: float, nbytes: int = 0
+    ) -> None:
         """Adds the time of a piece of work that the program has measured.
 
         Args:
             stream: A stream of the pool.
             workload: A ``WorkloadType``, or its value.
             seconds: The time.
+            nbytes: How much data the work handled, which trains ``AllocationStrategy.LEARNED``.
+        """
+    def expected_time(self, workload: str, nbytes: int = 0) -> float | None:
+        """Returns how long ``AllocationStrategy.LEARNED`` expects a piece of work to take.
+
+        Args:
+            workload: A ``WorkloadType``, or its value.
+            nbytes: How much data the work handles.
+
+        Returns:
+            The time in seconds, or None before the first training.
         """
     def average_workload_time(self, workload: str) -> float | None:
         """Returns the average time of a kind of work in seconds, or None if none is known."""

@@ -14,6 +14,7 @@ from ._native import (
     CudaStream,
     Device,
     DeviceBuffer,
+    EnergyMeter,
     Event,
     Execution,
     GpuMemoryPool,
@@ -32,6 +33,7 @@ __all__ = [
     "CudaStream",
     "Device",
     "DeviceBuffer",
+    "EnergyMeter",
     "Event",
     "Execution",
     "GpuMemoryPool",
@@ -82,6 +84,8 @@ class AllocationStrategy(StrEnum):
     PRIORITY = "priority"
     #: The stream that is expected to finish first, by measured times.
     WORKLOAD = "workload"
+    #: The same, by a linear model of time and bytes that is trained while the pool is used.
+    LEARNED = "learned"
 
 
 class ProfileRow(TypedDict):

@@ -11,11 +11,12 @@ use super::stream::{PyStream, priority};
 use super::{named, wait};
 use crate::errors::device_error;
 
-const STRATEGIES: [(&str, AllocationStrategy); 4] = [
+const STRATEGIES: [(&str, AllocationStrategy); 5] = [
     ("round_robin", AllocationStrategy::RoundRobin),
     ("load_balanced", AllocationStrategy::LoadBalanced),
     ("priority", AllocationStrategy::Priority),
     ("workload", AllocationStrategy::Workload),
+    ("learned", AllocationStrategy::Learned),
 ];
 
 const WORKLOADS: [(&str, WorkloadType); 4] = [
@@ -118,9 +119,11 @@ impl PyStreamPool {
     ///
     /// Args:
     ///     workload: A ``WorkloadType``, or its value.
-    fn get_stream_for_workload(&self, workload: &str) -> PyResult<PyStream> {
+    ///     nbytes: How much data the work handles, which ``AllocationStrategy.LEARNED`` uses.
+    #[pyo3(signature = (workload, nbytes=0))]
+    fn get_stream_for_workload(&self, workload: &str, nbytes: u64) -> PyResult<PyStream> {
         let workload = named("workload", workload, &WORKLOADS)?;
-        Ok(self.made(self.pool.stream_for_workload(workload)))
+        Ok(self.made(self.pool.stream_for_work(workload, nbytes)))
     }
 
     /// Returns the least busy stream of a priority. Creates one if there is none. If the pool is
@@ -174,16 +177,34 @@ impl PyStreamPool {
     ///     stream: A stream of the pool.
     ///     workload: A ``WorkloadType``, or its value.
     ///     seconds: The time.
+    ///     nbytes: How much data the work handled, which trains ``AllocationStrategy.LEARNED``.
+    #[pyo3(signature = (stream, workload, seconds, nbytes=0))]
     fn record_workload_completion(
         &self,
         stream: &PyStream,
         workload: &str,
         seconds: f64,
+        nbytes: u64,
     ) -> PyResult<()> {
         let workload = named("workload", workload, &WORKLOADS)?;
         let time = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX);
         self.pool.record_completion(super::stream::id_of(stream), workload, time);
+        self.pool.record_work(workload, nbytes, time);
         Ok(())
+    }
+
+    /// Returns how long ``AllocationStrategy.LEARNED`` expects a piece of work to take.
+    ///
+    /// Args:
+    ///     workload: A ``WorkloadType``, or its value.
+    ///     nbytes: How much data the work handles.
+    ///
+    /// Returns:
+    ///     The time in seconds, or None before the first training.
+    #[pyo3(signature = (workload, nbytes=0))]
+    fn expected_time(&self, workload: &str, nbytes: u64) -> PyResult<Option<f64>> {
+        let workload = named("workload", workload, &WORKLOADS)?;
+        Ok(self.pool.expected_time(workload, nbytes).as_ref().map(Duration::as_secs_f64))
     }
 
     /// Returns the average time of a kind of work in seconds, or None if none is known.

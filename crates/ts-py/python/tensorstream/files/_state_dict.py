@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -276,7 +277,7 @@ def torch_type(checkpoint: _native.Checkpoint, name: str) -> tuple[torch.dtype, 
 def save_file(
     tensors: Mapping[str, torch.Tensor],
     path: Path,
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, object] | None = None,
     *,
     codec: Codec = "raw",
     compression_level: int | None = None,
@@ -289,7 +290,8 @@ def save_file(
     Args:
         tensors: The tensors by name, on any device.
         path: A ``.ts`` or ``.safetensors`` file. An existing file is replaced.
-        metadata: Strings by key, which are stored in the file.
+        metadata: Strings by key, which are stored in the file. Numbers, lists and whatever else
+            JSON has are stored as its text, which ``json.loads`` reads.
         codec: The compression of a ``.ts`` file; see ``convert``.
         compression_level: The level of the codec; see ``convert``.
 
@@ -303,8 +305,8 @@ def save_file(
         >>> import tensorstream as ts, torch
         >>> ts.save_file({"a": torch.arange(3)}, "a.ts", codec="auto")
     """
-    specs, values, total = _specs(tensors, metadata)
-    kept = None if metadata is None else dict(metadata)
+    specs, values, total = _specs(tensors)
+    kept = None if metadata is None else _as_text(metadata)
     writer = _native.FileWriter(path, specs, kept, codec, compression_level)
     write_all(writer, (values[i] for i in writer.order()), total, "saving")
 
@@ -312,7 +314,7 @@ def save_file(
 def append_file(
     tensors: Mapping[str, torch.Tensor],
     path: Path,
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, object] | None = None,
     *,
     remove: Iterable[str] = (),
     codec: Codec = "raw",
@@ -327,7 +329,8 @@ def append_file(
     Args:
         tensors: The tensors by name, on any device.
         path: The file.
-        metadata: Strings by key, which are added to the metadata of the file.
+        metadata: Strings by key, which are added to the metadata of the file; other values are
+            stored as text, see ``save_file``.
         remove: Names of tensors to remove.
         codec: The compression of the new tensors; see ``convert``.
         compression_level: The level of the codec; see ``convert``.
@@ -349,16 +352,16 @@ def append_file(
         >>> ts.load_file("a.ts")
         {'b': tensor([1.])}
     """
-    specs, values, total = _specs(tensors, metadata)
+    specs, values, total = _specs(tensors)
     writer = _native.FileWriter.append(
-        path, specs, list(remove), dict(metadata or {}), codec, compression_level
+        path, specs, list(remove), _as_text(metadata or {}), codec, compression_level
     )
     write_all(writer, (values[i] for i in writer.order()), total, "appending")
 
 
 def save(
     tensors: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, object] | None = None,
     *,
     format: Literal["safetensors", "ts"] = "safetensors",
     codec: Codec = "raw",
@@ -368,7 +371,8 @@ def save(
 
     Args:
         tensors: The tensors by name, on any device.
-        metadata: Strings by key, which are stored in the file.
+        metadata: Strings by key, which are stored in the file. Numbers, lists and whatever else
+            JSON has are stored as its text, which ``json.loads`` reads.
         format: The format of the file.
         codec: The compression of a ``.ts`` file; see ``convert``.
         compression_level: The level of the codec; see ``convert``.
@@ -382,24 +386,42 @@ def save(
         >>> len(ts.save({"a": torch.zeros(100)}))
         472
     """
-    specs, values, total = _specs(tensors, metadata)
+    specs, values, total = _specs(tensors)
     name = f"bytes.{format}"
     kept = None if metadata is None else dict(metadata)
     writer = _native.FileWriter.in_memory(name, specs, kept, codec, compression_level)
     return write_then(writer, (values[i] for i in writer.order()), total, "saving", writer.to_bytes)
 
 
+def _as_text(metadata: Mapping[str, object]) -> dict[str, str]:
+    """Returns metadata as it is stored: strings as they are, other values as JSON."""
+    stored: dict[str, str] = {}
+    for key, value in metadata.items():
+        if not isinstance(key, str):
+            raise ConfigurationError(
+                f"cannot write metadata {key!r}: expected a key of type str, "
+                f"got {type(key).__name__}"
+            )
+        try:
+            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"cannot write metadata {key!r}: {error}; pass a string, or what JSON can hold"
+            ) from error
+        stored[key] = text
+    return stored
+
+
 def _specs(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
+    tensors: Mapping[str, torch.Tensor],
 ) -> tuple[list[NewTensor], list[torch.Tensor], int]:
     """Returns the specifications of the tensors, the tensors, and their size in bytes."""
-    for mapping, wanted in ((tensors, torch.Tensor), (metadata or {}, str)):
-        for key, value in mapping.items():
-            if not isinstance(key, str) or not isinstance(value, wanted):
-                raise ConfigurationError(
-                    f"cannot write {key!r}: expected a name of type str and a value of type "
-                    f"{wanted.__name__}, got {type(key).__name__} and {type(value).__name__}"
-                )
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ConfigurationError(
+                f"cannot write {name!r}: expected a name of type str and a value of type Tensor, "
+                f"got {type(name).__name__} and {type(tensor).__name__}"
+            )
     specs: list[NewTensor] = [
         (name, dtype_name(name, tensor), list(tensor.shape), None)
         for name, tensor in tensors.items()
