@@ -121,7 +121,7 @@ impl<D: Device> EngineInner<D> {
     }
 
     pub(crate) fn is_resident(&self, unit: UnitId) -> bool {
-        self.lock().units[unit.index()].is_kept()
+        self.lock().units[unit].is_kept()
     }
 
     pub(crate) fn discard(&self, unit: UnitId) {
@@ -131,7 +131,7 @@ impl<D: Device> EngineInner<D> {
     /// Returns how many references to a unit's memory the engine and its leases have together.
     pub(crate) fn owner_count(&self, unit: UnitId) -> usize {
         let state = self.lock();
-        let unit = &state.units[unit.index()];
+        let unit = &state.units[unit];
         unit.users.len() + usize::from(unit.is_present())
     }
 
@@ -173,7 +173,7 @@ impl<D: Device> EngineInner<D> {
     }
 
     pub(crate) fn guesses_pay(&self) -> bool {
-        self.lock().guesses.pay()
+        self.lock().routed.guesses.pay()
     }
 
     fn is_routed(&self, unit: UnitId) -> bool {
@@ -246,7 +246,11 @@ impl<D: Device> EngineInner<D> {
             workers: self.worker_count,
             encoded_bytes: state.counters.encoded_bytes,
             encode_ns: state.counters.encode_ns,
-            in_flight: state.backend.as_ref().map_or(0, |b| b.capabilities().max_in_flight),
+            in_flight: state
+                .transfers
+                .backend
+                .as_ref()
+                .map_or(0, |b| b.capabilities().max_in_flight),
             rates: self.measured_rates(&state),
             compute: state.compute_times(&self.compute, self.measured_rates(&state)),
             streams: slots.stream_stats(),
@@ -370,7 +374,7 @@ impl<D: Device> EngineInner<D> {
     pub(crate) fn stop_reading(&self) {
         // The loader receives the buffers that the backend returns while it is dropped, because
         // [`Event::Stop`] is sent after these buffers.
-        let backend = self.lock().backend.take();
+        let backend = self.lock().transfers.backend.take();
         drop(backend);
         let _ = self.context.events.send(Event::Stop);
     }
@@ -379,7 +383,7 @@ impl<D: Device> EngineInner<D> {
     /// memory is unused. Call this after the loader thread has ended.
     pub(crate) fn stop_working(&self) {
         // When the jobs are dropped, their buffers return to the pool.
-        let workers = self.lock().workers.take();
+        let workers = self.lock().transfers.workers.take();
         drop(workers);
         // Only leases and tensors still use memory now, and free it when they are dropped. The
         // memory of a device is freed with the last of them.

@@ -3,6 +3,7 @@
 //! engine and never block.
 
 mod compress;
+mod counters;
 mod demand;
 mod fills;
 mod gathers;
@@ -16,15 +17,17 @@ mod planning;
 mod prefetch;
 mod reads;
 mod routed;
+mod transfers;
 mod unit_state;
+mod unit_table;
 mod waiters;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::thread::ThreadId;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use ts_io::{Backend, ReadPath};
+use ts_io::Backend;
 use ts_pool::WatchedBuffer;
 use ts_streams::Device;
 
@@ -37,110 +40,32 @@ use crate::stats::PassTimes;
 use crate::trace::{TraceEvent, TraceKind, TraceLog};
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
-use crate::unit_set::UnitSet;
 use crate::worker::Workers;
 
+pub(crate) use counters::EngineCounters;
 pub(crate) use demand::Shortage;
-use fills::Fills;
-use gathers::Gathers;
-use guesses::Guesses;
-use loads::Loads;
-use pass_times::PassLog;
+pub(crate) use pass_times::PassLog;
 pub(crate) use planning::{LimitWait, Planning};
-use prefetch::Frontier;
-use reads::Reads;
+use prefetch::Prefetching;
 use routed::Routed;
+use transfers::Transfers;
 pub(crate) use unit_state::UnitState;
+use unit_table::UnitTable;
 use waiters::Waiters;
 
 /// The mutable state of an engine.
 pub(crate) struct EngineState<D: Device> {
-    pub(crate) units: Vec<UnitState<D>>,
+    pub(crate) units: UnitTable<D>,
     pub(crate) passes: Passes,
     pub(crate) planning: Planning,
-    /// Whether prefetching is paused until loads in flight have ended.
-    pub(crate) paused: bool,
-    /// Whether resident units are streamed until their slots have pages.
-    pub(crate) postpones: bool,
+    pub(crate) prefetching: Prefetching,
+    pub(crate) transfers: Transfers<D>,
+    pub(crate) routed: Routed,
+    pub(crate) waiters: Waiters,
     pub(crate) counters: EngineCounters,
     pub(crate) pass_log: PassLog,
     /// The trace that is being recorded.
     pub(crate) trace: Option<TraceLog>,
-    pub(crate) waiters: Waiters,
-    /// The streamed units, except routed ones, that are present and that no thread uses or waits
-    /// for.
-    idle: UnitSet,
-    /// The use of routed units.
-    pub(crate) routed: Routed,
-    /// The routed units that are likely to be used soon.
-    pub(crate) guesses: Guesses,
-    /// How far ahead the expected units are in memory or being loaded.
-    frontier: Frontier,
-    loads: Loads<D>,
-    pub(crate) gathers: Gathers<D>,
-    reads: Reads,
-    fills: Fills,
-    /// `None` once the engine is dropped.
-    pub(crate) backend: Option<Box<dyn Backend>>,
-    pub(crate) workers: Option<Workers<D>>,
-}
-
-/// The counters of an engine, except for the counters of single units.
-#[derive(Debug, Default)]
-pub(crate) struct EngineCounters {
-    pub(crate) passes: u64,
-    pub(crate) read_bytes: Vec<(ReadPath, u64)>,
-    pub(crate) wasted_loads: u64,
-    pub(crate) gathered_rows: u64,
-    pub(crate) cached_rows: u64,
-    pub(crate) gathered_bytes: u64,
-    pub(crate) replans: u64,
-    /// The time during which at least one read was in flight.
-    pub(crate) busy_ns: u64,
-    /// The bytes that were decoded, and the processor time that this took.
-    pub(crate) decoded_bytes: u64,
-    pub(crate) decode_ns: u64,
-    /// The time of copying to a device.
-    pub(crate) copy_ns: u64,
-    /// The best rate of a copy to a device, in bytes per second; 0 if none is known.
-    pub(crate) copy_bytes_per_s: f64,
-    /// What the device decoded.
-    pub(crate) device_decoded: DeviceDecoded,
-    /// The bytes that were encoded, and the processor time that this took.
-    pub(crate) encoded_bytes: u64,
-    pub(crate) encode_ns: u64,
-}
-
-/// What a device decoded.
-#[derive(Debug, Default)]
-pub(crate) struct DeviceDecoded {
-    units: u64,
-    /// The length of the units after decoding, in bytes.
-    pub(crate) bytes: u64,
-    pub(crate) has_failed: bool,
-    /// The best rate of copying and decoding a unit, in decoded bytes per second.
-    pub(crate) bytes_per_s: f64,
-}
-
-impl DeviceDecoded {
-    /// The number of units after which the rate is known. The best rate counts, because a copy also
-    /// waits for the work that used its slot before.
-    const TRIES: u64 = 4;
-
-    pub(crate) fn add(&mut self, bytes: u64, took: Duration) {
-        self.units += 1;
-        self.bytes += bytes;
-        if !took.is_zero() {
-            self.bytes_per_s = self.bytes_per_s.max(bytes as f64 / took.as_secs_f64());
-        }
-    }
-
-    /// Returns whether the device is at least as fast as the slowest of these rates, or not known
-    /// to be slower.
-    pub(crate) fn is_faster_than(&self, rates: [Option<f64>; 2]) -> bool {
-        let slowest = rates.into_iter().flatten().fold(f64::INFINITY, f64::min);
-        self.units < Self::TRIES || slowest.is_infinite() || self.bytes_per_s >= slowest
-    }
 }
 
 impl<D: Device> EngineState<D> {
@@ -153,27 +78,18 @@ impl<D: Device> EngineState<D> {
         backend: Box<dyn Backend>,
         workers: Option<Workers<D>>,
     ) -> Self {
-        let units = context.units.iter().map(|prepared| UnitState::new(prepared.initial_stats()));
+        let stats = context.units.iter().map(|prepared| prepared.initial_stats());
         let mut state = Self {
-            units: units.collect(),
+            units: UnitTable::new(stats),
             passes: Passes::new(order),
             planning,
-            paused: false,
-            postpones: false,
+            prefetching: Prefetching::default(),
+            transfers: Transfers::new(backend, workers),
+            routed: Routed::new(&context.units, routing),
+            waiters: Waiters::default(),
             counters: EngineCounters::default(),
             pass_log: PassLog::default(),
             trace: None,
-            waiters: Waiters::default(),
-            idle: UnitSet::new(context.units.len()),
-            routed: Routed::new(&context.units, routing),
-            guesses: Guesses::new(),
-            frontier: Frontier::default(),
-            loads: Loads::new(),
-            gathers: Gathers::new(),
-            reads: Reads::default(),
-            fills: Fills::default(),
-            backend: Some(backend),
-            workers,
         };
         together.iter().for_each(|set| state.add_together(set));
         state.planning.is_outdated = false;
@@ -243,17 +159,17 @@ impl<D: Device> EngineState<D> {
     ///
     /// What both plans keep stays in memory, if the rest fits beside it.
     pub(crate) fn apply_pending_plan(&mut self, context: &EngineContext<D>) -> bool {
-        self.gathers.forget_dropped();
+        self.transfers.gathers.forget_dropped();
         let referenced = self.units.iter_mut().any(|unit| unit.referenced_evictions() > 0)
-            || !self.gathers.rows().is_empty();
+            || !self.transfers.gathers.rows().is_empty();
         let busy = self.units.iter().any(UnitState::is_busy);
         if referenced || busy || !self.planning.switch() {
             return false;
         }
         self.passes.set_planned();
         self.counters.replans += 1;
-        self.idle.clear();
-        self.frontier = Frontier::default();
+        self.units.idle.clear();
+        self.reset_prefetching();
         let stay = if self.planning.has_new_limit() {
             vec![false; self.units.len()]
         } else {
@@ -309,10 +225,11 @@ impl<D: Device> EngineState<D> {
 
     /// Frees the memory of all units that do not `stay`, and all memory that is reserved for units.
     fn empty(&mut self, context: &EngineContext<D>, stay: &[bool]) {
-        for (i, stays) in stay.iter().enumerate() {
-            self.routed.remove_idle(UnitId(i as u32));
-            let on_host = self.planning.plan.residency[i] == Residency::Host;
-            self.units[i].empty(*stays, *stays || on_host);
+        for (id, (&stays, residency)) in
+            self.units.ids().zip(stay.iter().zip(&self.planning.plan.residency))
+        {
+            self.routed.remove_idle(id);
+            self.units[id].empty(stays, stays || *residency == Residency::Host);
         }
         context.slots.coalesce();
     }
@@ -350,7 +267,7 @@ impl<D: Device> EngineState<D> {
     /// Returns the counters that [`PassTimes`] contains.
     pub(crate) fn pass_totals(&self, now_ns: u64) -> PassTimes {
         PassTimes {
-            reading_ns: self.counters.busy_ns + self.reads.busy_ns(now_ns),
+            reading_ns: self.counters.busy_ns + self.transfers.reads.busy_ns(now_ns),
             decoding_ns: self.counters.decode_ns,
             copying_ns: self.counters.copy_ns,
             read_bytes: self.read_bytes(),
@@ -364,17 +281,18 @@ impl<D: Device> EngineState<D> {
     /// measured ones.
     pub(crate) fn compute_times(&self, earlier: &ComputeTimes, rates: Rates) -> ComputeTimes {
         let mut times = earlier.clone();
-        times.units.retain(|(id, _)| self.units[id.index()].fastest_use_ns.is_none());
-        let measured = (0u32..)
-            .zip(&self.units)
-            .filter_map(|(i, unit)| Some((UnitId(i), unit.fastest_use_ns? as f64 / 1e9)));
+        times.units.retain(|(id, _)| self.units[*id].fastest_use_ns.is_none());
+        let measured = self
+            .units
+            .ids()
+            .filter_map(|id| Some((id, self.units[id].fastest_use_ns? as f64 / 1e9)));
         times.units.extend(measured);
         times.units.sort_unstable_by_key(|(id, _)| *id);
         let (main, order) = self.passes.kinds().main();
         if let Some(compute_s) = self.pass_log.compute_s(main, rates) {
             let visited: f64 = order
                 .iter()
-                .filter_map(|id| self.units[id.index()].fastest_use_ns)
+                .filter_map(|&id| self.units[id].fastest_use_ns)
                 .map(|ns| ns as f64 / 1e9)
                 .sum();
             times.other_s = (compute_s - visited).max(0.0);
@@ -384,7 +302,7 @@ impl<D: Device> EngineState<D> {
 
     /// Returns whether any unit is being loaded.
     pub(crate) fn is_loading(&self) -> bool {
-        !self.loads.is_empty()
+        !self.transfers.loads.is_empty()
     }
 
     /// Returns the units in memory that are watched for writes, with their memory.
@@ -395,28 +313,9 @@ impl<D: Device> EngineState<D> {
         self.units.iter().enumerate().filter_map(watched).collect()
     }
 
-    pub(crate) fn are_all_present(&self, ids: &[UnitId]) -> bool {
-        ids.iter().all(|id| self.units[id.index()].is_present())
-    }
-
-    fn is_absent(&self, id: UnitId) -> bool {
-        self.units[id.index()].is_absent()
-    }
-
-    pub(crate) fn is_any_absent(&self, ids: &[UnitId]) -> bool {
-        ids.iter().any(|&id| self.is_absent(id))
-    }
-
-    /// Returns those units that are neither present nor being loaded, without duplicates.
-    pub(crate) fn absent(&self, ids: &[UnitId]) -> Vec<UnitId> {
-        BTreeSet::from_iter(ids.iter().copied().filter(|&id| self.is_absent(id)))
-            .into_iter()
-            .collect()
-    }
-
     /// Makes an evicted unit present again if tensors still reference its unmodified memory.
     fn restore_evicted(&mut self, id: UnitId) {
-        if self.units[id.index()].restore_evicted() {
+        if self.units[id].restore_evicted() {
             self.update_idle(id);
         }
     }
@@ -433,20 +332,20 @@ impl<D: Device> EngineState<D> {
     /// Records that a call waits for a unit. Meanwhile, other calls do not evict the unit to free
     /// memory.
     pub(crate) fn add_waiter(&mut self, id: UnitId) {
-        self.units[id.index()].waiters.push(std::thread::current().id());
+        self.units[id].waiters.push(std::thread::current().id());
         self.promote_guess(id);
         self.no_longer_idle(id);
     }
 
     /// Removes a unit that is used from the idle units.
     pub(crate) fn no_longer_idle(&mut self, id: UnitId) {
-        self.idle.remove(id);
+        self.units.idle.remove(id);
         self.routed.remove_idle(id);
     }
 
     /// Reverses [`add_waiter`](Self::add_waiter), which `thread` called.
     pub(crate) fn remove_waiter(&mut self, id: UnitId, thread: ThreadId) {
-        let waiters = &mut self.units[id.index()].waiters;
+        let waiters = &mut self.units[id].waiters;
         let at = waiters.iter().position(|&waiter| waiter == thread);
         waiters.swap_remove(at.expect("`add_waiter` was called on this thread"));
         self.waiters.for_memory.remove(&thread);
@@ -455,14 +354,14 @@ impl<D: Device> EngineState<D> {
 
     /// Adds a unit to the set of idle units if it is idle.
     fn update_idle(&mut self, id: UnitId) {
-        let unit = &self.units[id.index()];
+        let unit = &self.units[id];
         if unit.is_unused() && !unit.is_kept() {
-            if self.guesses.open.contains_key(&id) {
+            if self.routed.guesses.open.contains_key(&id) {
                 // It is likely to be used soon.
             } else if self.routed.contains(id) {
                 self.routed.insert_idle(id);
             } else {
-                self.idle.insert(id);
+                self.units.idle.insert(id);
             }
         }
     }
@@ -478,10 +377,10 @@ impl<D: Device> EngineState<D> {
         uses.iter().for_each(|&(id, _)| self.restore_evicted(id));
         self.judge_guesses(context, uses, now_ns);
         let units = &self.units;
-        let is_present = |id: UnitId| !units[id.index()].is_absent();
+        let is_present = |id: UnitId| !units[id].is_absent();
         let number = self.routed.expect(uses, is_present);
         for &(id, _) in uses {
-            let unit = &mut self.units[id.index()];
+            let unit = &mut self.units[id];
             unit.stats.touched += 1;
             unit.stats.hits += u64::from(!unit.is_absent());
         }
@@ -499,9 +398,9 @@ impl<D: Device> EngineState<D> {
 
     /// Evicts a unit whose bytes were modified, even if it is in use or resident.
     pub(crate) fn discard(&mut self, context: &EngineContext<D>, id: UnitId) {
-        if self.units[id.index()].is_present() {
+        if self.units[id].is_present() {
             self.evict(id);
-            let unit = &mut self.units[id.index()];
+            let unit = &mut self.units[id];
             // The unit stays resident only if there is a free slot for it.
             if unit.is_resident() && unit.reserved_slot().is_none() {
                 let slot_len = context.units[id.index()].layout.len;
@@ -511,9 +410,9 @@ impl<D: Device> EngineState<D> {
                     None => drop(unit.demote()),
                 }
             }
-            self.frontier.retry = true;
+            self.retry_prefetch();
         }
-        self.units[id.index()].set_evicted_modified();
+        self.units[id].set_evicted_modified();
     }
 
     /// Evicts a unit. Its memory is freed when the last lease or tensor in it is dropped.
@@ -523,10 +422,10 @@ impl<D: Device> EngineState<D> {
 
     /// Evicts a unit. Returns its memory if the unit was present.
     fn take_present(&mut self, id: UnitId) -> Option<Arc<UnitMemory<D>>> {
-        self.idle.remove(id);
+        self.units.idle.remove(id);
         self.routed.remove_idle(id);
         self.retreat_to(id);
-        let unit = &mut self.units[id.index()];
+        let unit = &mut self.units[id];
         let memory = unit.take_present()?;
         if let Some(trace) = &mut self.trace {
             let now_ns = trace.latest_ns();

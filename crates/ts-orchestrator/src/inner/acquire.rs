@@ -93,7 +93,7 @@ impl<D: Device> EngineInner<D> {
                 trace.add_on(std::thread::current().id(), event.of(units.first().copied()));
             }
             for &unit in units {
-                let stats = &mut state.units[unit.index()].stats;
+                let stats = &mut state.units[unit].stats;
                 stats.stalls += 1;
                 stats.stall_ns += call_ns;
             }
@@ -172,18 +172,18 @@ impl<D: Device> EngineInner<D> {
             if let Some(memory) = state.take(units) {
                 return Some(Ok(memory));
             }
-            let failures = units.iter().filter_map(|unit| state.units[unit.index()].failure.take());
+            let failures = units.iter().filter_map(|unit| state.units[*unit].failure.take());
             if let Some(failure) = failures.last() {
                 return Some(Err(failure));
             }
-            if !state.is_any_absent(units) {
+            if !state.units.is_any_absent(units) {
                 return None;
             }
             if let Err(error) = self.start(state, units, tries) {
                 return Some(Err(error));
             }
             // A unit without bytes is present as soon as it has a slot.
-            if !state.are_all_present(units) {
+            if !state.units.are_all_present(units) {
                 return None;
             }
         }
@@ -204,7 +204,7 @@ impl<D: Device> EngineInner<D> {
         tries: &mut u32,
     ) -> Result<(), Error> {
         let this_thread = std::thread::current().id();
-        let absent = state.absent(units);
+        let absent = state.units.absent(units);
         let needed_bytes = absent.iter().map(|&unit| self.unit(unit).slot_bytes).sum();
         match state.demand(&self.context, units, (self.clock)()) {
             Ok(()) => {

@@ -87,14 +87,14 @@ impl<D: Device> EngineInner<D> {
     ) -> Result<TensorBytes<D>, Error> {
         let load = self.start_rows(&mut state, &prepared, buffer);
         loop {
-            if let Some(rows) = state.gathers.take(load) {
+            if let Some(rows) = state.transfers.gathers.take(load) {
                 return Ok(self.take_rows(&mut state, &prepared, rows?, asked_ns));
             }
             let what = || format!("rows `{}`", prepared.unit.name);
             state = match self.wait(state, timer, interrupt, what) {
                 Ok(state) => state,
                 Err(error) => {
-                    self.lock().gathers.give_up(load);
+                    self.lock().transfers.gathers.give_up(load);
                     return Err(error);
                 }
             };
@@ -128,7 +128,7 @@ impl<D: Device> EngineInner<D> {
             trace.add_on(std::thread::current().id(), event);
         }
         let memory = Arc::new(self.context.slots.gathered(buffer, self.context.events.clone()));
-        state.gathers.add(prepared, &memory);
+        state.transfers.gathers.add(prepared, &memory);
         TensorBytes::new(memory, prepared.layout.tensors[0])
     }
 

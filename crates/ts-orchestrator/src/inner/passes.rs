@@ -74,7 +74,7 @@ impl<D: Device> EngineInner<D> {
             let pool = &self.context.slots.host;
             let begun =
                 Populator::new(pool, self.populate_in_passes, state.planning.plan.resident_bytes);
-            state.postpones = begun.has_threads();
+            state.prefetching.postpones = begun.has_threads();
             *populator = Some(begun);
         }
     }
@@ -128,11 +128,11 @@ impl<D: Device> EngineInner<D> {
             state.drop_guesses(&self.context, (self.clock)());
         }
         while state.passes.running() == 0 && state.is_loading() {
-            state.paused = true;
+            state.prefetching.paused = true;
             state = match self.wait(state, &mut timer, interrupt, || "reads to end".into()) {
                 Ok(state) => state,
                 Err(error) => {
-                    self.lock().paused = false;
+                    self.lock().prefetching.paused = false;
                     return Err(error);
                 }
             };
@@ -157,7 +157,7 @@ impl<D: Device> EngineInner<D> {
             let now_ns = (self.clock)();
             trace.add(TraceEvent::new(TraceKind::Replan, now_ns, now_ns));
         }
-        state.paused = false;
+        state.prefetching.paused = false;
         state.retry_prefetch();
         // Before the first pass, nothing is read.
         if state.counters.passes > 0 {
@@ -200,7 +200,7 @@ impl<D: Device> EngineInner<D> {
         }
         if slots < before {
             // Memory is short. What is needed gets its pages when it is read.
-            state.postpones = false;
+            state.prefetching.postpones = false;
             if let Some(populator) = &*self.populator.lock() {
                 populator.stop();
             }

@@ -104,7 +104,7 @@ impl<D: Device> RowsWait<D> {
                 }
             }
         };
-        match state.gathers.take(load) {
+        match state.transfers.gathers.take(load) {
             None => inner.pending(state, waker),
             Some(rows) => {
                 self.load = None;
@@ -119,7 +119,7 @@ impl<D: Device> RowsWait<D> {
 impl<D: Device> Drop for RowsWait<D> {
     fn drop(&mut self) {
         if let Some(load) = self.load.take().filter(|_| !self.inner.is_forked()) {
-            self.inner.lock().gathers.give_up(load);
+            self.inner.lock().transfers.gathers.give_up(load);
         }
     }
 }

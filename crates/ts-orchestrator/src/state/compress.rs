@@ -26,15 +26,15 @@ impl<D: Device> EngineState<D> {
         host: Option<Buffer>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         let pieces = load.prepared.pieces.as_ref().filter(|_| load.error.is_none());
         let (Some(id), Some(pieces), Some(workers), false) =
-            (load.id, pieces, &self.workers, load.cancelled)
+            (load.id, pieces, &self.transfers.workers, load.cancelled)
         else {
             return self.upload_or_finish(context, load_id, host, now_ns);
         };
         let slot = host.expect("a load without an error still has its memory");
-        let unit = &mut self.units[id.index()];
+        let unit = &mut self.units[id];
         if unit.estimate == Estimate::Unknown && self.planning.plan.ring_bytes > 0 {
             let pieces = Arc::clone(pieces);
             return workers
@@ -101,17 +101,17 @@ impl<D: Device> EngineState<D> {
         needed: usize,
         now_ns: u64,
     ) {
-        let load = self.loads.get(load_id);
+        let load = self.transfers.loads.get(load_id);
         let id = load.id.expect("only units are estimated");
         let estimate = Estimate::new(needed, slot.len());
-        self.units[id.index()].estimate = estimate;
+        self.units[id].estimate = estimate;
         self.planning.is_outdated |= estimate != Estimate::TooMuch;
         self.upload_or_finish(context, load_id, Some(slot), now_ns);
     }
 
     /// Handles a piece of a unit that was encoded. After the last one, keeps the encoded unit.
     pub(crate) fn on_encoded(&mut self, context: &EngineContext<D>, load_id: u32, now_ns: u64) {
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         let (_, pending) = load.encoding.as_mut().expect("the unit is being encoded");
         *pending -= 1;
         if *pending > 0 {
@@ -120,7 +120,7 @@ impl<D: Device> EngineState<D> {
         let (encoding, _) = load.encoding.take().expect("the unit is being encoded");
         let encoding = Arc::into_inner(encoding).expect("all jobs have dropped it");
         let (slot, encoded) = encoding.end();
-        let unit = &mut self.units[load.id.expect("only units are encoded").index()];
+        let unit = &mut self.units[load.id.expect("only units are encoded")];
         match encoded {
             // The image may have been given up meanwhile.
             Encoded::Kept(image) if load.error.is_none() => unit.keep_image(image),

@@ -67,13 +67,13 @@ impl<D: Device> EngineState<D> {
     ) -> Result<(), Shortage> {
         let mut compacted = false;
         loop {
-            match self.allocate_all(context, &self.absent(set)) {
+            match self.allocate_all(context, &self.units.absent(set)) {
                 Ok(buffers) => {
                     for (id, buffers) in buffers.into_iter().rev() {
                         let LoadWork { reads, decodes, .. } =
                             self.start_load(context, id, buffers, now_ns, false);
-                        self.reads.push_first(reads);
-                        self.fills.push_first(decodes);
+                        self.transfers.reads.push_first(reads);
+                        self.transfers.fills.push_first(decodes);
                     }
                     self.submit_reads(context, now_ns);
                     return Ok(());
@@ -92,7 +92,7 @@ impl<D: Device> EngineState<D> {
                 Err(AllocationError::Device(error)) => return Err(Shortage::Device(error)),
             }
             let needed =
-                self.absent(set).first().map_or(0, |id| context.units[id.index()].slot_bytes);
+                self.units.absent(set).first().map_or(0, |id| context.units[id.index()].slot_bytes);
             if let Some(victim) = self.victim(needed) {
                 self.evict(victim);
                 continue;
@@ -112,9 +112,9 @@ impl<D: Device> EngineState<D> {
     /// Returns the unit to evict for a set: an idle routed unit, then the idle ordered unit that is
     /// needed last, then the expected unit that is needed last.
     fn victim(&self, needed: usize) -> Option<UnitId> {
-        let ordered = || self.idle.iter().max_by_key(|&unit| self.passes.next_use(unit));
+        let ordered = || self.units.idle.iter().max_by_key(|&unit| self.passes.next_use(unit));
         let is_unused = |id: &UnitId| {
-            let unit = &self.units[id.index()];
+            let unit = &self.units[*id];
             unit.is_unused() && !unit.is_kept()
         };
         let expected = || self.routed.expected().rev().find(is_unused);
@@ -177,13 +177,13 @@ impl<D: Device> EngineState<D> {
     ) -> Result<Vec<(UnitId, LoadBuffers<D>)>, AllocationError> {
         let mut allocated: Vec<(UnitId, LoadBuffers<D>, bool)> = Vec::with_capacity(ids.len());
         for &id in ids {
-            let reserved = self.units[id.index()].reserved_slot().is_some();
+            let reserved = self.units[id].reserved_slot().is_some();
             let in_ring = self.allocate_postponed(context, id).ok().flatten();
             match in_ring.map_or_else(|| self.allocate(context, id), Ok) {
                 Ok(buffers) => allocated.push((id, buffers, reserved)),
                 Err(error) => {
                     for (id, buffers, reserved) in allocated {
-                        let unit = &mut self.units[id.index()];
+                        let unit = &mut self.units[id];
                         let (slot, kept) = buffers.into_slot();
                         unit.abandon_load(Some(slot).filter(|_| reserved));
                         kept.into_iter().for_each(|memory| unit.reserve_image(memory));
@@ -199,16 +199,13 @@ impl<D: Device> EngineState<D> {
     /// frees a compressed unit. Returns whether there was such a unit. Takes the last such unit, so
     /// that free memory stays in one piece.
     fn evict_resident(&mut self, context: &EngineContext<D>, set: &[UnitId]) -> bool {
-        if let Some(last) = self.units.iter().rposition(UnitState::is_evictable) {
+        if let Some(last) = self.units.last(UnitState::is_evictable) {
             if self.units[last].is_kept() {
-                self.evict(UnitId(last as u32));
+                self.evict(last);
             }
             drop(self.units[last].demote());
-        } else if let Some(last) = self
-            .units
-            .iter()
-            .rposition(UnitState::occupies_host)
-            .filter(|_| !context.slots.is_staged())
+        } else if let Some(last) =
+            self.units.last(UnitState::occupies_host).filter(|_| !context.slots.is_staged())
         {
             drop(self.units[last].take_from_host());
         } else {
@@ -225,7 +222,7 @@ impl<D: Device> EngineState<D> {
             true => unit.referenced_evictions() > 0,
             false => !unit.is_kept(),
         };
-        let absent = self.absent(set);
+        let absent = self.units.absent(set);
         let sizes = self.units.iter_mut().zip(&context.units).enumerate();
         let needed = sizes.filter_map(|(i, (unit, prepared))| {
             (occupies_ring(unit) || absent.contains(&UnitId(i as u32)))
@@ -239,13 +236,13 @@ impl<D: Device> EngineState<D> {
     /// Returns whether it evicted any unit. Called when nothing else will free memory.
     fn evict_awaited(&mut self, context: &EngineContext<D>, set: &[UnitId]) -> bool {
         let mut any = false;
-        for index in 0..self.units.len() {
-            let unit = &self.units[index];
+        for id in self.units.ids() {
+            let unit = &self.units[id];
             if unit.users.is_empty() && !unit.waiters.is_empty() && unit.is_unreferenced() {
                 let was_kept = unit.is_kept();
-                self.evict(UnitId(index as u32));
+                self.evict(id);
                 if was_kept {
-                    drop(self.units[index].demote());
+                    drop(self.units[id].demote());
                     self.note_streamed(context, set);
                 }
                 any = true;
@@ -256,7 +253,7 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the reason why there is no memory, given that no unit is idle.
     fn shortage(&mut self, context: &EngineContext<D>) -> Shortage {
-        self.gathers.forget_dropped();
+        self.transfers.gathers.forget_dropped();
         let this_thread = std::thread::current().id();
         let is_waiting = |user: &ThreadId| *user == this_thread || self.waiters.contains(user);
         // Another thread waits for these units, but not for memory. It will take them soon, and
@@ -271,8 +268,8 @@ impl<D: Device> EngineState<D> {
         let can_drop = |rows: &GatheredRows<D>| !is_waiting(&rows.user);
         if self.is_loading()
             // The callers of these gathers are about to take their rows.
-            || self.gathers.is_awaited()
-            || self.gathers.rows().iter().any(can_drop)
+            || self.transfers.gathers.is_awaited()
+            || self.transfers.gathers.rows().iter().any(can_drop)
             || context.slots.waits_for_streams()
             || self.units.iter().any(is_awaited)
             || self.units.iter().filter(in_use).any(can_end)
@@ -289,7 +286,7 @@ impl<D: Device> EngineState<D> {
                 holders.push(format!("`{}` x{count}", unit.stats.name));
             }
         }
-        for rows in self.gathers.rows() {
+        for rows in self.transfers.gathers.rows() {
             bytes += rows.slot_bytes;
             holders.push(format!("`{}`", rows.name));
         }

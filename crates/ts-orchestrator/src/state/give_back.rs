@@ -24,7 +24,7 @@ impl<D: Device> EngineState<D> {
         let mut excess = context.slots.left_bytes().saturating_sub(self.planning.slot_limit);
         let ahead: Vec<UnitId> = self.passes.ahead().collect();
         let expected: HashSet<UnitId> = ahead.iter().copied().collect();
-        let all = (0..self.units.len() as u32).map(UnitId);
+        let all = self.units.ids();
         let others = all.filter(|id| !expected.contains(id));
         for id in others.chain(ahead.into_iter().rev()) {
             if excess == 0 {
@@ -37,7 +37,7 @@ impl<D: Device> EngineState<D> {
     /// Returns the memory of a kept unit to the system, unless it is in use. Returns its size in
     /// bytes.
     fn give_back_unit(&mut self, context: &EngineContext<D>, id: UnitId) -> usize {
-        let unit = &mut self.units[id.index()];
+        let unit = &mut self.units[id];
         let kept = if unit.is_evictable() {
             let in_slot = unit.is_kept();
             let reserved = unit.demote();
@@ -62,7 +62,7 @@ impl<D: Device> EngineState<D> {
         let took = context.slots.take_back(self.planning.larger_limit());
         if took {
             self.planning.set_resized();
-            self.frontier.retry = true;
+            self.retry_prefetch();
         }
         took
     }

@@ -104,12 +104,12 @@ impl<D: Device> EngineState<D> {
         self.drop_guesses(context, now_ns);
         for (i, &id) in units.iter().enumerate() {
             self.restore_evicted(id);
-            if self.is_absent(id) && !self.guesses.open.contains_key(&id) {
+            if self.units[id].is_absent() && !self.routed.guesses.open.contains_key(&id) {
                 let position = i.min(POSITIONS - 1);
-                self.guesses.open.insert(id, Guess { position, started: false });
-                self.guesses.positions = self.guesses.positions.max(position + 1);
-                if self.guesses.is_worthwhile(position) {
-                    self.guesses.wanted.push_back(id);
+                self.routed.guesses.open.insert(id, Guess { position, started: false });
+                self.routed.guesses.positions = self.routed.guesses.positions.max(position + 1);
+                if self.routed.guesses.is_worthwhile(position) {
+                    self.routed.guesses.wanted.push_back(id);
                 }
             }
         }
@@ -124,12 +124,13 @@ impl<D: Device> EngineState<D> {
         uses: &[(UnitId, u32)],
         now_ns: u64,
     ) {
-        self.guesses.wanted.clear();
-        let missed = |id: UnitId| self.is_absent(id) || self.guesses.open.contains_key(&id);
-        self.guesses.record_expectation(uses.iter().any(|&(id, _)| missed(id)));
-        for (id, guess) in std::mem::take(&mut self.guesses.open) {
+        self.routed.guesses.wanted.clear();
+        let missed =
+            |id: UnitId| self.units[id].is_absent() || self.routed.guesses.open.contains_key(&id);
+        self.routed.guesses.record_expectation(uses.iter().any(|&(id, _)| missed(id)));
+        for (id, guess) in std::mem::take(&mut self.routed.guesses.open) {
             let right = uses.iter().any(|&(used, _)| used == id);
-            self.guesses.judge(guess.position, right);
+            self.routed.guesses.judge(guess.position, right);
             if right {
                 self.routed.stats.right_guesses += u64::from(guess.started);
                 self.promote_guess(id);
@@ -142,9 +143,9 @@ impl<D: Device> EngineState<D> {
 
     /// Ends all guesses, and cancels their reads. Returns whether it cancelled any.
     pub(crate) fn drop_guesses(&mut self, context: &EngineContext<D>, now_ns: u64) -> bool {
-        self.guesses.wanted.clear();
+        self.routed.guesses.wanted.clear();
         let mut cancelled = false;
-        for id in std::mem::take(&mut self.guesses.open).into_keys() {
+        for id in std::mem::take(&mut self.routed.guesses.open).into_keys() {
             cancelled |= self.cancel_guess(context, id, now_ns);
             self.update_idle(id);
         }
@@ -154,23 +155,23 @@ impl<D: Device> EngineState<D> {
     /// Puts the reads of a guessed unit before other reads, because the unit is needed now.
     pub(crate) fn promote_guess(&mut self, id: UnitId) {
         if let Some(load) = self.guessed_load(id) {
-            self.reads.push_urgent(self.guesses.take_reads(load));
+            self.transfers.reads.push_urgent(self.routed.guesses.take_reads(load));
         }
     }
 
     /// Cancels the reads of a guessed unit that are not submitted yet. Returns whether there were
     /// any.
     fn cancel_guess(&mut self, context: &EngineContext<D>, id: UnitId, now_ns: u64) -> bool {
-        if !self.units[id.index()].waiters.is_empty() {
+        if !self.units[id].waiters.is_empty() {
             self.promote_guess(id);
             return false;
         }
         let Some(load_id) = self.guessed_load(id) else { return false };
-        let reads = self.guesses.take_reads(load_id);
+        let reads = self.routed.guesses.take_reads(load_id);
         if reads.is_empty() {
             return false;
         }
-        self.loads.get_mut(load_id).cancelled = true;
+        self.transfers.loads.get_mut(load_id).cancelled = true;
         self.routed.stats.cancelled_guesses += 1;
         for read in reads {
             self.return_part(
@@ -186,28 +187,28 @@ impl<D: Device> EngineState<D> {
 
     /// Returns the load of a guessed unit, if the unit is being loaded.
     fn guessed_load(&self, id: UnitId) -> Option<u32> {
-        let is_loading = self.units[id.index()].is_loading();
-        is_loading.then(|| self.loads.guessed(id)).flatten()
+        let is_loading = self.units[id].is_loading();
+        is_loading.then(|| self.transfers.loads.guessed(id)).flatten()
     }
 
     /// Starts to load guessed units if no other reads are waiting. Evicts only idle routed units.
     pub(super) fn load_guessed(&mut self, context: &EngineContext<D>, now_ns: u64) {
-        if context.prefetch == Prefetch::None || !self.reads.is_empty() {
+        if context.prefetch == Prefetch::None || !self.transfers.reads.is_empty() {
             return;
         }
-        while let Some(&id) = self.guesses.wanted.front() {
-            if !self.is_absent(id) || self.units[id.index()].failure.is_some() {
-                self.guesses.wanted.pop_front();
+        while let Some(&id) = self.routed.guesses.wanted.front() {
+            if !self.units[id].is_absent() || self.units[id].failure.is_some() {
+                self.routed.guesses.wanted.pop_front();
                 continue;
             }
             let Some(buffers) = self.allocate_over_idle(context, id) else { return };
-            self.guesses.wanted.pop_front();
-            if let Some(guess) = self.guesses.open.get_mut(&id) {
+            self.routed.guesses.wanted.pop_front();
+            if let Some(guess) = self.routed.guesses.open.get_mut(&id) {
                 guess.started = true;
             }
             self.routed.stats.guesses += 1;
             let work = self.start_load(context, id, buffers, now_ns, true);
-            self.guesses.reads.extend(work.reads);
+            self.routed.guesses.reads.extend(work.reads);
         }
     }
 }

@@ -23,7 +23,7 @@ impl<D: Device> EngineState<D> {
     /// thread.
     pub(crate) fn take(&mut self, ids: &[UnitId]) -> Option<Vec<Arc<UnitMemory<D>>>> {
         ids.iter().for_each(|&id| self.restore_evicted(id));
-        if !self.are_all_present(ids) {
+        if !self.units.are_all_present(ids) {
             return None;
         }
         ids.iter().map(|&id| self.take_one(id)).collect()
@@ -32,7 +32,7 @@ impl<D: Device> EngineState<D> {
     /// Returns the memory of a unit if it is present, and marks it as used by this thread.
     pub(crate) fn take_one(&mut self, id: UnitId) -> Option<Arc<UnitMemory<D>>> {
         self.restore_evicted(id);
-        let unit = &mut self.units[id.index()];
+        let unit = &mut self.units[id];
         let memory = Arc::clone(unit.memory()?);
         unit.users.push(std::thread::current().id());
         unit.used_since_load = true;
@@ -51,9 +51,9 @@ impl<D: Device> EngineState<D> {
         if measures || changes || self.passes.running() > 1 {
             return None;
         }
-        let ids = || (0..self.units.len() as u32).map(UnitId);
+        let ids = || self.units.ids();
         let stays = |id: UnitId| {
-            let unit = &self.units[id.index()];
+            let unit = &self.units[id];
             unit.is_kept()
                 && unit.stats.uses >= MEASURED_USES
                 && unit.memory().is_some_and(|memory| !memory.is_sealed())
@@ -82,16 +82,16 @@ impl<D: Device> EngineState<D> {
                 let begin_ns = now_ns.saturating_sub(used_ns);
                 trace.add_on(user, TraceEvent::new(TraceKind::Use, begin_ns, now_ns).of(Some(id)));
             }
-            self.units[id.index()].count_use(used_ns);
+            self.units[id].count_use(used_ns);
         }
-        let users = &mut self.units[id.index()].users;
+        let users = &mut self.units[id].users;
         let at = users
             .iter()
             .position(|&u| u == user)
             .expect("a lease is released for the thread that acquired it");
         users.swap_remove(at);
         self.update_idle(id);
-        if self.idle.contains(id) && self.passes.next_use(id) >= self.horizon() {
+        if self.units.idle.contains(id) && self.passes.next_use(id) >= self.horizon() {
             self.evict(id);
         }
     }

@@ -49,9 +49,9 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
         guessed: bool,
     ) -> LoadWork {
-        let load_id = self.loads.next_id();
+        let load_id = self.transfers.loads.next_id();
         let prepared = &context.units[id.index()];
-        let unit = &mut self.units[id.index()];
+        let unit = &mut self.units[id];
         let image = match (unit.image(), &prepared.image) {
             (_, Some(layout)) if layout.is_slot => Image::None,
             (Some(image), _) => Image::Filled(image.clone()),
@@ -75,7 +75,7 @@ impl<D: Device> EngineState<D> {
         match work.ready.take() {
             // Nothing is read. The bytes were verified when they were.
             Some(ready) => {
-                self.loads.insert(load_id, load);
+                self.transfers.loads.insert(load_id, load);
                 self.upload(context, load_id, ready);
             }
             None => self.begin_load(context, load_id, load, now_ns),
@@ -92,13 +92,13 @@ impl<D: Device> EngineState<D> {
         host: Buffer,
         now_ns: u64,
     ) -> u32 {
-        let load_id = self.loads.next_id();
+        let load_id = self.transfers.loads.next_id();
         let buffers = LoadBuffers::on_host(host);
         let (load, work) =
             UnitLoad::new(load_id, None, prepared, buffers, Image::None, context.sizes, now_ns);
-        self.gathers.begin(load_id);
+        self.transfers.gathers.begin(load_id);
         self.begin_load(context, load_id, load, now_ns);
-        self.reads.push_first(work.reads);
+        self.transfers.reads.push_first(work.reads);
         self.submit_reads(context, now_ns);
         load_id
     }
@@ -112,7 +112,7 @@ impl<D: Device> EngineState<D> {
         if context.decoding != Decoding::WhereFaster || counters.device_decoded.has_failed {
             return context.decoding == Decoding::OnDevice;
         }
-        let threads = self.workers.as_ref().map_or(1, |workers| workers.threads);
+        let threads = self.transfers.workers.as_ref().map_or(1, |workers| workers.threads);
         let decoding_s = counters.decode_ns as f64 / 1e9 / threads as f64;
         counters.device_decoded.is_faster_than([
             (counters.decode_ns > 0).then(|| counters.decoded_bytes as f64 / decoding_s),
@@ -128,7 +128,7 @@ impl<D: Device> EngineState<D> {
         now_ns: u64,
     ) {
         let complete = load.is_complete();
-        self.loads.insert(load_id, load);
+        self.transfers.loads.insert(load_id, load);
         if complete {
             self.on_all_read(context, load_id, now_ns);
         }
@@ -138,7 +138,7 @@ impl<D: Device> EngineState<D> {
     fn urgency(&self, context: &EngineContext<D>, id: Option<UnitId>) -> (bool, bool) {
         match id {
             Some(id) => {
-                let unit = &self.units[id.index()];
+                let unit = &self.units[id];
                 (!unit.waiters.is_empty(), unit.needs_verification(context.verify))
             }
             None => (true, context.verify != Verify::Never),
@@ -148,24 +148,27 @@ impl<D: Device> EngineState<D> {
     /// Submits queued decodes to the workers, as many as keep them busy. `verifies` says whether
     /// units are verified at all.
     fn submit_decodes(&mut self, verifies: bool) {
-        let Some(workers) = &self.workers else { return };
-        while let Some((decode, is_urgent)) = self.fills.pop(2 * workers.threads) {
+        let Some(workers) = &self.transfers.workers else { return };
+        while let Some((decode, is_urgent)) = self.transfers.fills.pop(2 * workers.threads) {
             let QueuedDecode { token, image, stored, kind, target } = decode;
             // Whoever read the image has verified it, except if that was another process.
-            let unit = self.loads.unit(split_token(token).0);
-            let verify =
-                verifies && unit.is_some_and(|id| self.units[id.index()].has_unchecked_image());
+            let unit = self.transfers.loads.unit(split_token(token).0);
+            let verify = verifies && unit.is_some_and(|id| self.units[id].has_unchecked_image());
             let (from, verify, kept) = (Stored::Image(image), verify, None);
             let job = Job::FillPart { token, from, stored, kind, verify, target, kept };
-            self.fills.begin();
+            self.transfers.fills.begin();
             workers.submit(job, is_urgent);
         }
     }
 
     /// Submits the checks of units to the workers, those of small units together.
     fn submit_checks(&mut self) {
-        if let Some(workers) = &self.workers {
-            self.fills.take_checks().into_iter().for_each(|job| workers.submit_checks(job));
+        if let Some(workers) = &self.transfers.workers {
+            self.transfers
+                .fills
+                .take_checks()
+                .into_iter()
+                .for_each(|job| workers.submit_checks(job));
         }
     }
 
@@ -174,17 +177,17 @@ impl<D: Device> EngineState<D> {
     pub(super) fn submit_reads(&mut self, context: &EngineContext<D>, now_ns: u64) {
         self.submit_decodes(context.verify != Verify::Never);
         self.submit_checks();
-        let nothing = self.reads.is_empty() && self.guesses.reads.is_empty();
-        let Some(backend) = self.backend.as_ref().filter(|_| !nothing) else { return };
+        let nothing = self.transfers.reads.is_empty() && self.routed.guesses.reads.is_empty();
+        let Some(backend) = self.transfers.backend.as_ref().filter(|_| !nothing) else { return };
         // Twice the maximum number of reads in flight, so that the backend has work until this
         // thread is scheduled again.
         let limit = 2 * backend.capabilities().max_in_flight;
         let mut rejected = Vec::new();
-        while self.reads.in_flight() < limit {
-            let needed = self.reads.pop();
+        while self.transfers.reads.in_flight() < limit {
+            let needed = self.transfers.reads.pop();
             let guessed = needed.is_none();
             let next = needed.or_else(|| {
-                let read = self.guesses.next_read(self.reads.in_flight())?;
+                let read = self.routed.guesses.next_read(self.transfers.reads.in_flight())?;
                 Some(NextRead { read, is_urgent: false })
             });
             let Some(next) = next else { break };
@@ -193,10 +196,12 @@ impl<D: Device> EngineState<D> {
                 let bounces = context.bounces.as_ref();
                 match bounces.map(|pool| pool.allocate(context.sizes.bounce_bytes)) {
                     Some(Ok(bounce)) => self.bounced_request(context, source, next.read, bounce),
-                    _ if self.reads.in_flight() > 0 || self.fills.is_running() => {
+                    _ if self.transfers.reads.in_flight() > 0
+                        || self.transfers.fills.is_running() =>
+                    {
                         match guessed {
-                            true => self.guesses.reads.push_front(next.read),
-                            false => self.reads.push_first(vec![next.read]),
+                            true => self.routed.guesses.reads.push_front(next.read),
+                            false => self.transfers.reads.push_first(vec![next.read]),
                         }
                         break;
                     }
@@ -207,8 +212,10 @@ impl<D: Device> EngineState<D> {
                         let (len, timeout) = (next.read.required, context.timeout);
                         let result = Err(ts_io::Error::TimedOut { path, offset, len, timeout });
                         let QueuedRead { token, target: buffer, kept, kind, .. } = next.read;
-                        self.reads.bounces_to(token, Target { buffer, kept, stored: 0..0, kind });
-                        self.reads.begin(now_ns);
+                        self.transfers
+                            .reads
+                            .bounces_to(token, Target { buffer, kept, stored: 0..0, kind });
+                        self.transfers.reads.begin(now_ns);
                         rejected.push(Completion { token, buffers: Vec::new(), result });
                         continue;
                     }
@@ -217,18 +224,18 @@ impl<D: Device> EngineState<D> {
                 let QueuedRead { token, offset, required, target, .. } = next.read;
                 ReadRequest::new(token, source, offset, required, target)
             } else {
-                self.reads.join(source, next, self.joint_bytes(), context.sizes.alignment)
+                self.transfers.reads.join(source, next, self.joint_bytes(), context.sizes.alignment)
             };
-            self.reads.begin(now_ns);
+            self.transfers.reads.begin(now_ns);
             if let Some(trace) = &mut self.trace {
-                match self.reads.joint(request.token) {
+                match self.transfers.reads.joint(request.token) {
                     Some(joint) => {
                         joint.parts().1.for_each(|(part, ..)| trace.submitted(part, now_ns));
                     }
                     None => trace.submitted(request.token, now_ns),
                 }
             }
-            let Some(backend) = &self.backend else { return };
+            let Some(backend) = &self.transfers.backend else { return };
             if let Err(r) = backend.submit(request) {
                 let ReadRequest { token, buffers, .. } = r.request;
                 rejected.push(Completion { token, buffers, result: Err(r.error) });
@@ -255,7 +262,9 @@ impl<D: Device> EngineState<D> {
         // A backend fills the memory that it is given.
         drop(bounce.split_off(required.next_multiple_of(alignment)));
         let QueuedRead { token, target: buffer, kept, kind, .. } = read;
-        self.reads.bounces_to(token, Target { buffer, kept, stored: skip..required, kind });
+        self.transfers
+            .reads
+            .bounces_to(token, Target { buffer, kept, stored: skip..required, kind });
         ReadRequest::new(token, source, offset, required, bounce)
     }
 
@@ -266,8 +275,8 @@ impl<D: Device> EngineState<D> {
         completion: Completion,
         now_ns: u64,
     ) {
-        self.counters.busy_ns += self.reads.end(now_ns);
-        match self.reads.take_joint(completion.token) {
+        self.counters.busy_ns += self.transfers.reads.end(now_ns);
+        match self.transfers.reads.take_joint(completion.token) {
             Some(joint) => self.on_joint_read(context, joint, completion, now_ns),
             None => self.on_read_ended(context, completion, now_ns),
         }
@@ -299,7 +308,7 @@ impl<D: Device> EngineState<D> {
                 }
             }
             Ok(_) | Err(_) if is_complete => {
-                self.reads.push_first(joint.rejoin(buffers));
+                self.transfers.reads.push_first(joint.rejoin(buffers));
             }
             result => {
                 let error = result.err();
@@ -327,7 +336,7 @@ impl<D: Device> EngineState<D> {
         let Completion { token, mut buffers, result } = completion;
         let buffer = buffers.pop();
         let (load_id, part) = split_token(token);
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         let delivered = match result {
             Ok(transfer) => {
                 if let Some(trace) = &mut self.trace {
@@ -342,13 +351,16 @@ impl<D: Device> EngineState<D> {
             }
         };
         let id = load.id;
-        match self.reads.take_target(token) {
+        match self.transfers.reads.take_target(token) {
             None => self.return_part(context, load_id, part, buffer, now_ns),
             Some(Target { buffer: target, kept, stored, kind }) if delivered => {
-                let workers =
-                    self.workers.as_ref().expect("an engine with bounce buffers has workers");
+                let workers = self
+                    .transfers
+                    .workers
+                    .as_ref()
+                    .expect("an engine with bounce buffers has workers");
                 let bounce = buffer.expect("a completed read returns its buffer");
-                self.fills.begin();
+                self.transfers.fills.begin();
                 let (urgent, verify) = self.urgency(context, id);
                 let from = Stored::Bounce(bounce);
                 let job = Job::FillPart { token, from, stored, kind, verify, target, kept };
@@ -386,7 +398,7 @@ impl<D: Device> EngineState<D> {
             _ => {}
         }
         if let Some(trace) = &mut self.trace {
-            let unit = self.loads.unit(load);
+            let unit = self.transfers.loads.unit(load);
             let (begin_ns, end_ns) = work.span_ns(now_ns);
             trace.add(TraceEvent::new(kind, begin_ns, end_ns).of(unit).bytes(bytes));
         }
@@ -402,9 +414,9 @@ impl<D: Device> EngineState<D> {
         damage: Option<DamagedChunk>,
         now_ns: u64,
     ) {
-        self.fills.end();
+        self.transfers.fills.end();
         let (load_id, part) = split_token(token);
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         load.return_kept(part, kept);
         if let Some(damage) = damage {
             let file = load.file(part);
@@ -425,10 +437,10 @@ impl<D: Device> EngineState<D> {
             PanickedJob::FillPart(token) => split_token(token).0,
             PanickedJob::Slot(load) | PanickedJob::Encode(load) => load,
         };
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         // A unit whose encoding fails is streamed from now on.
         if let (PanickedJob::Slot(_) | PanickedJob::Encode(_), Some(id)) = (job, load.id) {
-            let unit = &mut self.units[id.index()];
+            let unit = &mut self.units[id];
             unit.estimate = Estimate::TooMuch;
             unit.give_up_image();
         }
@@ -438,7 +450,7 @@ impl<D: Device> EngineState<D> {
         )));
         match job {
             PanickedJob::FillPart(token) => {
-                self.fills.end();
+                self.transfers.fills.end();
                 self.return_part(context, load_id, split_token(token).1, None, now_ns);
             }
             PanickedJob::Slot(_) => self.upload_or_finish(context, load_id, None, now_ns),
@@ -454,7 +466,7 @@ impl<D: Device> EngineState<D> {
         buffer: Option<Buffer>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         if load.return_part(part, buffer) {
             self.on_all_read(context, load_id, now_ns);
         }
@@ -462,7 +474,7 @@ impl<D: Device> EngineState<D> {
 
     /// Continues a load when all its reads have ended. Verifies the unit first if necessary.
     fn on_all_read(&mut self, context: &EngineContext<D>, load_id: u32, now_ns: u64) {
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         load.image = load.join_kept();
         let slot = load.join();
         let from_image = load.from_image;
@@ -470,9 +482,9 @@ impl<D: Device> EngineState<D> {
             (Arc::clone(&load.prepared.checks), load.error.is_some() || load.cancelled, load.id);
         let (urgent, verify) = self.urgency(context, id);
         let verify = verify && !checks.is_empty() && !failed && !from_image;
-        match (&self.workers, slot) {
+        match (&self.transfers.workers, slot) {
             (Some(_), Some(slot)) if verify => {
-                self.fills.push_check(UnitCheck { load: load_id, slot, checks, urgent });
+                self.transfers.fills.push_check(UnitCheck { load: load_id, slot, checks, urgent });
             }
             (_, slot) => self.compress_or_finish(context, load_id, slot, now_ns),
         }
@@ -487,7 +499,7 @@ impl<D: Device> EngineState<D> {
         mismatch: Option<ChecksumMismatch>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         if let Some(ChecksumMismatch { tensor, range }) = mismatch {
             let unit = &load.prepared.unit;
             let part = unit.tensors[tensor].range_to_read(unit.tensors[tensor].entry.parts[0]);
@@ -512,7 +524,7 @@ impl<D: Device> EngineState<D> {
         host: Option<Buffer>,
         now_ns: u64,
     ) {
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         match host {
             Some(host) if load.device.is_some() && load.error.is_none() && !load.cancelled => {
                 let keeps = load.keeps_host;
@@ -532,12 +544,12 @@ impl<D: Device> EngineState<D> {
 
     /// Starts to copy a unit to its device.
     fn upload(&mut self, context: &EngineContext<D>, load_id: u32, host: HostBytes) {
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         let unit = load.id.expect("gathered rows are in host memory");
         let slot = load.device.take().expect("a unit on a device has a slot there");
         let layout = load.prepared.image.as_ref().filter(|_| context.slots.decodes_on_device());
         let image = layout.and_then(|layout| Some((load.image.take()?, Arc::clone(layout))));
-        self.loads.begin_copy();
+        self.transfers.loads.begin_copy();
         context.slots.upload(Upload { load: load_id, unit, host, image, slot });
     }
 
@@ -551,10 +563,10 @@ impl<D: Device> EngineState<D> {
     ) {
         let UploadResult { load: load_id, slot, kept, image, decodes, read, result } = upload;
         if read.is_some() || result.is_err() {
-            self.loads.end_copy();
+            self.transfers.loads.end_copy();
         }
         self.counters.busy_ns += read.map_or(0, |(_, took)| took.as_nanos() as u64);
-        let load = self.loads.get_mut(load_id);
+        let load = self.transfers.loads.get_mut(load_id);
         let kept = kept.zip(load.prepared.image.clone());
         load.kept = image.or_else(|| kept.map(|(bytes, layout)| KeptImage::new(bytes, layout)));
         let copied = match result {
@@ -579,7 +591,7 @@ impl<D: Device> EngineState<D> {
     /// use. Streams that have waited for the copy have failed.
     pub(crate) fn on_copied(&mut self, context: &EngineContext<D>, copy: CopyResult) {
         let CopyResult { unit, decoded, result } = copy;
-        self.loads.end_copy();
+        self.transfers.loads.end_copy();
         match result {
             Ok((_, took)) if decoded => {
                 let bytes = context.units[unit.index()].layout.len as u64;
@@ -609,17 +621,17 @@ impl<D: Device> EngineState<D> {
         slot: Option<Slot<D>>,
         now_ns: u64,
     ) {
-        let mut load = self.loads.remove(load_id);
+        let mut load = self.transfers.loads.remove(load_id);
         for &(path, bytes) in &load.read_bytes {
             add_bytes(&mut self.counters.read_bytes, path, bytes);
         }
         let Some(id) = load.id else {
             let gathered = || slot.expect("a load without an error still has its slot");
             let result = load.error.take().map_or_else(|| Ok(gathered()), Err);
-            self.gathers.end(load_id, result);
+            self.transfers.gathers.end(load_id, result);
             return;
         };
-        let unit = &mut self.units[id.index()];
+        let unit = &mut self.units[id];
         let (image, kept) = (load.image.take(), load.kept.take());
         match (kept, image, &load.prepared.image) {
             // It was decoded and verified, even if the upload failed.

@@ -17,9 +17,19 @@ use super::EngineState;
 /// prefetching would save nothing, and the next pass could need the routed unit again.
 const ROUTED_DISTANCE: usize = 2;
 
+/// Whether and how far units are read ahead.
+#[derive(Debug, Default)]
+pub(crate) struct Prefetching {
+    /// Whether it is paused until loads in flight have ended.
+    pub(crate) paused: bool,
+    /// Whether resident units are streamed until their slots have pages.
+    pub(crate) postpones: bool,
+    frontier: Frontier,
+}
+
 /// How far ahead the expected units are in memory or being loaded.
 #[derive(Debug, Default)]
-pub(super) struct Frontier {
+struct Frontier {
     /// [`Passes::place`](crate::pass::Passes::place) when the rest was set.
     place: (u64, usize),
     /// The number of expected visits whose units are in memory, are being loaded or have failed.
@@ -29,13 +39,16 @@ pub(super) struct Frontier {
     /// Whether prefetching ended because memory was short.
     is_full: bool,
     /// Whether to try again although little memory was freed.
-    pub(super) retry: bool,
+    retry: bool,
 }
 
 impl<D: Device> EngineState<D> {
     /// Starts to load the units that are expected next, as far as memory allows.
     pub(crate) fn advance(&mut self, context: &EngineContext<D>, now_ns: u64) {
-        if self.backend.is_some() && !self.paused && self.waiters.for_memory.is_empty() {
+        if self.transfers.backend.is_some()
+            && !self.prefetching.paused
+            && self.waiters.for_memory.is_empty()
+        {
             self.load_expected(context, now_ns);
             if self.is_advance_due(context) {
                 self.load_ahead(context, now_ns);
@@ -52,7 +65,7 @@ impl<D: Device> EngineState<D> {
     }
 
     fn is_advance_due(&self, context: &EngineContext<D>) -> bool {
-        let Frontier { place, is_full, retry, .. } = self.frontier;
+        let Frontier { place, is_full, retry, .. } = self.prefetching.frontier;
         let now = self.passes.place();
         retry
             || self.routed.has_units()
@@ -66,7 +79,7 @@ impl<D: Device> EngineState<D> {
 
     /// Returns how many expected visits ahead all units are in memory, being loaded or failed.
     fn frontier(&self) -> usize {
-        let Frontier { place: (known, from), distance, .. } = self.frontier;
+        let Frontier { place: (known, from), distance, .. } = self.prefetching.frontier;
         let (generation, position) = self.passes.place();
         match position.checked_sub(from) {
             Some(moved) if generation == known => distance.saturating_sub(moved),
@@ -77,26 +90,35 @@ impl<D: Device> EngineState<D> {
     /// Returns how many expected visits ahead prefetching reaches. A released unit that is not
     /// needed within these visits is evicted.
     pub(super) fn horizon(&self) -> usize {
-        if self.frontier.is_full { self.frontier() } else { self.frontier.considered }
+        if self.prefetching.frontier.is_full {
+            self.frontier()
+        } else {
+            self.prefetching.frontier.considered
+        }
     }
 
     /// Moves the frontier back to the next visit to a unit that is evicted.
     pub(super) fn retreat_to(&mut self, id: UnitId) {
         let (frontier, next_use) = (self.frontier(), self.passes.next_use(id));
         if next_use < frontier {
-            self.frontier.place = self.passes.place();
-            self.frontier.distance = next_use;
+            self.prefetching.frontier.place = self.passes.place();
+            self.prefetching.frontier.distance = next_use;
         }
+    }
+
+    /// Makes prefetching begin again, with another plan.
+    pub(super) fn reset_prefetching(&mut self) {
+        self.prefetching.frontier = Frontier::default();
     }
 
     /// Makes prefetching go on, although little memory was freed.
     pub(crate) fn retry_prefetch(&mut self) {
-        self.frontier.retry = true;
+        self.prefetching.frontier.retry = true;
     }
 
     /// Makes prefetching consider all expected units again, because one of them is absent.
     pub(super) fn reset_frontier(&mut self) {
-        (self.frontier.distance, self.frontier.retry) = (0, true);
+        (self.prefetching.frontier.distance, self.prefetching.frontier.retry) = (0, true);
     }
 
     /// Starts to load the units that are expected next, from the frontier on.
@@ -109,7 +131,7 @@ impl<D: Device> EngineState<D> {
             && let Some(id) = self.passes.ahead_at(distance)
         {
             self.restore_evicted(id);
-            let unit = &self.units[id.index()];
+            let unit = &self.units[id];
             if unit.is_absent() && unit.failure.is_none() {
                 let buffers = match self.allocate_ahead(context, id, distance) {
                     Ok(buffers) => buffers,
@@ -125,14 +147,14 @@ impl<D: Device> EngineState<D> {
                 };
                 let work = self.start_load(context, id, buffers, now_ns, false);
                 reads.extend(work.reads);
-                self.fills.push(work.decodes);
+                self.transfers.fills.push(work.decodes);
             }
             distance += 1;
         }
         let considered = if is_full { distance } else { self.passes.ahead_len().min(reach) };
-        self.frontier = Frontier { place, distance, considered, is_full, retry };
+        self.prefetching.frontier = Frontier { place, distance, considered, is_full, retry };
         joint::sort(&mut reads, self.joint_bytes());
-        self.reads.push(reads);
+        self.transfers.reads.push(reads);
         let report_at = if is_full { self.batch_bytes() } else { usize::MAX };
         if context.slots.freed().report_at(report_at) {
             let _ = context.events.send(Event::Freed);
@@ -144,17 +166,17 @@ impl<D: Device> EngineState<D> {
         if context.prefetch == Prefetch::None {
             return;
         }
-        let absent = |id: &UnitId| self.is_absent(*id) && self.units[id.index()].failure.is_none();
+        let absent = |&id: &UnitId| self.units[id].is_absent() && self.units[id].failure.is_none();
         let absent: Vec<UnitId> = self.routed.expected().filter(absent).collect();
         for id in absent {
             // An expectation may name a unit twice.
-            if !self.is_absent(id) {
+            if !self.units[id].is_absent() {
                 continue;
             }
             let Some(buffers) = self.allocate_over_idle(context, id) else { return };
             // Routed units are never kept compressed, so there is nothing to decode in memory.
             let work = self.start_load(context, id, buffers, now_ns, false);
-            self.reads.push_urgent(work.reads);
+            self.transfers.reads.push_urgent(work.reads);
         }
     }
 
@@ -195,7 +217,7 @@ impl<D: Device> EngineState<D> {
             }
             let slot_bytes = context.units[id.index()].slot_bytes;
             let routed = || self.routed.victim(slot_bytes).filter(|_| distance < ROUTED_DISTANCE);
-            match self.idle.iter().map(|unit| (self.passes.next_use(unit), unit)).max() {
+            match self.units.idle.iter().map(|unit| (self.passes.next_use(unit), unit)).max() {
                 Some((next_use, unit)) if next_use > distance => self.evict(unit),
                 _ => match routed() {
                     Some(unit) => self.evict(unit),
@@ -213,10 +235,10 @@ impl<D: Device> EngineState<D> {
         context: &EngineContext<D>,
         id: UnitId,
     ) -> Result<Option<LoadBuffers<D>>, AllocationError> {
-        let (unit, slot_bytes) = (&self.units[id.index()], context.units[id.index()].slot_bytes);
+        let (unit, slot_bytes) = (&self.units[id], context.units[id.index()].slot_bytes);
         let has_no_pages = |slot: &Slot<D>| matches!(slot, Slot::Host(own) if !own.is_populated());
         // A unit that needs most of the ring would stop the prefetching of others.
-        if !self.postpones
+        if !self.prefetching.postpones
             || 2 * slot_bytes > self.planning.plan.ring_bytes
             || !unit.reserved_slot().is_some_and(has_no_pages)
         {
@@ -224,7 +246,7 @@ impl<D: Device> EngineState<D> {
         }
         let len = context.units[id.index()].layout.len;
         let buffers = context.slots.allocate_for_load(len, &mut None, &mut None)?;
-        self.units[id.index()].postpone();
+        self.units[id].postpone();
         Ok(Some(buffers))
     }
 
@@ -236,7 +258,7 @@ impl<D: Device> EngineState<D> {
     ) -> Result<LoadBuffers<D>, AllocationError> {
         let prepared = &context.units[id.index()];
         let on_device = self.decodes_on_device(context);
-        let unit = &mut self.units[id.index()];
+        let unit = &mut self.units[id];
         let mut host = unit.take_host_bytes(context, prepared, on_device);
         let mut slot = unit.take_slot();
         let buffers = context.slots.allocate_for_load(prepared.layout.len, &mut slot, &mut host);

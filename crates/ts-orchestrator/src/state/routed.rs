@@ -10,6 +10,8 @@ use crate::prepared::PreparedUnit;
 use crate::stats::RoutedStats;
 use crate::unit::{Access, UnitId};
 
+use super::guesses::Guesses;
+
 /// If the weight of a visit exceeds this number, all weights are scaled down.
 const LARGEST_WEIGHT: f64 = 1e100;
 
@@ -52,6 +54,8 @@ pub(crate) struct Routed {
     hits: HitRates,
     /// The number of visits so far.
     visits: u64,
+    /// The units that are likely to be used soon.
+    pub(crate) guesses: Guesses,
     pub(crate) stats: RoutedStats,
 }
 
@@ -129,6 +133,7 @@ impl Routed {
             growth: (1.0 / routing.half_life).exp2(),
             hits: HitRates::default(),
             visits: 0,
+            guesses: Guesses::new(),
             stats: RoutedStats::default(),
         }
     }
