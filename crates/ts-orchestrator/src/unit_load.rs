@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The load of one unit: its slot is split into parts, and at most one read fills each part.
+//! The load of one unit, step by step: its slot is split into parts, of which each is filled by at
+//! most one read; then the unit is verified, encoded and copied to its device, as far as necessary.
+
+mod parts;
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -24,6 +27,8 @@ use crate::stats::add_bytes;
 use crate::table::Table;
 use crate::unit::UnitId;
 use crate::{Error, PHASE_ALIGN};
+
+use parts::Parts;
 
 /// A read that is not submitted yet.
 #[derive(Debug)]
@@ -87,10 +92,7 @@ pub(crate) struct UnitLoad<D: Device> {
     pub(crate) keeps_host: bool,
     /// The unit on the host that is kept for later loads, once it was uploaded.
     pub(crate) kept: Option<KeptImage>,
-    /// The parts of the slot or the staging memory, in order. Some are gaps that no read fills.
-    parts: Vec<Part>,
-    /// The number of parts that are not filled yet.
-    pending: usize,
+    step: LoadStep,
     /// Whether the unit is decoded from memory, so that its bytes were verified before.
     pub(crate) from_image: bool,
     /// Where the pages of the slot come from.
@@ -99,8 +101,6 @@ pub(crate) struct UnitLoad<D: Device> {
     pub(crate) image_pages: Option<Pages>,
     /// The compressed unit, after all parts were filled.
     pub(crate) image: Option<Buffer>,
-    /// The unit while it is encoded, and the number of pieces that are not encoded yet.
-    pub(crate) encoding: Option<(Arc<Encoding>, usize)>,
     pub(crate) error: Option<Error>,
     /// Whether the unit was only likely to be used when the load started.
     pub(crate) guessed: bool,
@@ -110,18 +110,16 @@ pub(crate) struct UnitLoad<D: Device> {
     pub(crate) read_bytes: Vec<(ReadPath, u64)>,
 }
 
+/// What is done for a load now. Reads fill many parts at a time; all else is one thing after the
+/// other, and whoever does it has the memory of the unit.
 #[derive(Debug)]
-struct Part {
-    /// Whether nothing fills the part.
-    is_gap: bool,
-    /// `None` while a read or a job uses the buffer.
-    buffer: Option<Buffer>,
-    /// The part of the compressed unit that was filled with it.
-    kept: Option<Buffer>,
-    slot_offset: usize,
-    len: usize,
-    file: FileId,
-    file_offset: u64,
+enum LoadStep {
+    /// Reads and workers fill the parts of the slot or the staging memory.
+    Filling(Parts),
+    /// All reads have ended. The unit is verified, or nothing is done.
+    Filled,
+    /// Workers encode the unit. `pending` is the number of pieces that are not encoded yet.
+    Encoding { encoding: Arc<Encoding>, pending: usize },
 }
 
 /// Returns a token, which is a number that identifies a part of a load.
@@ -151,13 +149,11 @@ impl<D: Device> UnitLoad<D> {
             device,
             keeps_host: matches!(host, HostBytes::EmptyToKeep(_)),
             kept: None,
-            parts: Vec::new(),
-            pending: 0,
+            step: LoadStep::Filled,
             from_image: matches!(image, Image::Filled(_)),
             pages,
             image_pages: None,
             image: None,
-            encoding: None,
             error: None,
             guessed: false,
             cancelled: false,
@@ -181,13 +177,13 @@ impl<D: Device> UnitLoad<D> {
                 layout.parts.clone()
             }
         };
-        let (mut rest, mut work, mut at) = (host, LoadWork::default(), 0);
+        let (mut rest, mut work, mut filling) = (host, LoadWork::default(), Parts::default());
         let mut image = image;
         for ImagePart { read, at: stored_at } in parts {
-            load.push_gap(take_front(&mut rest, read.slot_offset - at), at);
+            let gap = read.slot_offset - filling.end();
+            filling.push_gap(take_front(&mut rest, gap));
             let target = take_front(&mut rest, read.len);
-            at = read.slot_offset + read.len;
-            let (token, kind) = (token(load_id, load.parts.len()), read.kind);
+            let (token, kind) = (token(load_id, filling.push(&read)), read.kind);
             if let Image::Filled(KeptImage { bytes, .. }) = &image {
                 let (image, stored) = (bytes.clone(), stored_at..stored_at + read.required);
                 work.decodes.push(QueuedDecode { token, image, stored, kind, target });
@@ -201,63 +197,73 @@ impl<D: Device> UnitLoad<D> {
                 let read = QueuedRead { token, file, offset, required, target, kind, kept, alone };
                 work.reads.push(read);
             }
-            load.pending += 1;
-            let SlotRead { slot_offset, file, file_offset, len, .. } = read;
-            let (buffer, kept) = (None, None);
-            load.parts.push(Part {
-                is_gap: false,
-                buffer,
-                kept,
-                slot_offset,
-                len,
-                file,
-                file_offset,
-            });
         }
-        load.push_gap(rest, at);
+        filling.push_gap(rest);
         if let Image::Empty(_, _, pages) = image {
             load.image_pages = Some(pages);
         }
+        load.step = LoadStep::Filling(filling);
         (load, work)
     }
 
-    /// Adds a part that no read fills.
-    fn push_gap(&mut self, buffer: Buffer, slot_offset: usize) {
-        let len = buffer.len();
-        self.parts.push(Part {
-            is_gap: true,
-            buffer: Some(buffer),
-            kept: None,
-            slot_offset,
-            len,
-            file: FileId(0),
-            file_offset: 0,
-        });
+    fn parts(&mut self) -> &mut Parts {
+        match &mut self.step {
+            LoadStep::Filling(parts) => parts,
+            step => unreachable!("parts are filled before a unit is {step:?}"),
+        }
     }
 
     /// Takes a part back after its read. Returns whether it was the last pending part. `buffer` is
     /// `None` if the buffer is lost: the system may still write to it after a timeout, or a job
     /// panicked and dropped it.
     pub(crate) fn return_part(&mut self, part: usize, buffer: Option<Buffer>) -> bool {
-        let returned = &mut self.parts[part].buffer;
-        assert!(returned.is_none(), "each part is returned only once");
-        *returned = buffer;
-        self.pending -= 1;
-        self.pending == 0
+        self.parts().give_back(part, buffer);
+        self.is_complete()
     }
 
     /// Takes back the part of the compressed unit that was filled with a part of the slot.
     pub(crate) fn return_kept(&mut self, part: usize, kept: Option<Buffer>) {
-        self.parts[part].kept = kept;
+        self.parts().give_back_kept(part, kept);
     }
 
-    /// Joins the parts of the compressed unit. Returns `None` if the load does not fill it, or has
-    /// lost a part of it. Call this before [`join`](Self::join).
-    pub(crate) fn join_kept(&mut self) -> Option<Buffer> {
-        self.image_pages.as_ref()?;
-        let filled = self.parts.iter_mut().filter(|part| !part.is_gap);
-        let parts: Option<Vec<Buffer>> = filled.map(|part| part.kept.take()).collect();
-        join(parts?)
+    /// Returns whether all reads have ended.
+    pub(crate) fn is_complete(&self) -> bool {
+        match &self.step {
+            LoadStep::Filling(parts) => parts.are_complete(),
+            LoadStep::Filled | LoadStep::Encoding { .. } => true,
+        }
+    }
+
+    /// Ends the reads. Returns the memory of the unit, unless the buffer of a part is lost: the
+    /// memory is then freed when the system can no longer write to that part. Keeps the compressed
+    /// unit if the load fills it, and has not lost a part of it.
+    pub(crate) fn end_filling(&mut self) -> Option<Buffer> {
+        let LoadStep::Filling(mut parts) = std::mem::replace(&mut self.step, LoadStep::Filled)
+        else {
+            unreachable!("reads end once");
+        };
+        self.image = self.image_pages.as_ref().and_then(|_| parts.join_kept());
+        parts.join()
+    }
+
+    /// Begins to encode the unit in this many pieces.
+    pub(crate) fn begin_encoding(&mut self, encoding: Arc<Encoding>, pieces: usize) {
+        self.step = LoadStep::Encoding { encoding, pending: pieces };
+    }
+
+    /// Counts a piece that was encoded. Returns the encoded unit after the last one.
+    pub(crate) fn end_piece(&mut self) -> Option<Arc<Encoding>> {
+        let LoadStep::Encoding { pending, .. } = &mut self.step else {
+            unreachable!("only a unit that is encoded has pieces");
+        };
+        *pending -= 1;
+        if *pending > 0 {
+            return None;
+        }
+        match std::mem::replace(&mut self.step, LoadStep::Filled) {
+            LoadStep::Encoding { encoding, .. } => Some(encoding),
+            LoadStep::Filling(_) | LoadStep::Filled => None,
+        }
     }
 
     /// Returns the name of the unit.
@@ -266,18 +272,13 @@ impl<D: Device> UnitLoad<D> {
     }
 
     /// Returns the file that a part is read from.
-    pub(crate) fn file(&self, part: usize) -> FileId {
-        self.parts[part].file
-    }
-
-    /// Returns whether all reads have ended.
-    pub(crate) fn is_complete(&self) -> bool {
-        self.pending == 0
+    pub(crate) fn file(&mut self, part: usize) -> FileId {
+        self.parts().file(part)
     }
 
     /// Records that a part could not be read.
     pub(crate) fn fail(&mut self, part: usize, source: ts_io::Error) {
-        let file_offset = self.parts[part].file_offset;
+        let file_offset = self.parts().file_offset(part);
         let failed_at = match &source {
             ts_io::Error::ShortRead { offset, actual, .. } => offset + *actual as u64,
             ts_io::Error::Read { offset, .. } => *offset,
@@ -304,9 +305,9 @@ impl<D: Device> UnitLoad<D> {
     }
 
     /// Returns the name of the tensor at byte `at` of a part, or of the next tensor in the slot.
-    fn tensor_at(&self, part: usize, at: u64) -> &str {
-        let Part { slot_offset, len, .. } = self.parts[part];
-        self.tensor_in_slot(slot_offset as u64 + at.min(len.saturating_sub(1) as u64))
+    fn tensor_at(&mut self, part: usize, at: u64) -> &str {
+        let range = self.parts().slot_range(part);
+        self.tensor_in_slot(range.start as u64 + at.min(range.len().saturating_sub(1) as u64))
     }
 
     /// Returns the name of the tensor at byte `at` of the slot, or of the next one.
@@ -319,23 +320,6 @@ impl<D: Device> UnitLoad<D> {
     pub(crate) fn count(&mut self, path: ReadPath, bytes: usize) {
         add_bytes(&mut self.read_bytes, path, bytes as u64);
     }
-
-    /// Joins the parts, and returns the memory. Returns `None` if the buffer of a part is lost.
-    /// The memory is then freed when the system can no longer write to that part.
-    pub(crate) fn join(&mut self) -> Option<Buffer> {
-        let parts: Option<Vec<Buffer>> = self.parts.drain(..).map(|part| part.buffer).collect();
-        join(parts?)
-    }
-}
-
-/// Joins adjacent parts. Returns `None` if there are none.
-fn join(parts: Vec<Buffer>) -> Option<Buffer> {
-    let mut parts = parts.into_iter();
-    let mut whole = parts.next()?;
-    for part in parts {
-        whole.unsplit(part).expect("the parts are adjacent and in order");
-    }
-    Some(whole)
 }
 
 /// Splits the first `len` bytes off `rest`.

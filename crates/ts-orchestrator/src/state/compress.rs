@@ -54,7 +54,8 @@ impl<D: Device> EngineState<D> {
             let encoding = Arc::clone(&encoding);
             workers.submit(Job::Encode { load: load_id, encoding, piece }, false);
         }
-        load.encoding = Some((encoding, pieces.len()));
+        let count = pieces.len();
+        load.begin_encoding(encoding, count);
     }
 
     /// Adds to the input of the planner what is known about encoding units.
@@ -112,12 +113,7 @@ impl<D: Device> EngineState<D> {
     /// Handles a piece of a unit that was encoded. After the last one, keeps the encoded unit.
     pub(crate) fn on_encoded(&mut self, context: &EngineContext<D>, load_id: u32, now_ns: u64) {
         let load = self.transfers.loads.get_mut(load_id);
-        let (_, pending) = load.encoding.as_mut().expect("the unit is being encoded");
-        *pending -= 1;
-        if *pending > 0 {
-            return;
-        }
-        let (encoding, _) = load.encoding.take().expect("the unit is being encoded");
+        let Some(encoding) = load.end_piece() else { return };
         let encoding = Arc::into_inner(encoding).expect("all jobs have dropped it");
         let (slot, encoded) = encoding.end();
         let unit = &mut self.units[load.id.expect("only units are encoded")];

@@ -475,8 +475,7 @@ impl<D: Device> EngineState<D> {
     /// Continues a load when all its reads have ended. Verifies the unit first if necessary.
     fn on_all_read(&mut self, context: &EngineContext<D>, load_id: u32, now_ns: u64) {
         let load = self.transfers.loads.get_mut(load_id);
-        load.image = load.join_kept();
-        let slot = load.join();
+        let slot = load.end_filling();
         let from_image = load.from_image;
         let (checks, failed, id) =
             (Arc::clone(&load.prepared.checks), load.error.is_some() || load.cancelled, load.id);
