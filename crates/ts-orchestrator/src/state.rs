@@ -3,18 +3,21 @@
 //! engine and never block.
 
 mod compress;
+mod copying;
 mod counters;
 mod demand;
 mod fills;
 mod gathers;
 mod give_back;
 mod guesses;
+mod host_bytes;
 mod leases;
 mod loading;
 mod loads;
 mod pass_times;
 mod planning;
 mod prefetch;
+mod reading;
 mod reads;
 mod routed;
 mod transfers;
