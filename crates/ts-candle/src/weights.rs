@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The bytes of weights as numbers.
 
+use std::marker::PhantomData;
+
 use candle_core::{DType, Result, bail};
 use half::{bf16, f16};
+use pulp::{Arch, Simd, WithSimd};
 use ts_orchestrator::ts_format::Dtype;
 
 /// Returns candle's name of a dtype.
@@ -60,10 +63,33 @@ impl Number for f16 {
 /// The numbers that are summed up independently, so that the compiler uses vectors.
 const LANES: usize = 32;
 
-/// Returns the dot product of a row of weights with `x`, which has as many numbers.
+/// Returns the dot product of a row of weights with `x`, which has as many numbers. Uses the
+/// widest vectors of this processor.
 ///
-/// The order of the sums depends only on the length, so results do not depend on threads.
+/// The order of the sums depends only on the length, so results depend neither on threads nor on
+/// the processor.
 pub(crate) fn dot<T: Number>(row: &[u8], x: &[f32]) -> f32 {
+    Arch::new().dispatch(Dot { row, x, number: PhantomData::<T> })
+}
+
+/// A dot product that is compiled for each set of instructions.
+struct Dot<'a, T> {
+    row: &'a [u8],
+    x: &'a [f32],
+    number: PhantomData<T>,
+}
+
+impl<T: Number> WithSimd for Dot<'_, T> {
+    type Output = f32;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _simd: S) -> f32 {
+        sum_up::<T>(self.row, self.x)
+    }
+}
+
+#[inline(always)]
+fn sum_up<T: Number>(row: &[u8], x: &[f32]) -> f32 {
     let mut sums = [0f32; LANES];
     let (chunks, rest) = x.as_chunks::<LANES>();
     let (bytes, rest_bytes) = row.split_at(chunks.len() * LANES * T::BYTES);
