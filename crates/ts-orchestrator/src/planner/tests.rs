@@ -3,6 +3,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::plan::Rates;
+use crate::plan::{Bottleneck, OtherPass};
 
 fn units(sizes: &[usize]) -> Vec<UnitDemand> {
     let unit = |(i, &size): (usize, &usize)| {
