@@ -95,6 +95,9 @@ pub(crate) struct UnitLoad<D: Device> {
     step: LoadStep,
     /// Whether the unit is decoded from memory, so that its bytes were verified before.
     pub(crate) from_image: bool,
+    /// Whether another process has read the image that this load decodes, and nobody has verified
+    /// it. The unit may lose its image meanwhile.
+    pub(crate) unchecked: bool,
     /// Where the pages of the slot come from.
     pub(crate) pages: Pages,
     /// Where the pages of the compressed unit in memory come from, if the load also fills it.
@@ -116,7 +119,8 @@ pub(crate) struct UnitLoad<D: Device> {
 enum LoadStep {
     /// Reads and workers fill the parts of the slot or the staging memory.
     Filling(Parts),
-    /// All reads have ended. The unit is verified, or nothing is done.
+    /// All reads have ended, or there were none. The unit is verified, estimated or copied, or
+    /// nothing is done.
     Filled,
     /// Workers encode the unit. `pending` is the number of pieces that are not encoded yet.
     Encoding { encoding: Arc<Encoding>, pending: usize },
@@ -151,6 +155,7 @@ impl<D: Device> UnitLoad<D> {
             kept: None,
             step: LoadStep::Filled,
             from_image: matches!(image, Image::Filled(_)),
+            unchecked: false,
             pages,
             image_pages: None,
             image: None,

@@ -92,6 +92,7 @@ def test_metadata_is_text_or_json(tmp_path: Path, suffix: str) -> None:
         key: value for key, value in given.items() if key != "text"
     }
     before = path.read_bytes()
+    assert ts.save(tensors, given, format=suffix) == before
     for wrong in ({"a": object()}, {"a": float("nan")}, {1: "a"}, {"a": torch.zeros(1)}):
         with pytest.raises(ts.ConfigurationError, match="cannot write metadata"):
             ts.save_file(tensors, path, wrong)  # type: ignore[arg-type]

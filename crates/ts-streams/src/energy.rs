@@ -79,8 +79,8 @@ impl EnergyMeter {
     /// Opens the counters of this computer.
     ///
     /// # Errors
-    /// [`Error::DeviceUnavailable`], with what is missing, if there are none, or if this user cannot
-    /// read them.
+    /// [`Error::DeviceUnavailable`], with what is missing, if there are none, or if this user
+    /// cannot read them.
     pub fn open() -> Result<Self, Error> {
         Self::open_at(Path::new(FOLDER))
     }
@@ -113,8 +113,8 @@ impl EnergyMeter {
 
     /// Returns the energy that was used since the meter was opened.
     ///
-    /// Call this at least once in ten minutes: a counter begins again at 0, on a large processor
-    /// under load after some 20 minutes, and two such beginnings look like one.
+    /// Call this at least once in five minutes: a counter begins again at 0, on a large processor
+    /// under load after less than ten minutes, and two such beginnings look like one.
     ///
     /// # Errors
     /// [`Error::DeviceUnavailable`] if a counter cannot be read any more.

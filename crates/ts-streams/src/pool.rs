@@ -16,7 +16,7 @@ use crate::{Device, DeviceKind, Error, Status, Stream, StreamId, StreamMetrics, 
 
 use elastic::Elastic;
 pub use optimize::StrategyChange;
-use pooled_stream::{Average, Observation, PooledStream, busy_ns};
+use pooled_stream::{Average, MOST_NS, Observation, PooledStream, busy_ns};
 use time_model::TimeModel;
 
 /// The strategy by which a [`StreamPool`] chooses a stream. Among equal streams, the pool takes
@@ -47,15 +47,16 @@ pub enum AllocationStrategy {
     /// whose priority is nearest to [that](WorkloadType::priority) of the workload.
     ///
     /// The model of a workload is linear: a time for each piece of work, and a time for each byte.
-    /// Both are the weighted least squares of the relative errors of what ran on the streams, in
-    /// which older work counts less. Before the first training, times are those of
-    /// [`Workload`](Self::Workload).
+    /// They are the least squares of the errors of what ran on the streams, each relative to the
+    /// expected time; older work counts less. Before the first training, work is expected to take
+    /// its average time on all streams, or what [`Workload`](Self::Workload) assumes.
     Learned,
 }
 
 /// A pool of streams of one device.
 ///
-/// Choosing a stream takes no lock of the pool. It blocks only while a pool
+/// Choosing a stream takes no lock of the pool, except that [`AllocationStrategy::Learned`] takes
+/// that of the chosen stream for a moment. It blocks only while a pool
 /// [with bounds](Self::with_bounds) adds a stream. Streams live as long as the pool.
 ///
 /// # What the pool learns
@@ -66,9 +67,10 @@ pub enum AllocationStrategy {
 /// [`optimize`](Self::optimize).
 ///
 /// With [`AllocationStrategy::Learned`], the pool also trains a model, with the work of a stream
-/// between two times when it is idle. Accelerators do not report when their work ends, so there the
-/// model learns only from [`record_work`](Self::record_work). The only property of the device that
-/// the pool uses is the range of priorities.
+/// between two times when it is idle. Work that was submitted to a stream without choosing it
+/// through the pool is not known. Accelerators do not report when their work ends: there the model
+/// learns only from [`record_work`](Self::record_work), and work counts as unfinished until its
+/// stream is idle. The only property of the device that the pool uses is the range of priorities.
 ///
 /// # Examples
 /// ```
@@ -290,8 +292,8 @@ impl<D: Device> StreamPool<D> {
         }
         self.observe(pooled);
         if self.strategy() == AllocationStrategy::Learned {
-            self.train(pooled);
-            pooled.expect(bytes, self.expected_ns(workload, bytes));
+            let expected_ns = self.expected_ns(workload, bytes);
+            self.train(pooled.begin_piece(workload, bytes, expected_ns));
         }
         pooled.take_for(workload);
         &pooled.stream
@@ -391,9 +393,9 @@ impl<D: Device> StreamPool<D> {
         predicted.unwrap_or_else(|| self.usual_ns(workload))
     }
 
-    /// Trains the models with what a stream has done since it was last idle, if it is idle now.
-    fn train(&self, pooled: &PooledStream<D::Stream>) {
-        let observed = pooled.end_batch().filter(|_| !self.is_accelerator());
+    /// Trains the models with what a stream has done.
+    fn train(&self, observed: Option<Observation>) {
+        let observed = observed.filter(|_| !self.is_accelerator());
         if let Some(Observation { workload, pieces, bytes, took_ns }) = observed {
             self.models[workload as usize].train(pieces, bytes, took_ns);
         }
@@ -500,25 +502,38 @@ impl<D: Device> StreamPool<D> {
     /// Records how long a piece of work took on a stream. Has no effect if the stream is not active
     /// in this pool.
     pub fn record_completion(&self, stream: StreamId, workload: WorkloadType, time: Duration) {
-        if let Some(pooled) = self.active().find(|pooled| pooled.stream.id() == stream) {
-            let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-            pooled.times[workload as usize].add(1, ns);
-            self.times[workload as usize].add(1, ns);
+        self.record(stream, workload, time);
+    }
+
+    /// Like [`record_completion`](Self::record_completion), for a piece of work of `bytes` bytes.
+    /// Also trains the model of the workload.
+    pub fn record_work(
+        &self,
+        stream: StreamId,
+        workload: WorkloadType,
+        bytes: u64,
+        time: Duration,
+    ) {
+        if self.record(stream, workload, time) {
+            self.models[workload as usize].train(1, bytes, nanoseconds(time));
         }
     }
 
-    /// Trains the model of a workload with a piece of work that the caller measured, of `bytes`
-    /// bytes: see [`stream_for_work`](Self::stream_for_work).
-    pub fn record_work(&self, workload: WorkloadType, bytes: u64, time: Duration) {
-        let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        self.models[workload as usize].train(1, bytes, ns);
+    /// Records a time. Returns whether the stream is active in this pool.
+    fn record(&self, stream: StreamId, workload: WorkloadType, time: Duration) -> bool {
+        let found = self.active().find(|pooled| pooled.stream.id() == stream);
+        if let Some(pooled) = found {
+            pooled.times[workload as usize].add(1, nanoseconds(time));
+            self.times[workload as usize].add(1, nanoseconds(time));
+        }
+        found.is_some()
     }
 
     /// Returns how long the model expects a piece of work of `bytes` bytes to take. Returns `None`
     /// before the first training.
     pub fn expected_time(&self, workload: WorkloadType, bytes: u64) -> Option<Duration> {
         if self.strategy() == AllocationStrategy::Learned {
-            self.created().for_each(|pooled| self.train(pooled));
+            self.created().for_each(|pooled| self.train(pooled.end_batch()));
         }
         self.models[workload as usize].predict_ns(bytes).map(Duration::from_nanos)
     }
@@ -577,4 +592,9 @@ impl<D: Device> StreamPool<D> {
         }
         Ok(())
     }
+}
+
+/// Returns a time that a caller has measured, in nanoseconds.
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX).min(MOST_NS)
 }

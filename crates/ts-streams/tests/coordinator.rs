@@ -358,7 +358,8 @@ fn a_learned_pool_knows_how_long_work_is() {
     assert_eq!(pool.expected_time(kind, 1 << 20), None);
     for bytes in [1 << 10, 1 << 20, 64 << 20] {
         // 10 us, and 1 ns for each byte.
-        pool.record_work(kind, bytes, Duration::from_nanos(10_000 + bytes));
+        let first = pool.streams().next().unwrap().id();
+        pool.record_work(first, kind, bytes, Duration::from_nanos(10_000 + bytes));
     }
     let expected = pool.expected_time(kind, 32 << 20).unwrap();
     assert!(expected.abs_diff(Duration::from_nanos(10_000 + (32 << 20))) < expected / 100);

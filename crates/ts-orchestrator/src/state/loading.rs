@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Loads of units, from the submission of reads to the finished unit.
+//! The steps of loads, from their beginning to the finished unit.
 
 use std::sync::Arc;
 
@@ -57,7 +57,7 @@ impl<D: Device> EngineState<D> {
         }
         let (mut load, mut work) =
             UnitLoad::new(load_id, Some(id), prepared, buffers, image, context.sizes, now_ns);
-        load.guessed = guessed;
+        (load.guessed, load.unchecked) = (guessed, unit.has_unchecked_image());
         match work.ready.take() {
             // Nothing is read. The bytes were verified when they were.
             Some(ready) => {
@@ -325,7 +325,7 @@ impl<D: Device> EngineState<D> {
             if let (Pages::Taken, Some(sharing)) = (&load.pages, &context.sharing) {
                 sharing.remove(sharing.unit(id));
             }
-            if let (true, Some(sharing)) = (unit.has_unchecked_image(), &context.sharing) {
+            if let (true, Some(sharing)) = (load.unchecked, &context.sharing) {
                 sharing.remove(sharing.image(id));
                 unit.drop_image();
             }

@@ -29,8 +29,7 @@ impl<D: Device> EngineState<D> {
         while let Some((decode, is_urgent)) = self.transfers.fills.pop(2 * workers.threads) {
             let QueuedDecode { token, image, stored, kind, target } = decode;
             // Whoever read the image has verified it, except if that was another process.
-            let unit = self.transfers.loads.unit(split_token(token).0);
-            let verify = verifies && unit.is_some_and(|id| self.units[id].has_unchecked_image());
+            let verify = verifies && self.transfers.loads.get(split_token(token).0).unchecked;
             let (from, verify, kept) = (Stored::Image(image), verify, None);
             let job = Job::FillPart { token, from, stored, kind, verify, target, kept };
             self.transfers.fills.begin();

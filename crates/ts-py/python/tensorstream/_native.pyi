@@ -24,6 +24,7 @@ __all__ = [
     "Device",
     "DeviceBuffer",
     "Dispatcher",
+    "EnergyMeter",
     "Event",
     "Execution",
     "Expected",
@@ -779,12 +780,13 @@ class EnergyMeter:
     def read(self) -> dict[str, float]:
         """Returns the energy in joules since this object was made, by counter: "package-0" for a
         processor, "package-0/dram" for its memory, other parts of it, and "total". Read at least
-        once in ten minutes, because counters begin again at 0.
+        once in five minutes, because counters begin again at 0.
 
         Raises:
             DeviceUnavailableError: A counter cannot be read any more.
         """
 
+@final
 class StreamPool:
     """A pool of streams of one device.
 

@@ -34,7 +34,7 @@ impl PyEnergyMeter {
 
     /// Returns the energy in joules since this object was made, by counter: "package-0" for a
     /// processor, "package-0/dram" for its memory, other parts of it, and "total". Read at least
-    /// once in ten minutes, because counters begin again at 0.
+    /// once in five minutes, because counters begin again at 0.
     ///
     /// Raises:
     ///     DeviceUnavailableError: A counter cannot be read any more.

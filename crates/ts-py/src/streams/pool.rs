@@ -188,8 +188,7 @@ impl PyStreamPool {
     ) -> PyResult<()> {
         let workload = named("workload", workload, &WORKLOADS)?;
         let time = Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX);
-        self.pool.record_completion(super::stream::id_of(stream), workload, time);
-        self.pool.record_work(workload, nbytes, time);
+        self.pool.record_work(super::stream::id_of(stream), workload, nbytes, time);
         Ok(())
     }
 

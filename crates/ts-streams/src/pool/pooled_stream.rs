@@ -2,14 +2,15 @@
 //! One stream of a pool, with what the pool knows about its work.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use crate::workload::WorkloadType;
 use crate::{Stream, StreamMetrics};
 
 /// No workload, or several at once.
 const UNKNOWN: u8 = u8::MAX;
-/// No piece of work is expected to take longer, so that sums do not overflow.
-const MOST_NS: u64 = 1 << 40;
+/// No piece of work counts as longer (18 minutes), so that sums do not overflow.
+pub(super) const MOST_NS: u64 = 1 << 40;
 
 #[derive(Debug)]
 pub(super) struct PooledStream<S> {
@@ -23,19 +24,50 @@ pub(super) struct PooledStream<S> {
     /// How much completed work was counted, and how long it took.
     pub(super) seen_work: AtomicU64,
     pub(super) seen_ns: AtomicU64,
-    batch: Batch,
+    batch: Mutex<Batch>,
+    /// How long the batch is expected to take, and the time of completed work when it began.
+    expected_ns: AtomicU64,
+    ns_before: AtomicU64,
 }
 
-/// What a stream was chosen for since it was last found idle.
+/// What a stream was chosen for since it was last found idle, all of it done.
 #[derive(Debug, Default)]
 struct Batch {
-    pieces: AtomicU64,
-    bytes: AtomicU64,
-    /// How long all of it is expected to take.
-    expected_ns: AtomicU64,
+    pieces: u64,
+    bytes: u64,
+    /// The workload of all pieces. `None` if there are several, or if the stream was busy with
+    /// other work when the batch began.
+    workload: Option<WorkloadType>,
     /// What the stream had completed when the batch began, and how long that took.
-    work_before: AtomicU64,
-    ns_before: AtomicU64,
+    work_before: u64,
+    ns_before: u64,
+    /// What the stream had completed when it was found idle with pieces that were not submitted.
+    stalled_at: Option<u64>,
+}
+
+impl Batch {
+    /// Ends the batch if all its pieces are done. Returns what is known about them.
+    fn end(&mut self, metrics: &StreamMetrics) -> Option<Observation> {
+        let work = metrics.completed_work.saturating_sub(self.work_before);
+        if metrics.outstanding() > 0 || work < self.pieces {
+            return None;
+        }
+        let Self { pieces, bytes, workload, ns_before, .. } = std::mem::take(self);
+        let took_ns = busy_ns(metrics).saturating_sub(ns_before);
+        let workload = workload.filter(|_| pieces > 0)?;
+        Some(Observation { workload, pieces, bytes, took_ns })
+    }
+
+    /// Gives the batch up if some of its pieces are never submitted: if the stream is idle for the
+    /// second time since it has completed anything.
+    fn give_up_stalled(&mut self, metrics: &StreamMetrics) {
+        if self.pieces > 0 && metrics.outstanding() == 0 {
+            let completed = metrics.completed_work;
+            if self.stalled_at.replace(completed) == Some(completed) {
+                *self = Self::default();
+            }
+        }
+    }
 }
 
 /// Pieces of work of one kind that a stream has completed.
@@ -57,7 +89,9 @@ impl<S: Stream> PooledStream<S> {
             workload: AtomicU8::new(UNKNOWN),
             seen_work: AtomicU64::new(0),
             seen_ns: AtomicU64::new(0),
-            batch: Batch::default(),
+            batch: Mutex::default(),
+            expected_ns: AtomicU64::new(0),
+            ns_before: AtomicU64::new(0),
         }
     }
 
@@ -83,40 +117,47 @@ impl<S: Stream> PooledStream<S> {
         }
     }
 
-    /// Adds a piece of work of this length to the batch, and how long it is expected to take.
-    pub(super) fn expect(&self, bytes: u64, expected_ns: u64) {
-        let Batch { pieces, bytes: all_bytes, expected_ns: all_ns, .. } = &self.batch;
-        pieces.fetch_add(1, Ordering::Relaxed);
-        all_bytes.fetch_add(bytes, Ordering::Relaxed);
-        all_ns.fetch_add(expected_ns.min(MOST_NS), Ordering::Relaxed);
+    /// Adds a piece of work to the batch, with the time that it is expected to take. Returns what
+    /// was in the batch before if that is done.
+    pub(super) fn begin_piece(
+        &self,
+        workload: WorkloadType,
+        bytes: u64,
+        expected_ns: u64,
+    ) -> Option<Observation> {
+        let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+        let metrics = self.stream.metrics();
+        let observed = batch.end(&metrics);
+        batch.give_up_stalled(&metrics);
+        if batch.pieces == 0 {
+            let workload = Some(workload).filter(|_| metrics.outstanding() == 0);
+            let (work_before, ns_before) = (metrics.completed_work, busy_ns(&metrics));
+            *batch = Batch { workload, work_before, ns_before, ..Batch::default() };
+            self.ns_before.store(ns_before, Ordering::Relaxed);
+            self.expected_ns.store(0, Ordering::Relaxed);
+        }
+        batch.pieces += 1;
+        batch.bytes = batch.bytes.saturating_add(bytes);
+        batch.workload = batch.workload.filter(|&all| all == workload);
+        self.expected_ns.fetch_add(expected_ns.min(MOST_NS), Ordering::Relaxed);
+        observed
     }
 
-    /// Returns how long the rest of the batch is expected to take, at least 1 ns if there is any.
+    /// Ends the batch if all its pieces are done. Returns what is known about them.
+    pub(super) fn end_batch(&self) -> Option<Observation> {
+        let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+        batch.end(&self.stream.metrics())
+    }
+
+    /// Returns how long the rest of the batch is expected to take, at least 1 ns if the stream is
+    /// busy.
     pub(super) fn remaining_ns(&self) -> u64 {
         if self.outstanding() == 0 {
             return 0;
         }
-        let before = self.batch.ns_before.load(Ordering::Relaxed);
+        let before = self.ns_before.load(Ordering::Relaxed);
         let ran_ns = busy_ns(&self.stream.metrics()).saturating_sub(before);
-        self.batch.expected_ns.load(Ordering::Relaxed).saturating_sub(ran_ns).max(1)
-    }
-
-    /// Ends the batch if the stream is idle. Returns what is known about its work, unless it was of
-    /// several kinds, or some of it was not submitted yet.
-    pub(super) fn end_batch(&self) -> Option<Observation> {
-        let metrics = self.stream.metrics();
-        if metrics.outstanding() > 0 {
-            return None;
-        }
-        let (completed, busy_ns) = (metrics.completed_work, busy_ns(&metrics));
-        let batch = &self.batch;
-        let pieces = batch.pieces.swap(0, Ordering::Relaxed);
-        let bytes = batch.bytes.swap(0, Ordering::Relaxed);
-        batch.expected_ns.store(0, Ordering::Relaxed);
-        let work = completed.saturating_sub(batch.work_before.swap(completed, Ordering::Relaxed));
-        let took_ns = busy_ns.saturating_sub(batch.ns_before.swap(busy_ns, Ordering::Relaxed));
-        let workload = self.workload().filter(|_| pieces > 0 && work >= pieces)?;
-        Some(Observation { workload, pieces, bytes, took_ns })
+        self.expected_ns.load(Ordering::Relaxed).saturating_sub(ran_ns).max(1)
     }
 }
 

@@ -8,12 +8,18 @@ use std::sync::{Mutex, PoisonError};
 const DECAY: f64 = 0.95;
 /// Below this share of their product, the sums of squares do not tell pieces and bytes apart.
 const DEGENERATE: f64 = 1e-9;
+/// Sums that have decayed below this are 0. Smaller ones would lose their digits.
+const NOTHING: f64 = 1e-100;
+/// An observation that took longer than expected by more than this factor counts less.
+const SURPRISE: f64 = 16.0;
 
 /// A linear model: a piece of work of `n` bytes takes `each + n * per_byte` nanoseconds.
 ///
-/// The two coefficients are those that are not negative and make the sum of the squared relative
-/// errors least (weighted least squares, by the normal equations). Each observation counts
-/// [`DECAY`] times as much as the next one.
+/// The two coefficients are those that are not negative and make the weighted sum of the squared
+/// errors least (by the normal equations). An error counts relative to the time that was expected
+/// before (iteratively reweighted least squares), so that short work counts as much as long work,
+/// and the expected time of equal work is its mean. Each observation counts [`DECAY`] times as much
+/// as the next one.
 #[derive(Debug, Default)]
 pub(crate) struct TimeModel {
     sums: Mutex<Sums>,
@@ -23,28 +29,39 @@ pub(crate) struct TimeModel {
     is_trained: AtomicBool,
 }
 
-/// The sums of the normal equations. With `x` the pieces and `y` the bytes of an observation, both
-/// divided by its time.
+/// The sums of the normal equations: `x` is the pieces, `y` the bytes, and `t` the time of an
+/// observation, all divided by its expected time.
 #[derive(Debug, Default, Clone, Copy)]
 struct Sums {
-    x: f64,
-    y: f64,
     xx: f64,
     xy: f64,
     yy: f64,
+    xt: f64,
+    yt: f64,
 }
 
 impl Sums {
+    fn add(&mut self, x: f64, y: f64, t: f64) {
+        let decayed = |sum: f64| if sum < NOTHING { 0.0 } else { sum * DECAY };
+        *self = Self {
+            xx: decayed(self.xx) + x * x,
+            xy: decayed(self.xy) + x * y,
+            yy: decayed(self.yy) + y * y,
+            xt: decayed(self.xt) + x * t,
+            yt: decayed(self.yt) + y * t,
+        };
+    }
+
     /// Returns the coefficients for pieces and bytes.
     fn solve(self) -> (f64, f64) {
-        let Self { x, y, xx, xy, yy } = self;
-        let by_pieces = || (if xx > 0.0 { x / xx } else { 0.0 }, 0.0);
-        let by_bytes = || (0.0, if yy > 0.0 { y / yy } else { 0.0 });
+        let Self { xx, xy, yy, xt, yt } = self;
+        let by_pieces = || (if xx > 0.0 { xt / xx } else { 0.0 }, 0.0);
+        let by_bytes = || (0.0, if yy > 0.0 { yt / yy } else { 0.0 });
         let determinant = xx * yy - xy * xy;
         if determinant <= DEGENERATE * xx * yy {
             return if yy > 0.0 { by_bytes() } else { by_pieces() };
         }
-        match ((x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant) {
+        match ((xt * yy - yt * xy) / determinant, (yt * xx - xt * xy) / determinant) {
             (each, _) if each < 0.0 => by_bytes(),
             (_, per_byte) if per_byte < 0.0 => by_pieces(),
             both => both,
@@ -53,21 +70,20 @@ impl Sums {
 }
 
 impl TimeModel {
-    /// Trains the model with pieces of work that took this long together.
+    /// Trains the model with pieces of work that took this long together. Work that took no time
+    /// was not measured, and does not count.
     pub(crate) fn train(&self, pieces: u64, bytes: u64, took_ns: u64) {
-        if pieces == 0 {
+        if pieces == 0 || took_ns == 0 {
             return;
         }
-        let took = took_ns.max(1) as f64;
-        let (x, y) = (pieces as f64 / took, bytes as f64 / took);
+        let (pieces, bytes, took) = (pieces as f64, bytes as f64, took_ns as f64);
         let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
-        *sums = Sums {
-            x: sums.x * DECAY + x,
-            y: sums.y * DECAY + y,
-            xx: sums.xx * DECAY + x * x,
-            xy: sums.xy * DECAY + x * y,
-            yy: sums.yy * DECAY + y * y,
+        let expected = match self.coefficients() {
+            Some((each, per_byte)) => each * pieces + per_byte * bytes,
+            None => took,
         };
+        let scale = expected.max(took / SURPRISE);
+        sums.add(pieces / scale, bytes / scale, took / scale);
         let (each, per_byte) = sums.solve();
         self.each_ns.store(each.to_bits(), Ordering::Relaxed);
         self.per_byte_ns.store(per_byte.to_bits(), Ordering::Relaxed);
@@ -75,13 +91,17 @@ impl TimeModel {
     }
 
     /// Returns how long a piece of work of this length takes, in nanoseconds. Returns `None` before
-    /// the first training.
+    /// the first training. Takes no lock.
     pub(crate) fn predict_ns(&self, bytes: u64) -> Option<u64> {
-        let coefficient = |bits: &AtomicU64| f64::from_bits(bits.load(Ordering::Relaxed));
-        self.is_trained.load(Ordering::Relaxed).then(|| {
-            let ns = coefficient(&self.each_ns) + bytes as f64 * coefficient(&self.per_byte_ns);
-            ns as u64 // saturates
-        })
+        let (each, per_byte) = self.coefficients()?;
+        Some((each + bytes as f64 * per_byte) as u64) // saturates
+    }
+
+    fn coefficients(&self) -> Option<(f64, f64)> {
+        let number = |bits: &AtomicU64| f64::from_bits(bits.load(Ordering::Relaxed));
+        self.is_trained
+            .load(Ordering::Relaxed)
+            .then(|| (number(&self.each_ns), number(&self.per_byte_ns)))
     }
 }
 
@@ -128,6 +148,20 @@ mod tests {
         assert_near(&trained([(4, 0, 100_000)]), 1 << 20, 25_000);
         assert_eq!(trained([]).predict_ns(1), None);
         assert_eq!(trained([(0, 1, 1)]).predict_ns(1), None);
+    }
+
+    #[test]
+    fn the_mean_of_equal_work_is_expected() {
+        let model = trained([10_000, 1_000_000].into_iter().cycle().take(400).map(|ns| (1, 0, ns)));
+        let ns = model.predict_ns(0).unwrap();
+        assert!((400_000..600_000).contains(&ns), "{ns} ns");
+    }
+
+    #[test]
+    fn bytes_are_forgotten() {
+        let copies = std::iter::repeat_n((1, 1 << 20, 100_000), 50);
+        let others = std::iter::repeat_n((1, 0, 20_000), 60_000);
+        assert_near(&trained(copies.chain(others)), 0, 20_000);
     }
 
     proptest! {

@@ -388,7 +388,7 @@ def save(
     """
     specs, values, total = _specs(tensors)
     name = f"bytes.{format}"
-    kept = None if metadata is None else dict(metadata)
+    kept = None if metadata is None else _as_text(metadata)
     writer = _native.FileWriter.in_memory(name, specs, kept, codec, compression_level)
     return write_then(writer, (values[i] for i in writer.order()), total, "saving", writer.to_bytes)
 
