@@ -321,9 +321,7 @@ def drop_in() -> None:
         )
         check(grouped, {DEVICE})
         for refused in (
-            lambda: ours.cpu_offload(copy.deepcopy(model), DEVICE),
             lambda: apply_group_offloading(copy.deepcopy(model), DEVICE),
-            lambda: ours.dispatch_model(copy.deepcopy(model), halves),
             lambda: ours.dispatch_model(
                 copy.deepcopy(model), {"": 0}, "accinte:1", None, directory
             ),
@@ -336,11 +334,33 @@ def drop_in() -> None:
                 assert (
                     "expected a size for accinte:0" in str(error)
                     or "give a directory" in str(error)
-                    or "offload_dir" in str(error)
                     or ("main device" in str(error))
                 ), error
             else:
                 raise AssertionError("was accepted")
+
+
+@program
+def drop_in_without_files() -> None:
+    """Weights that stay on the CPU stream from a temporary file, to inputs on any device."""
+    import tensorstream.accelerate as ours
+
+    model, inputs = linears(), torch.randn(4, 256)
+    unit = 256 * 257 * 4
+    halves: dict[str, Any] = {str(each): (0, "accinte:1", "cpu")[each % 3] for each in range(8)}
+    with torch.no_grad():
+        expected = copy.deepcopy(model).to(DEVICE)(inputs.to(DEVICE)).cpu()
+        kept = ours.cpu_offload(copy.deepcopy(model), DEVICE)
+        divided = ours.dispatch_model(copy.deepcopy(model), halves)
+        for streamed in (kept, divided):
+            for given in (inputs, inputs.to(DEVICE)):
+                result = streamed(given)
+                assert result.device == given.device and torch.equal(result.cpu(), expected)
+        stats = ts.stats(kept)
+        assert stats["budget_bytes"] == 2 * unit and stats["plan"]["streamed_bytes_per_pass"] > 0
+        restored = ts.restore(kept)
+        for device in ("cpu", DEVICE):
+            assert torch.allclose(restored.to(device)(inputs), expected, atol=1e-5)
 
 
 @program

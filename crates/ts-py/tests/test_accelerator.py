@@ -113,7 +113,18 @@ def test_families_are_bit_identical(names: tuple[str, ...], tmp_path: Path) -> N
 
 @needs_stand_in
 @pytest.mark.parametrize(
-    "name", ["automatic", "combined", "drop_in", "layers", "lora", "maps", "refusals", "threads"]
+    "name",
+    [
+        "automatic",
+        "combined",
+        "drop_in",
+        "drop_in_without_files",
+        "layers",
+        "lora",
+        "maps",
+        "refusals",
+        "threads",
+    ],
 )
 def test_models_stream_to_two_devices(name: str, tmp_path: Path) -> None:
     run(name, tmp_path=tmp_path, file="on_two_devices.py")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
@@ -192,8 +193,8 @@ def test_models_on_the_cpu_stay_there(reference: Model) -> None:
             lambda d: ours.disk_offload(Model(), d / "new", execution_device=0),
             "cannot use the device",
         ),
-        (lambda d: ours.cpu_offload(Model(), torch.device("cuda")), "execute on cuda"),
-        (lambda d: ours.dispatch_model(Model(), {"": 0}), "names an accelerator"),
+        (lambda d: ours.cpu_offload(Model(), torch.device("cuda")), "device cuda"),
+        (lambda d: ours.dispatch_model(Model(), {"": 0}), "device cuda:0"),
         (
             lambda d: ours.dispatch_model(Model(), {"": 0}, offload_dir=d / "new"),
             "cannot use the device",
@@ -236,6 +237,30 @@ def test_a_directory_of_accelerate_is_recognised(reference: Model, tmp_path: Pat
     with pytest.raises(ts.ConfigurationError, match="format of accelerate"):
         ours.disk_offload(empty(), tmp_path)
     check(ours.disk_offload(copy_of(reference), tmp_path, budget="200KiB"), reference)
+
+
+@pytest.mark.parametrize("device_map", [None, "auto"])
+def test_files_of_torch_save_are_loaded(
+    device_map: str | None, reference: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    torch.save(reference.state_dict(), tmp_path / "model.bin")
+    budget = None if device_map is None else "300KiB"
+    model = ours.load_checkpoint_and_dispatch(
+        empty(), tmp_path / "model.bin", device_map, budget=budget
+    )
+    check(model, reference, streams=device_map is not None)
+    assert list(tmp_path.glob("tensorstream-weights-*/model.ts"))
+    del model
+    gc.collect()
+    assert [each.name for each in tmp_path.iterdir()] == ["model.bin"]
+
+
+@pytest.mark.parametrize("saved", [{"embed": [1.0]}, [torch.ones(1)], {"a": print}])
+def test_other_files_of_torch_save_are_refused(saved: Any, tmp_path: Path) -> None:
+    torch.save(saved, tmp_path / "model.bin")
+    with pytest.raises(ts.CheckpointError, match=r"expected tensors by name|cannot read the tens"):
+        ours.load_checkpoint_and_dispatch(empty(), tmp_path / "model.bin", "auto")
 
 
 def test_libraries_leave_streamed_models_where_they_are(tmp_path: Path) -> None:

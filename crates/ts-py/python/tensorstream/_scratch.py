@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from types import TracebackType
 
@@ -99,6 +100,13 @@ def _marked(directory: Path) -> int | None:
             os.close(descriptor)
         return None
     return descriptor
+
+
+def directory_of(owner: object) -> str:
+    """Returns a new temporary directory for weights, which is removed when the owner is freed."""
+    scratch = Scratch("tensorstream-weights-")
+    weakref.finalize(owner, scratch.remove)
+    return str(scratch.path)
 
 
 def _is_abandoned(directory: str) -> bool:

@@ -9,6 +9,8 @@ storage to the device on which the model runs: the CPU, or accelerators. Other n
 from __future__ import annotations
 
 import os
+import threading
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,15 +19,16 @@ import torch
 from torch import nn
 
 from . import _native
+from ._scratch import directory_of
 from .budget import Budget
 from .config import Config, expanded
 from .devices import AUTOMATIC, HOST_DEVICES, Device, device_of, devices_of_map
 from .errors import CheckpointError, ConfigurationError, ModelError
 from .files._places import find
+from .files._state_dict import save_file
 from .streaming import _tree as tree
 from .streaming._arguments import (
     STRATEGIES,
-    check_execution_device,
     device_named_by,
     dtype_of,
     memory_of,
@@ -33,7 +36,15 @@ from .streaming._arguments import (
 from .streaming._builder import Builder
 from .streaming._division import FUSED
 from .streaming._offload import offload, restore
-from .streaming._placement import Placement, entry_of, require_all
+from .streaming._placement import (
+    InputsTo,
+    Placement,
+    ResultTo,
+    entry_of,
+    moved,
+    require_all,
+    tensors,
+)
 
 __all__ = [
     "UserCpuOffloadHook",
@@ -105,34 +116,52 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> M:
-    """Returns a model with its weights in CPU memory, where it runs.
+    """Keeps the weights of a model in CPU memory. Blocks while weights are written.
+
+    On the CPU, nothing changes: weights are used where they are. To an accelerator they stream,
+    from CPU memory that their first use fills from a temporary file. The file is removed when the
+    model is freed.
 
     Args:
         model: The model. A streamed model stays one.
-        execution_device: The CPU.
+        execution_device: The CPU, or an accelerator. Its budget is twice the largest layer.
         offload_buffers: Has no effect.
         state_dict: The weights, if the model is on the meta device. The model shares their memory.
         preload_module_classes: Has no effect.
 
+    Returns:
+        The model, which is changed in place. ``tensorstream.restore`` undoes this.
+
     Raises:
-        ConfigurationError: The execution device is not the CPU.
+        ConfigurationError: The execution device cannot be used.
         ModelError: The model is on the meta device, and no weights are given.
+        The errors of ``tensorstream.offload``.
     """
-    check_execution_device(execution_device)
-    if state_dict is not None:
-        model.load_state_dict(state_dict, assign=True)
-    if _is_meta(model):
+    device = None if execution_device is None else device_of(execution_device)
+    if state_dict is None and _is_meta(model):
         raise ModelError(
             "the model is on the meta device: pass its weights as `state_dict`, or use "
             "load_checkpoint_and_dispatch"
         )
-    return model
+    if device is not None:
+        Placement(model, Config(device=device))  # refuses devices that cannot be used
+    if state_dict is not None:
+        model.load_state_dict(state_dict, assign=True)
+    if device is None or device.type == "cpu":
+        return model
+    config = Config(
+        storage_path=directory_of(model),
+        budget=_needed_bytes(model, {"": "cpu"}, None, device),
+        device=device,
+        host_budget=sum(each.nbytes for each in tree.parameters(model)),
+    )
+    return _streamed(model, config, None)
 
 
 class UserCpuOffloadHook:
     """The hook of ``cpu_offload_with_hook``. Its methods change nothing.
 
-    The model is where it runs already. A streamed model keeps its budget; models that run in turn
+    Weights are in CPU memory already. A streamed model keeps its budget; models that run in turn
     can share one ``tensorstream.Budget``.
     """
 
@@ -151,11 +180,11 @@ def cpu_offload_with_hook(
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[M, UserCpuOffloadHook]:
-    """Returns a model with its weights in CPU memory, where it runs, and a hook.
+    """Returns a model with its weights in CPU memory, and a hook. See ``cpu_offload``.
 
     Raises:
-        ConfigurationError: The execution device is not the CPU.
         ModelError: The model is on the meta device.
+        The other errors of ``cpu_offload``.
     """
     return cpu_offload(model, execution_device), UserCpuOffloadHook(model)
 
@@ -184,8 +213,9 @@ def dispatch_model(
             accelerator of the map, or the CPU.
         state_dict: The weights, if the model is on the meta device.
         offload_dir: The directory that the weights are written to if the map names the disk or
-            accelerators. If the model is on the meta device, and no ``state_dict`` is given, the
-            directory must have the checkpoint.
+            accelerators. The default for accelerators is a temporary one, until the model is freed.
+            If the model is on the meta device, and no ``state_dict`` is given, the directory must
+            have the checkpoint.
         offload_index: Refused. Pass the checkpoint to ``load_checkpoint_and_dispatch``.
         offload_buffers: Has no effect. Buffers stay in memory.
         skip_keys: Has no effect. With several devices, all inputs of modules are moved to theirs.
@@ -212,10 +242,14 @@ def dispatch_model(
         )
     if device is None and "disk" not in map(str, device_map.values()):
         return cpu_offload(model, state_dict=state_dict)
-    if offload_dir is None:
-        where = "the disk" if device is None else "an accelerator, to which weights stream"
+    if offload_dir is None and "disk" in map(str, device_map.values()):
         raise ConfigurationError(
-            f"the device map names {where}: pass `offload_dir`, a directory for the weights"
+            "the device map names the disk: pass `offload_dir`, a directory for the weights"
+        )
+    if offload_dir is None and state_dict is None and _is_meta(model):
+        raise ModelError(
+            "the model is on the meta device: pass its weights as `state_dict`, or `offload_dir`, "
+            "a directory with its checkpoint"
         )
     config = Config(
         storage_path=offload_dir,
@@ -225,6 +259,8 @@ def dispatch_model(
     Placement(model, config)
     if state_dict is not None:
         model.load_state_dict(state_dict, assign=True)
+    if offload_dir is None:
+        config = replace(config, storage_path=directory_of(model))
     return _streamed(model, config, None)
 
 
@@ -252,7 +288,8 @@ def load_checkpoint_and_dispatch(
     Args:
         model: The model, usually on the meta device. Its method ``tie_weights`` is called then.
         checkpoint: A directory, file, shard index, URL, or name on the Hugging Face Hub. See
-            ``tensorstream.offload``.
+            ``tensorstream.offload``. The tensors of a file of ``torch.save`` are read with
+            ``weights_only=True`` and written to a temporary file, until the model is freed.
         device_map: "auto" or another strategy of accelerate, which is the accelerator if there is
             one that can be used, else the CPU, and several ones if one does not hold the model; or
             "cpu", "disk" or an accelerator for the name of each module.
@@ -307,6 +344,8 @@ def load_checkpoint_and_dispatch(
     config = replace(config, storage_path=offload_folder)
     Placement(model, config)
     weights = find(expanded(checkpoint)).weights
+    if os.path.isfile(weights) and zipfile.is_zipfile(weights):
+        weights = _unpickled(weights, directory_of(model))
     opened = _native.Checkpoint(weights)
     if strict:
         _refuse_unexpected(model, opened)
@@ -322,13 +361,67 @@ def load_checkpoint_and_dispatch(
     return restore(model) if device_map is None else model
 
 
+def _unpickled(path: str, directory: str) -> str:
+    """Writes the tensors of a file of ``torch.save`` to a file that can stream. Returns its path.
+
+    Raises:
+        CheckpointError: It has something else than tensors by name.
+        StorageError: Writing failed.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: torch.load cannot read the tensors: {error}") from error
+    named = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
+    if not named or not all(isinstance(each, torch.Tensor) for each in found.values()):
+        raise CheckpointError(
+            f"{path}: expected tensors by name, as torch.save(model.state_dict(), path) writes them"
+        )
+    written = os.path.join(directory, "model.ts")
+    save_file(found, written)
+    return written
+
+
 def _streamed(model: M, config: Config, checkpoint: str | None) -> M:
-    """Streams a model. It has a device map, as with accelerate."""
+    """Streams a model. It has a device map and takes inputs on any device, as with accelerate."""
     # As with accelerate, the names need not match. `strict` has been checked.
     offload(model, config, checkpoint=checkpoint, strict=None if checkpoint is None else False)
     if not torch.accelerator.is_available():  # else, `offload` has set it
         Placement(model, config).set_device_map()
+    main = next((each.device for each in tree.parameters(model)), torch.device("cpu"))
+    if main.type != "cpu":
+        model.register_forward_pre_hook(_InputsFromAnywhere(main), prepend=True, with_kwargs=True)
+        model.register_forward_hook(_ResultToInputs(main))
     return model
+
+
+class _Origins(threading.local):
+    """Where the inputs of the models came from whose forwards run in this thread."""
+
+    def __init__(self) -> None:
+        self.devices: dict[int, torch.device] = {}
+
+
+_origins = _Origins()
+
+
+class _InputsFromAnywhere(InputsTo):
+    """A hook that moves the inputs of a model to the device of its first weight."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        given = next(tensors([args, kwargs]), None)
+        if given is not None:
+            _origins.devices[id(module)] = given.device
+        device = next((each.device for each in tree.parameters(module)), self.device)
+        return moved(args, device), moved(kwargs, device)
+
+
+class _ResultToInputs(ResultTo):
+    """A hook that moves the result of a model to where its first input was."""
+
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> Any:
+        origin = _origins.devices.pop(id(module), None)
+        return result if origin is None else moved(result, origin)
 
 
 def _devices_of(

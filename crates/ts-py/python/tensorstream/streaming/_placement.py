@@ -279,7 +279,7 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, PackedSequence):  # one of its tensors is always on the CPU
         packed: Any = value  # its method lacks the type of devices
         return value if value.data.device == device else packed.to(device)
-    if all(each.device == device for each in _tensors(value)):
+    if all(each.device == device for each in tensors(value)):
         return value
     if isinstance(value, Mapping):
         other: Any = copy.copy(value) if isinstance(value, MutableMapping) else {}
@@ -290,7 +290,7 @@ def moved(value: Any, device: torch.device) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors that ``moved`` moves."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -298,7 +298,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value.data
     elif isinstance(value, Mapping):
         for each in value.values():
-            yield from _tensors(each)
+            yield from tensors(each)
     elif isinstance(value, tuple | list):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors(each)
