@@ -73,7 +73,7 @@ pub struct EngineConfig {
     /// The tables for [`Engine::gather`](crate::Engine::gather), indexed by
     /// [`TableId`](crate::TableId).
     pub tables: Vec<Table>,
-    /// Whether `EngineInner::read_rows` reads rows of other tables too, so that there must be a
+    /// Whether `Shared::read_rows` reads rows of other tables too, so that there must be a
     /// bounce buffer even if all units are read in place.
     pub(crate) row_reads: bool,
     /// The name of the I/O backend; `None` for the available backend with the highest priority.

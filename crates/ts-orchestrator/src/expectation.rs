@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use ts_streams::{CpuDevice, Device};
 
-use crate::inner::EngineInner;
+use crate::engine::Shared;
 
 /// An announcement of routed units, from [`Engine::expect`](crate::Engine::expect).
 ///
@@ -13,7 +13,7 @@ use crate::inner::EngineInner;
 /// are evicted only if nothing else can be. May be dropped on any thread.
 #[must_use = "units are no longer expected when this value is dropped"]
 pub struct Expectation<D: Device = CpuDevice> {
-    inner: Arc<EngineInner<D>>,
+    shared: Arc<Shared<D>>,
     number: u64,
 }
 
@@ -24,13 +24,13 @@ impl<D: Device> std::fmt::Debug for Expectation<D> {
 }
 
 impl<D: Device> Expectation<D> {
-    pub(crate) fn new(inner: Arc<EngineInner<D>>, number: u64) -> Self {
-        Self { inner, number }
+    pub(crate) fn new(shared: Arc<Shared<D>>, number: u64) -> Self {
+        Self { shared, number }
     }
 }
 
 impl<D: Device> Drop for Expectation<D> {
     fn drop(&mut self) {
-        self.inner.end_expectation(self.number);
+        self.shared.end_expectation(self.number);
     }
 }

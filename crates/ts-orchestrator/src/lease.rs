@@ -8,7 +8,7 @@ use std::thread::ThreadId;
 use ts_streams::{CpuDevice, Device, MemoryRange};
 
 use crate::Error;
-use crate::inner::EngineInner;
+use crate::engine::Shared;
 use crate::layout::Placement;
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
@@ -24,7 +24,7 @@ use crate::unit_memory::UnitMemory;
 /// The [crate documentation](crate) acquires a lease and takes a tensor from it.
 pub struct Lease<D: Device = CpuDevice> {
     memory: Arc<UnitMemory<D>>,
-    inner: Arc<EngineInner<D>>,
+    shared: Arc<Shared<D>>,
     unit: UnitId,
     /// The thread that acquired the lease.
     user: ThreadId,
@@ -41,11 +41,11 @@ impl<D: Device> std::fmt::Debug for Lease<D> {
 impl<D: Device> Lease<D> {
     pub(crate) fn new(
         memory: Arc<UnitMemory<D>>,
-        inner: Arc<EngineInner<D>>,
+        shared: Arc<Shared<D>>,
         unit: UnitId,
         acquired_ns: Option<u64>,
     ) -> Self {
-        Self { memory, inner, unit, user: std::thread::current().id(), acquired_ns }
+        Self { memory, shared, unit, user: std::thread::current().id(), acquired_ns }
     }
 
     /// Returns the id of the unit.
@@ -57,7 +57,7 @@ impl<D: Device> Lease<D> {
     ///
     /// A long lease of a resident unit takes no memory from other units.
     pub fn is_resident(&self) -> bool {
-        self.inner.is_resident(self.unit)
+        self.shared.is_resident(self.unit)
     }
 
     /// Ends the lease and evicts the unit, whose bytes were modified. The next use reads the unit
@@ -65,7 +65,7 @@ impl<D: Device> Lease<D> {
     ///
     /// Tensors that are still referenced keep the modified bytes.
     pub fn discard(self) {
-        self.inner.discard(self.unit);
+        self.shared.discard(self.unit);
     }
 
     /// Returns whether any tensor of the unit is still referenced, from this lease or another
@@ -75,7 +75,7 @@ impl<D: Device> Lease<D> {
     /// until the unit is evicted.
     pub fn is_shared(&self) -> bool {
         let owners = Arc::strong_count(&self.memory);
-        owners > 2 && owners > self.inner.owner_count(self.unit)
+        owners > 2 && owners > self.shared.owner_count(self.unit)
     }
 
     /// Records checksums of the unit's bytes. Acquiring the unit compares the bytes with these
@@ -106,18 +106,18 @@ impl<D: Device> Lease<D> {
             }
             return Ok(());
         }
-        self.inner.discard(self.unit);
+        self.shared.discard(self.unit);
         Err(Error::Written { unit: self.unit_name().into() })
     }
 
     /// Like [`discard`](Self::discard), but the lease continues.
     pub fn evict_modified(&self) {
-        self.inner.discard(self.unit);
+        self.shared.discard(self.unit);
     }
 
     /// Returns the number of tensors in the unit.
     pub fn tensor_count(&self) -> usize {
-        self.inner.unit(self.unit).layout.tensors.len()
+        self.shared.unit(self.unit).layout.tensors.len()
     }
 
     /// Returns the bytes of a tensor without copying them. They are little-endian and row-major,
@@ -128,7 +128,7 @@ impl<D: Device> Lease<D> {
     /// # Panics
     /// Panics if the unit has no such tensor.
     pub fn tensor(&self, index: usize) -> TensorBytes<D> {
-        let placement = self.inner.unit(self.unit).layout.tensors[index];
+        let placement = self.shared.unit(self.unit).layout.tensors[index];
         let range = placement.offset..placement.offset + placement.len;
         TensorBytes { memory: Arc::clone(&self.memory), range }
     }
@@ -150,13 +150,13 @@ impl<D: Device> Lease<D> {
     }
 
     fn unit_name(&self) -> &str {
-        &self.inner.unit(self.unit).unit.name
+        &self.shared.unit(self.unit).unit.name
     }
 }
 
 impl<D: Device> Drop for Lease<D> {
     fn drop(&mut self) {
-        self.inner.release(self.unit, self.user, self.acquired_ns);
+        self.shared.release(self.unit, self.user, self.acquired_ns);
     }
 }
 

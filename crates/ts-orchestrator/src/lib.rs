@@ -72,7 +72,6 @@ mod freed_memory;
 mod gpu_reads;
 mod host_bytes;
 mod image;
-mod inner;
 mod joint;
 mod kept_image;
 mod layout;

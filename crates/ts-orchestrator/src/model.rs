@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use ts_format::Catalog;
 
 use crate::config::never_interrupt;
-use crate::inner::poll::{RowsWait, UnitWait};
+use crate::engine::poll::{RowsWait, UnitWait};
 use crate::lease::Lease;
 use crate::pass::PassId;
 use crate::table::{Table, TableId};
@@ -130,7 +130,7 @@ impl Model {
             Some((table, ref numbers)) => {
                 self.inner.engine.gather(table, numbers, never_interrupt())?
             }
-            None => self.inner.engine.inner.read_rows(&rows.table, ranges, never_interrupt())?,
+            None => self.inner.engine.shared.read_rows(&rows.table, ranges, never_interrupt())?,
         };
         Ok(rows.tensor(bytes))
     }
@@ -144,11 +144,11 @@ impl Model {
     /// Returns the errors of [`pass`](Self::pass).
     pub async fn pass_async(&self) -> Result<Pass, Error> {
         let engine = &self.inner.engine;
-        if self.inner.replan.swap(false, Ordering::Relaxed) && !engine.inner.try_replan() {
+        if self.inner.replan.swap(false, Ordering::Relaxed) && !engine.shared.try_replan() {
             self.inner.replan.store(true, Ordering::Relaxed);
         }
         let mut wait = None;
-        let id = poll_fn(|context| engine.inner.poll_begin_pass(context.waker(), &mut wait)).await;
+        let id = poll_fn(|context| engine.shared.poll_begin_pass(context.waker(), &mut wait)).await;
         Ok(Pass { id, model: self.clone() })
     }
 
@@ -163,7 +163,7 @@ impl Model {
         ranges: &[Range<u64>],
     ) -> Result<ModelTensor, Error> {
         let rows = self.rows(tensor, ranges)?;
-        let inner = &self.inner.engine.inner;
+        let inner = &self.inner.engine.shared;
         let prepared = inner.prepare_ranges(&rows.table, ranges);
         let mut wait = RowsWait::new(Arc::clone(inner), prepared);
         let bytes = poll_fn(|context| wait.poll(context.waker())).await?;
@@ -311,7 +311,7 @@ impl Pass {
     /// ```
     pub async fn unit_async(&self, name: &str) -> Result<ModelUnit, Error> {
         let id = self.model.unit_id(name)?;
-        let inner = &self.model.inner.engine.inner;
+        let inner = &self.model.inner.engine.shared;
         let mut wait = UnitWait::new(Arc::clone(inner), self.id, id);
         let (memory, acquired_ns) = poll_fn(|context| wait.poll(context.waker())).await?;
         let lease = Lease::new(memory, Arc::clone(inner), id, Some(acquired_ns));

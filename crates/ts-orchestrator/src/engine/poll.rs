@@ -18,11 +18,11 @@ use crate::state::LimitWait;
 use crate::unit::UnitId;
 use crate::unit_memory::UnitMemory;
 
-use super::{EngineInner, StateGuard};
+use super::{Shared, StateGuard};
 
 /// A future's wait for a unit. Ends when it is dropped.
 pub(crate) struct UnitWait<D: Device> {
-    inner: Arc<EngineInner<D>>,
+    shared: Arc<Shared<D>>,
     pass: PassId,
     unit: UnitId,
     /// The thread of the first poll, once there was one and until the unit is acquired.
@@ -31,8 +31,8 @@ pub(crate) struct UnitWait<D: Device> {
 }
 
 impl<D: Device> UnitWait<D> {
-    pub(crate) fn new(inner: Arc<EngineInner<D>>, pass: PassId, unit: UnitId) -> Self {
-        Self { inner, pass, unit, waiter: None, tries: 0 }
+    pub(crate) fn new(shared: Arc<Shared<D>>, pass: PassId, unit: UnitId) -> Self {
+        Self { shared, pass, unit, waiter: None, tries: 0 }
     }
 
     /// Acquires the unit if it is in memory, like `acquire`. Otherwise starts to read it, and
@@ -41,38 +41,38 @@ impl<D: Device> UnitWait<D> {
     /// A thread that polls does not wait for memory: it can run other futures, which free some.
     #[allow(clippy::type_complexity)] // the parts have these types in all of the engine
     pub(crate) fn poll(&mut self, waker: &Waker) -> Poll<Result<(Arc<UnitMemory<D>>, u64), Error>> {
-        let (inner, units) = (Arc::clone(&self.inner), [self.unit]);
-        let mut state = inner.lock();
+        let (shared, units) = (Arc::clone(&self.shared), [self.unit]);
+        let mut state = shared.lock();
         if self.waiter.is_none() {
             state.visit(Some(self.pass), self.unit);
             state.add_waiter(self.unit);
             self.waiter = Some(std::thread::current().id());
         }
-        let acquired = inner.try_units(&mut state, &units, &mut self.tries);
+        let acquired = shared.try_units(&mut state, &units, &mut self.tries);
         state.waiters.for_memory.remove(&std::thread::current().id());
         let Some(acquired) = acquired else {
-            return inner.pending(state, waker);
+            return shared.pending(state, waker);
         };
         if let Some(waiter) = self.waiter.take() {
             state.remove_waiter(self.unit, waiter);
         }
-        let now_ns = (inner.clock)();
-        state.advance(&inner.context, now_ns);
+        let now_ns = (shared.clock)();
+        state.advance(&shared.context, now_ns);
         Poll::Ready(acquired.map(|mut memory| (memory.pop().expect("one unit"), now_ns)))
     }
 }
 
 impl<D: Device> Drop for UnitWait<D> {
     fn drop(&mut self) {
-        if let Some(waiter) = self.waiter.take().filter(|_| !self.inner.is_forked()) {
-            self.inner.lock().remove_waiter(self.unit, waiter);
+        if let Some(waiter) = self.waiter.take().filter(|_| !self.shared.is_forked()) {
+            self.shared.lock().remove_waiter(self.unit, waiter);
         }
     }
 }
 
 /// A future's wait for rows of a table. Ends when it is dropped.
 pub(crate) struct RowsWait<D: Device> {
-    inner: Arc<EngineInner<D>>,
+    shared: Arc<Shared<D>>,
     prepared: Arc<PreparedUnit>,
     asked_ns: u64,
     /// The read, once there was memory for it and until it has ended.
@@ -81,35 +81,35 @@ pub(crate) struct RowsWait<D: Device> {
 }
 
 impl<D: Device> RowsWait<D> {
-    pub(crate) fn new(inner: Arc<EngineInner<D>>, prepared: PreparedUnit) -> Self {
-        let asked_ns = (inner.clock)();
-        Self { inner, prepared: Arc::new(prepared), asked_ns, load: None, tries: 0 }
+    pub(crate) fn new(shared: Arc<Shared<D>>, prepared: PreparedUnit) -> Self {
+        let asked_ns = (shared.clock)();
+        Self { shared, prepared: Arc::new(prepared), asked_ns, load: None, tries: 0 }
     }
 
     /// Returns the rows if they were read. Otherwise starts to read them, and `waker` is called
     /// when they may be there.
     pub(crate) fn poll(&mut self, waker: &Waker) -> Poll<Result<TensorBytes<D>, Error>> {
-        let inner = Arc::clone(&self.inner);
-        let mut state = inner.lock();
+        let shared = Arc::clone(&self.shared);
+        let mut state = shared.lock();
         let load = match self.load {
             Some(load) => load,
             None => {
-                match inner.try_allocate_for_gather(&mut state, &self.prepared, &mut self.tries) {
+                match shared.try_allocate_for_gather(&mut state, &self.prepared, &mut self.tries) {
                     Ok(Some(buffer)) => {
                         state.counters.gathered_rows += self.prepared.row_count();
-                        *self.load.insert(inner.start_rows(&mut state, &self.prepared, buffer))
+                        *self.load.insert(shared.start_rows(&mut state, &self.prepared, buffer))
                     }
-                    Ok(None) => return inner.pending(state, waker),
+                    Ok(None) => return shared.pending(state, waker),
                     Err(error) => return Poll::Ready(Err(error)),
                 }
             }
         };
         match state.transfers.gathers.take(load) {
-            None => inner.pending(state, waker),
+            None => shared.pending(state, waker),
             Some(rows) => {
                 self.load = None;
                 let rows = rows
-                    .map(|slot| inner.take_rows(&mut state, &self.prepared, slot, self.asked_ns));
+                    .map(|slot| shared.take_rows(&mut state, &self.prepared, slot, self.asked_ns));
                 Poll::Ready(rows)
             }
         }
@@ -118,13 +118,13 @@ impl<D: Device> RowsWait<D> {
 
 impl<D: Device> Drop for RowsWait<D> {
     fn drop(&mut self) {
-        if let Some(load) = self.load.take().filter(|_| !self.inner.is_forked()) {
-            self.inner.lock().transfers.gathers.give_up(load);
+        if let Some(load) = self.load.take().filter(|_| !self.shared.is_forked()) {
+            self.shared.lock().transfers.gathers.give_up(load);
         }
     }
 }
 
-impl<D: Device> EngineInner<D> {
+impl<D: Device> Shared<D> {
     /// Begins a pass if fewer than the most are running. Otherwise, `waker` is called when that may
     /// have changed. `wait` is `None` at first, and the same for each poll.
     pub(crate) fn poll_begin_pass(

@@ -5,9 +5,9 @@ use ts_pool::BLOCK_ALIGN;
 use ts_streams::Device;
 
 use crate::Error;
-use crate::config::Interrupt;
+use crate::config::{Interrupt, never_interrupt};
 use crate::pass::PassId;
-use crate::plan::{CurvePoint, NeverFits, Plan, PlanRequest, Rates};
+use crate::plan::{NeverFits, Plan, PlanRequest, Rates};
 use crate::planner::{plan, predict};
 use crate::populate::Populator;
 use crate::prepared::PreparedUnit;
@@ -15,7 +15,7 @@ use crate::state::EngineState;
 use crate::stats::PassTimes;
 use crate::trace::{TraceEvent, TraceKind};
 
-use super::{EngineInner, InterruptTimer};
+use super::{Engine, InterruptTimer, Shared};
 
 /// While the current residency still fits, a new plan is used only if it is predicted to save more
 /// than this share of a pass's duration.
@@ -32,26 +32,196 @@ const ENCODE_PASSES: f64 = 64.0;
 /// encoding.
 const EARLY_ENCODE_GAIN: f64 = 0.3;
 
-impl<D: Device> EngineInner<D> {
-    pub(crate) fn begin_pass(&self, interrupt: Interrupt<'_>) -> Result<PassId, Error> {
-        let mut state = self.lock();
+impl<D: Device> Engine<D> {
+    /// Begins a pass over the units and starts to prefetch.
+    ///
+    /// Blocks while [`max_passes`](EngineConfig::max_passes) other passes are running.
+    pub fn begin_pass(&self) -> PassId {
+        self.begin_pass_interruptible(never_interrupt()).expect("the wait is never interrupted")
+    }
+
+    /// Like [`begin_pass`](Self::begin_pass), but calls `interrupt` regularly while it blocks.
+    ///
+    /// # Errors
+    /// Returns [`Error::Interrupted`] if `interrupt` returned `true`.
+    pub fn begin_pass_interruptible(&self, interrupt: Interrupt<'_>) -> Result<PassId, Error> {
+        let shared = &*self.shared;
+        let mut state = shared.lock();
         let this_thread = std::thread::current().id();
         let mut timer = InterruptTimer::new();
         let mut limit_wait = None;
-        while state.awaits_limit(&mut limit_wait) || state.passes.running() >= self.max_passes {
+        while state.awaits_limit(&mut limit_wait) || state.passes.running() >= shared.max_passes {
             // A thread that waits here frees no memory. Other threads must take this into account.
             state.waiters.for_pass.insert(this_thread);
-            state = self.wait(state, &mut timer, interrupt, || "another pass to end".into())?;
+            state = shared.wait(state, &mut timer, interrupt, || "another pass to end".into())?;
         }
         state.waiters.for_pass.remove(&this_thread);
-        Ok(self.begin(&mut state))
+        Ok(shared.begin(&mut state))
     }
 
-    pub(crate) fn try_begin_pass(&self) -> Option<PassId> {
-        let mut state = self.lock();
-        (state.passes.running() == 0).then(|| self.begin(&mut state))
+    /// Begins a pass like [`begin_pass`](Self::begin_pass), or returns `None` if another pass is
+    /// running. Does not block.
+    pub fn try_begin_pass(&self) -> Option<PassId> {
+        let shared = &*self.shared;
+        let mut state = shared.lock();
+        (state.passes.running() == 0).then(|| shared.begin(&mut state))
     }
 
+    /// Ends a pass and returns whether a better plan is available.
+    ///
+    /// If so, call [`replan`](Self::replan) once all leases are dropped. If the pass has already
+    /// ended, only returns whether a better plan is available.
+    pub fn end_pass(&self, pass: PassId) -> bool {
+        let shared = &*self.shared;
+        let mut state = shared.lock();
+        let now_ns = (shared.clock)();
+        let totals = state.pass_totals(now_ns);
+        let logged = state.pass_log.end(pass, totals, now_ns);
+        let compute_s = logged.map_or(0.0, |(_, times)| times.compute_ns() as f64 / 1e9);
+        let kind = state.passes.end(pass, compute_s);
+        // The times of a pass without visits say nothing about the work with units.
+        match (logged, kind) {
+            (Some((begun_ns, times)), Some(kind)) => {
+                state.pass_log.add(begun_ns, PassTimes { kind, ..times });
+            }
+            _ => state.pass_log.skip(),
+        }
+        if let (Some((begun_ns, _)), Some(trace)) = (logged, &mut state.trace) {
+            let event = TraceEvent::new(TraceKind::Pass, begun_ns, now_ns);
+            trace.add_on(std::thread::current().id(), event.bytes(pass.0));
+        }
+        if kind.is_some() || state.planning.has_new_limit() {
+            let (main, _) = state.passes.kinds().main();
+            let (predicted_s, replans) =
+                (state.planning.plan.predicted_pass_s, state.counters.replans);
+            let changed = state.planning.has_new_limit()
+                || state.passes.kinds().is_unplanned()
+                || state.planning.is_outdated
+                || (state.planning.unsure_of_encoding && state.pass_log.is_steady())
+                || state.pass_log.differs(main, predicted_s, replans);
+            if changed {
+                shared.propose_plan(&mut state);
+            } else {
+                state.planning.pending = None;
+            }
+        }
+        if state.passes.running() == 0 {
+            state.drop_guesses(&shared.context, now_ns);
+        }
+        state.advance(&shared.context, now_ns);
+        let proposed = state.planning.pending.is_some();
+        shared.notify(state);
+        proposed
+    }
+
+    /// Switches to the plan that [`end_pass`](Self::end_pass) announced. Returns whether it
+    /// switched.
+    ///
+    /// Keeps the old plan if a pass is running, a unit is leased, or a tensor of a unit is still
+    /// referenced. Unless a pass is running, blocks until reads in flight have ended.
+    pub fn replan(&self) -> bool {
+        self.replan_interruptible(never_interrupt()).expect("the wait is never interrupted")
+    }
+
+    /// Like [`replan`](Self::replan), but calls `interrupt` regularly while it blocks.
+    ///
+    /// # Errors
+    /// Returns [`Error::Interrupted`] if `interrupt` returned `true`.
+    pub fn replan_interruptible(&self, interrupt: Interrupt<'_>) -> Result<bool, Error> {
+        let shared = &*self.shared;
+        let mut state = shared.lock();
+        let mut timer = InterruptTimer::new();
+        if state.passes.running() == 0 {
+            state.drop_guesses(&shared.context, (shared.clock)());
+        }
+        while state.passes.running() == 0 && state.is_loading() {
+            state.prefetching.paused = true;
+            state = match shared.wait(state, &mut timer, interrupt, || "reads to end".into()) {
+                Ok(state) => state,
+                Err(error) => {
+                    shared.lock().prefetching.paused = false;
+                    return Err(error);
+                }
+            };
+        }
+        Ok(shared.switch_plan(&mut state))
+    }
+
+    /// Limits the memory for weights and buffers to this many bytes, or to the budget if that is
+    /// less.
+    ///
+    /// Returns the memory of units that are kept beyond the limit and not in use to the system, so
+    /// that these units are streamed. The rest takes effect with the next
+    /// [`replan`](Self::replan) that succeeds, and [`end_pass`] then returns `true`: it drops all
+    /// units, and returns all memory beyond the limit. Buffers keep their size. A larger limit
+    /// takes the memory again later.
+    ///
+    /// Has no effect on the memory of a device with its own memory.
+    ///
+    /// # Errors
+    /// Returns [`Error::NeverFits`] if the limit is lower than before and too small for any plan.
+    /// Then the limit stays as it was.
+    ///
+    /// [`end_pass`]: Self::end_pass
+    pub fn set_limit(&self, budget_bytes: usize) -> Result<(), Error> {
+        let shared = &*self.shared;
+        // Buffers keep their size.
+        let buffers = shared.budget.limit_bytes() - shared.slot_budget;
+        let slots = budget_bytes.saturating_sub(buffers).min(shared.slot_budget);
+        let slots = slots - slots % BLOCK_ALIGN;
+        let mut state = shared.lock();
+        let before = std::mem::replace(&mut state.planning.slot_limit, slots);
+        let refusal = shared.with_request(&state, |request| plan(&request)).err();
+        // A larger limit is never refused: the engine works with less.
+        if let Some(refusal) = refusal.filter(|_| slots < before) {
+            state.planning.slot_limit = before;
+            return Err(Error::NeverFits(NeverFits {
+                budget_bytes,
+                smallest_budget_bytes: refusal.smallest_budget_bytes.saturating_add(buffers),
+                ..refusal
+            }));
+        }
+        if slots < before {
+            // Memory is short. What is needed gets its pages when it is read.
+            state.prefetching.postpones = false;
+            if let Some(populator) = &*shared.populator.lock() {
+                populator.stop();
+            }
+        }
+        state.give_back(&shared.context);
+        if state.planning.has_new_limit() {
+            shared.propose_plan(&mut state);
+        } else {
+            state.planning.pending = None;
+        }
+        Ok(())
+    }
+
+    /// Returns the smallest limit that [`set_limit`](Self::set_limit) accepts, in bytes. It can be
+    /// more than the smallest budget, because a larger budget has more buffers.
+    pub fn smallest_limit(&self) -> usize {
+        let shared = &*self.shared;
+        let smallest =
+            shared.lock().planning.plan.smallest_budget_bytes.next_multiple_of(BLOCK_ALIGN);
+        smallest + shared.budget.limit_bytes() - shared.slot_budget
+    }
+
+    /// Returns whether weights and buffers take no more than the limit, although the plan may still
+    /// be the one for an earlier limit. Always `true` on a device with its own memory.
+    pub fn is_within_limit(&self) -> bool {
+        let shared = &*self.shared;
+        let slot_limit = shared.lock().planning.slot_limit;
+        shared.context.slots.is_staged() || shared.context.slots.left_bytes() <= slot_limit
+    }
+
+    /// Returns whether the limit that [`set_limit`](Self::set_limit) set is in force: the plan is
+    /// made for it.
+    pub fn limit_in_force(&self) -> bool {
+        !self.shared.lock().planning.has_new_limit()
+    }
+}
+
+impl<D: Device> Shared<D> {
     pub(super) fn begin(&self, state: &mut EngineState<D>) -> PassId {
         state.counters.passes += 1;
         if state.counters.passes == 1 {
@@ -79,67 +249,6 @@ impl<D: Device> EngineInner<D> {
         }
     }
 
-    pub(crate) fn end_pass(&self, pass: PassId) -> bool {
-        let mut state = self.lock();
-        let now_ns = (self.clock)();
-        let totals = state.pass_totals(now_ns);
-        let logged = state.pass_log.end(pass, totals, now_ns);
-        let compute_s = logged.map_or(0.0, |(_, times)| times.compute_ns() as f64 / 1e9);
-        let kind = state.passes.end(pass, compute_s);
-        // The times of a pass without visits say nothing about the work with units.
-        match (logged, kind) {
-            (Some((begun_ns, times)), Some(kind)) => {
-                state.pass_log.add(begun_ns, PassTimes { kind, ..times });
-            }
-            _ => state.pass_log.skip(),
-        }
-        if let (Some((begun_ns, _)), Some(trace)) = (logged, &mut state.trace) {
-            let event = TraceEvent::new(TraceKind::Pass, begun_ns, now_ns);
-            trace.add_on(std::thread::current().id(), event.bytes(pass.0));
-        }
-        if kind.is_some() || state.planning.has_new_limit() {
-            let (main, _) = state.passes.kinds().main();
-            let (predicted_s, replans) =
-                (state.planning.plan.predicted_pass_s, state.counters.replans);
-            let changed = state.planning.has_new_limit()
-                || state.passes.kinds().is_unplanned()
-                || state.planning.is_outdated
-                || (state.planning.unsure_of_encoding && state.pass_log.is_steady())
-                || state.pass_log.differs(main, predicted_s, replans);
-            if changed {
-                self.propose_plan(&mut state);
-            } else {
-                state.planning.pending = None;
-            }
-        }
-        if state.passes.running() == 0 {
-            state.drop_guesses(&self.context, now_ns);
-        }
-        state.advance(&self.context, now_ns);
-        let proposed = state.planning.pending.is_some();
-        self.notify(state);
-        proposed
-    }
-
-    pub(crate) fn replan(&self, interrupt: Interrupt<'_>) -> Result<bool, Error> {
-        let mut state = self.lock();
-        let mut timer = InterruptTimer::new();
-        if state.passes.running() == 0 {
-            state.drop_guesses(&self.context, (self.clock)());
-        }
-        while state.passes.running() == 0 && state.is_loading() {
-            state.prefetching.paused = true;
-            state = match self.wait(state, &mut timer, interrupt, || "reads to end".into()) {
-                Ok(state) => state,
-                Err(error) => {
-                    self.lock().prefetching.paused = false;
-                    return Err(error);
-                }
-            };
-        }
-        Ok(self.switch_plan(&mut state))
-    }
-
     /// Switches to a new plan like [`replan`](Self::replan), if no read is in flight. Returns
     /// whether none was. Does not block.
     pub(crate) fn try_replan(&self) -> bool {
@@ -164,54 +273,6 @@ impl<D: Device> EngineInner<D> {
             state.advance(&self.context, (self.clock)());
         }
         applied
-    }
-
-    pub(crate) fn smallest_limit(&self) -> usize {
-        let smallest =
-            self.lock().planning.plan.smallest_budget_bytes.next_multiple_of(BLOCK_ALIGN);
-        smallest + self.budget.limit_bytes() - self.slot_budget
-    }
-
-    pub(crate) fn is_within_limit(&self) -> bool {
-        let slot_limit = self.lock().planning.slot_limit;
-        self.context.slots.is_staged() || self.context.slots.left_bytes() <= slot_limit
-    }
-
-    pub(crate) fn limit_in_force(&self) -> bool {
-        !self.lock().planning.has_new_limit()
-    }
-
-    pub(crate) fn set_limit(&self, budget_bytes: usize) -> Result<(), Error> {
-        // Buffers keep their size.
-        let buffers = self.budget.limit_bytes() - self.slot_budget;
-        let slots = budget_bytes.saturating_sub(buffers).min(self.slot_budget);
-        let slots = slots - slots % BLOCK_ALIGN;
-        let mut state = self.lock();
-        let before = std::mem::replace(&mut state.planning.slot_limit, slots);
-        let refusal = self.with_request(&state, |request| plan(&request)).err();
-        // A larger limit is never refused: the engine works with less.
-        if let Some(refusal) = refusal.filter(|_| slots < before) {
-            state.planning.slot_limit = before;
-            return Err(Error::NeverFits(NeverFits {
-                budget_bytes,
-                smallest_budget_bytes: refusal.smallest_budget_bytes.saturating_add(buffers),
-                ..refusal
-            }));
-        }
-        if slots < before {
-            // Memory is short. What is needed gets its pages when it is read.
-            state.prefetching.postpones = false;
-            if let Some(populator) = &*self.populator.lock() {
-                populator.stop();
-            }
-        }
-        state.give_back(&self.context);
-        if state.planning.has_new_limit() {
-            self.propose_plan(&mut state);
-        } else {
-            state.planning.pending = None;
-        }
-        Ok(())
     }
 
     /// Computes a plan from the measurements, and makes it the pending plan if it is worth
@@ -273,15 +334,6 @@ impl<D: Device> EngineInner<D> {
         }
     }
 
-    /// Returns what passes would be like with each of these budgets, in bytes, except those that
-    /// are too small.
-    pub(crate) fn curve(&self, budgets: &[usize]) -> Vec<CurvePoint> {
-        let state = self.lock();
-        self.with_request(&state, |request| {
-            self.overhead.curve(request, &self.tables, self.context.prefetch, budgets)
-        })
-    }
-
     /// Returns the current plan, with a prediction from all measurements so far.
     pub(super) fn predicted_plan(&self, state: &EngineState<D>) -> Plan {
         let residency = state.residency();
@@ -292,7 +344,7 @@ impl<D: Device> EngineInner<D> {
     }
 
     /// Calls a function with a request that contains all measurements so far.
-    fn with_request<T>(
+    pub(super) fn with_request<T>(
         &self,
         state: &EngineState<D>,
         use_request: impl FnOnce(PlanRequest<'_>) -> T,

@@ -22,9 +22,9 @@ use crate::state::{EngineState, Planning};
 use crate::unit::Unit;
 use crate::worker::Workers;
 
-use super::EngineInner;
+use super::Shared;
 
-impl<D: Device> EngineInner<D> {
+impl<D: Device> Shared<D> {
     /// Plans, reserves memory, and starts the backend and the workers. `device` is `None` if units
     /// live in host memory. The returned receiver is for [`run`](Self::run).
     pub(crate) fn new(
@@ -126,7 +126,7 @@ impl<D: Device> EngineInner<D> {
             backend,
             workers,
         );
-        let inner = Self {
+        let shared = Self {
             context,
             state: Mutex::new(state),
             tables: config.tables,
@@ -147,7 +147,7 @@ impl<D: Device> EngineInner<D> {
             clock: config.clock,
             process: std::process::id(),
         };
-        Ok((inner, inbox))
+        Ok((shared, inbox))
     }
 }
 

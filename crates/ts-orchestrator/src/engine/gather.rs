@@ -21,26 +21,70 @@ use crate::table::{Table, TableId};
 use crate::trace::{TraceEvent, TraceKind};
 
 use super::acquire::SHORTAGE_TRIES;
-use super::{EngineInner, InterruptTimer, StateGuard};
+use super::{Engine, InterruptTimer, Shared, StateGuard};
 
-impl<D: Device> EngineInner<D> {
-    /// Returns rows of a table, which exist. Blocks until those that are not cached are read.
-    pub(crate) fn gather(
+impl<D: Device> Engine<D> {
+    /// Reads rows of a [table](EngineConfig::tables), in this order, and blocks until they are in
+    /// memory.
+    ///
+    /// The reads go out together, and rows with consecutive numbers are read in one piece. The rows
+    /// lie one after the other in host memory, at an address that is a multiple of
+    /// [`PHASE_ALIGN`](crate::PHASE_ALIGN). They take memory of the budget until the result is
+    /// dropped, and units are evicted to free it. On a device with its own memory, they take
+    /// staging memory. Copies of the last rows stay in host memory, a 256th of the budget and at
+    /// most 1 MiB, and are not read again. Only compressed rows are compared with their checksums.
+    ///
+    /// # Errors
+    /// - [`Error::NoSuchTable`] and [`Error::NoSuchRow`] if they do not exist.
+    /// - [`Error::NeverFits`] if the rows are larger than the engine's memory for units, or
+    ///   [`Error::StagingFull`] if they are larger than the staging memory.
+    /// - The errors of [`acquire`](Self::acquire) for reads and for lack of memory.
+    ///
+    /// # Examples
+    /// ```
+    /// # use ts_orchestrator::ts_format::{ByteRange, Dtype, FileId, TensorEntry, TensorMeta};
+    /// # use ts_orchestrator::ts_io::Source;
+    /// # use ts_orchestrator::{Engine, EngineConfig, Phase, UnitTensor};
+    /// use ts_orchestrator::{Table, TableId, never_interrupt};
+    ///
+    /// # let dir = tempfile::tempdir()?;
+    /// # let path = dir.path().join("embedding");
+    /// # std::fs::write(&path, (0..4000).map(|i| (i / 4) as u8).collect::<Vec<u8>>())?;
+    /// # let parts = vec![ByteRange { file: FileId(0), offset: 0, len: 4000 }];
+    /// # let meta = TensorMeta { dtype: Dtype::U8, shape: vec![1000, 4] };
+    /// # let entry = TensorEntry { meta, parts };
+    /// # let (digest, chunks) = (None, Vec::new());
+    /// # let (name, phase) = ("embedding".into(), Phase::Mapped);
+    /// # let tensor = UnitTensor { name, entry, phase, digest, chunks };
+    /// // `tensor` has 1000 rows of 4 bytes.
+    /// let table = Table::new(tensor).ok_or("not a table")?;
+    /// let config = EngineConfig::with_budget(1 << 20).with_tables(vec![table]);
+    /// # let unit = ts_orchestrator::Unit::new("none", Vec::new());
+    /// # let units = vec![unit];
+    /// let engine = Engine::new(units, vec![Source::open(&path)?], config)?;
+    /// let rows = engine.gather(TableId(0), &[7, 200], never_interrupt())?;
+    /// assert_eq!(rows[..], [7, 7, 7, 7, 200, 200, 200, 200]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn gather(
         &self,
         table: TableId,
         rows: &[u64],
         interrupt: Interrupt<'_>,
     ) -> Result<TensorBytes<D>, Error> {
-        let asked_ns = (self.clock)();
+        let shared = &*self.shared;
+        shared.check_rows(table, rows)?;
+        let asked_ns = (shared.clock)();
         let mut timer = InterruptTimer::new();
-        let mut cached = self.row_cache.contains(table, rows);
-        let row_bytes = self.tables[table.index()].row_bytes() as usize;
-        fill_gaps(rows, &mut cached, self.context.sizes.alignment / row_bytes);
+        let mut cached = shared.row_cache.contains(table, rows);
+        let row_bytes = shared.tables[table.index()].row_bytes() as usize;
+        fill_gaps(rows, &mut cached, shared.context.sizes.alignment / row_bytes);
         let (mut state, prepared, buffer) = loop {
-            let prepared = Arc::new(self.prepare_rows(table, rows, &cached));
-            let (state, mut buffer) = self.allocate_for_gather(&prepared, &mut timer, interrupt)?;
+            let prepared = Arc::new(shared.prepare_rows(table, rows, &cached));
+            let (state, mut buffer) =
+                shared.allocate_for_gather(&prepared, &mut timer, interrupt)?;
             let Placement { offset, len } = prepared.layout.tensors[0];
-            if self.row_cache.copy(table, rows, &cached, &mut buffer[offset..offset + len]) {
+            if shared.row_cache.copy(table, rows, &cached, &mut buffer[offset..offset + len]) {
                 break (state, prepared, buffer);
             }
             // Other rows took the place of some before there was memory.
@@ -49,11 +93,30 @@ impl<D: Device> EngineInner<D> {
         state.counters.gathered_rows += rows.len() as u64;
         state.counters.cached_rows += cached.iter().filter(|&&cached| cached).count() as u64;
         let gathered = (state, prepared, buffer);
-        let bytes = self.finish_gather(gathered, asked_ns, &mut timer, interrupt)?;
+        let bytes = shared.finish_gather(gathered, asked_ns, &mut timer, interrupt)?;
         if let Some(bytes) = bytes.on_host() {
-            self.row_cache.add(table, rows, &cached, bytes);
+            shared.row_cache.add(table, rows, &cached, bytes);
         }
         Ok(bytes)
+    }
+}
+
+impl<D: Device> Shared<D> {
+    /// Checks that a table and its rows exist.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoSuchTable`] or [`Error::NoSuchRow`] if they do not.
+    pub(crate) fn check_rows(&self, table: TableId, rows: &[u64]) -> Result<(), Error> {
+        let count = self.tables.len();
+        let found = self.tables.get(table.index());
+        let found = found.ok_or(Error::NoSuchTable { table: table.0, count })?;
+        match rows.iter().find(|&&row| row >= found.rows()) {
+            Some(&row) => {
+                let (table, count) = (found.name().into(), found.rows());
+                Err(Error::NoSuchRow { table, row, count })
+            }
+            None => Ok(()),
+        }
     }
 
     /// Returns ranges of rows of any table, which exist. Blocks until they are read.
