@@ -8,17 +8,19 @@
 mod calls;
 mod engine;
 mod expected;
-mod inner;
 mod lease;
 mod outermost_call;
 mod pass;
+mod passes;
 mod planning;
+mod shared;
 mod sharing;
 mod stats;
 mod streamer;
 mod torch;
 mod tree;
 mod unit_tensors;
+mod uses;
 mod weight;
 mod weight_ref;
 
@@ -32,7 +34,7 @@ type Lease = orchestrator::Lease<AnyDevice>;
 type TensorBytes = orchestrator::TensorBytes<AnyDevice>;
 
 pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<inner::Streamer>()?;
+    m.add_class::<streamer::Streamer>()?;
     m.add_class::<lease::Use>()?;
     m.add_class::<calls::ModuleCalls>()?;
     m.add_class::<weight_ref::WeightRef>()?;
@@ -51,7 +53,8 @@ pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     // There are no forks on Windows.
     if let Ok(register) = m.py().import("os")?.getattr("register_at_fork") {
         let arguments = PyDict::new(m.py());
-        arguments.set_item("after_in_child", wrap_pyfunction!(inner::streaming_forked, m.py())?)?;
+        arguments
+            .set_item("after_in_child", wrap_pyfunction!(shared::streaming_forked, m.py())?)?;
         register.call((), Some(&arguments))?;
     }
     Ok(())

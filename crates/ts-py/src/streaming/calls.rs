@@ -12,9 +12,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple, PyType};
 use smallvec::SmallVec;
 
-use super::inner::StreamerInner;
 use super::lease::Use;
 use super::outermost_call::{Call, end_passes, has_function_modes};
+use super::shared::Shared;
 use super::tree::{attributes_of, for_each_entry};
 use super::weight_ref::{Own, WeightRef};
 
@@ -97,8 +97,8 @@ impl ModuleCalls {
         let py = module.py();
         let attributes = attributes_of(module)?;
         let own = self.own_parameters(&attributes)?;
-        let Some((inner, unit)) = unit_of_leaf(&attributes, &own)? else { return Ok(None) };
-        let Some(used) = Use::if_present(py, &inner, unit, &own)? else { return Ok(None) };
+        let Some((shared, unit)) = unit_of_leaf(&attributes, &own)? else { return Ok(None) };
+        let Some(used) = Use::if_present(py, &shared, unit, &own)? else { return Ok(None) };
         let result = module.getattr(intern!(py, "forward"))?.call1(args);
         let used = match used.finish(py)? {
             Some(used) => used,
@@ -142,15 +142,15 @@ impl ModuleCalls {
         let py = module.py();
         let attributes = attributes_of(module)?;
         let own = self.own_parameters(&attributes)?;
-        let Some((inner, unit)) = unit_of_leaf(&attributes, &own)? else {
+        let Some((shared, unit)) = unit_of_leaf(&attributes, &own)? else {
             return self.original.bind(py).call(args, Some(kwargs));
         };
         let used = self.without_modes(py, || {
-            let lent: &[Own<'_>] = match self.lends(&inner, &own, args, kwargs)? {
+            let lent: &[Own<'_>] = match self.lends(&shared, &own, args, kwargs)? {
                 true => &own,
                 false => &[],
             };
-            Use::for_forward(py, &inner, unit, lent)
+            Use::for_forward(py, &shared, unit, lent)
         })?;
         // If the call fails, dropping the use ends it.
         let result = self.original.bind(py).call(args, Some(kwargs))?;
@@ -159,7 +159,7 @@ impl ModuleCalls {
             let used = Bound::new(py, used)?;
             // Afterwards, nothing here references the memory any more.
             let without_weights = self.without_weights.bind(py);
-            let result = inner
+            let result = shared
                 .torch
                 .uncompiled(py, || without_weights.call1((result, &used, own[0].weight.clone())))?;
             used.get().close(py);
@@ -203,22 +203,22 @@ impl ModuleCalls {
     /// stand-ins does not, because backward leases the weights again.
     fn lends(
         &self,
-        inner: &StreamerInner,
+        shared: &Shared,
         own: &[Own<'_>],
         args: &Bound<'_, PyTuple>,
         kwargs: &Bound<'_, PyDict>,
     ) -> PyResult<bool> {
         let py = args.py();
-        if !inner.torch.is_grad_enabled(py)? {
+        if !shared.torch.is_grad_enabled(py)? {
             return Ok(true);
         }
         for Own { parameter, .. } in own {
-            if inner.torch.requires_grad(parameter)? {
+            if shared.torch.requires_grad(parameter)? {
                 return Ok(false);
             }
         }
         let records_gradients = self.records_gradients.bind(py);
-        let records = inner.torch.uncompiled(py, || records_gradients.call1((args, kwargs)))?;
+        let records = shared.torch.uncompiled(py, || records_gradients.call1((args, kwargs)))?;
         Ok(!records.is_truthy()?)
     }
 }
@@ -231,21 +231,21 @@ impl ModuleCalls {
 fn unit_of_leaf(
     attributes: &Bound<'_, PyDict>,
     own: &[Own<'_>],
-) -> PyResult<Option<(Arc<StreamerInner>, usize)>> {
+) -> PyResult<Option<(Arc<Shared>, usize)>> {
     let Some(first) = own.first() else { return Ok(None) };
-    let Some(inner) = first.weight.get().inner() else { return Ok(None) };
+    let Some(shared) = first.weight.get().shared() else { return Ok(None) };
     let unit_of = |each: &Own<'_>| {
         let weight = each.weight.get();
-        let is_own = weight.inner().is_some_and(|other| Arc::ptr_eq(&other, &inner));
+        let is_own = weight.shared().is_some_and(|other| Arc::ptr_eq(&other, &shared));
         let is_own = is_own && weight.is_whole();
-        inner.weights.get(weight.key()).filter(|_| is_own).map(|weight| weight.unit)
+        shared.weights.get(weight.key()).filter(|_| is_own).map(|weight| weight.unit)
     };
     let Some(unit) = unit_of(first) else { return Ok(None) };
     if own[1..].iter().any(|each| unit_of(each) != Some(unit)) || has_parameters_below(attributes)?
     {
         return Ok(None);
     }
-    Ok(Some((inner, unit)))
+    Ok(Some((shared, unit)))
 }
 
 /// Returns whether a module below this one has parameters.

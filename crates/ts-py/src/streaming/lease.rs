@@ -11,9 +11,11 @@ use tensorstream::orchestrator::UnitId;
 use tensorstream::streams::AnyStream;
 
 use super::Lease;
-use super::inner::{Leaked, Streamer, StreamerInner};
 use super::outermost_call::ensure_pass;
+use super::shared::Shared;
+use super::streamer::Streamer;
 use super::unit_tensors::UnitTensors;
+use super::uses::Leaked;
 use super::weight_ref::{Own, WeightRef};
 use crate::errors::{to_python, written_error};
 
@@ -26,7 +28,7 @@ pub(crate) struct Use {
 
 #[derive(Default)]
 struct UseState {
-    inner: Option<Arc<StreamerInner>>,
+    shared: Option<Arc<Shared>>,
     tensors: SmallVec<[Arc<UnitTensors>; 1]>,
     /// Further leases of units whose tensors already have a lease.
     extra_leases: Vec<Lease>,
@@ -59,9 +61,9 @@ impl Use {
         key: usize,
         requires_grad: bool,
     ) -> PyResult<Py<PyAny>> {
-        let inner = &streamer.inner;
-        let weight = inner.weights.get(key).ok_or_else(|| {
-            let count = inner.weights.len();
+        let shared = &streamer.shared;
+        let weight = shared.weights.get(key).ok_or_else(|| {
+            let count = shared.weights.len();
             PyIndexError::new_err(format!(
                 "no weight has the key {key}: the streamer has {count} weights, with keys from 0"
             ))
@@ -73,7 +75,7 @@ impl Use {
                 weight.name
             ))
         })?;
-        tensors.parameter(py, &inner.torch, weight, requires_grad)
+        tensors.parameter(py, &shared.torch, weight, requires_grad)
     }
 
     /// Ends the use.
@@ -97,7 +99,7 @@ impl Use {
         let state = self.lock();
         let mut found = Vec::new();
         for Leaked { unit, lease, .. } in &state.leaked {
-            let weights = streamer.inner.weights.iter().enumerate();
+            let weights = streamer.shared.weights.iter().enumerate();
             for (key, weight) in weights.filter(|(_, weight)| weight.unit == *unit) {
                 let range = lease.tensor(weight.index).range();
                 found.push((key, range.address(), range.len()));
@@ -111,14 +113,14 @@ impl Use {
     /// memory, it checks that PyTorch has not counted a write.
     pub(super) fn close(&self, py: Python<'_>) {
         self.end(py);
-        let (leaked, inner) = {
+        let (leaked, shared) = {
             let mut state = self.lock();
-            (std::mem::take(&mut state.leaked), state.inner.clone())
+            (std::mem::take(&mut state.leaked), state.shared.clone())
         };
-        let Some(inner) = inner.filter(|_| !leaked.is_empty()) else { return };
+        let Some(shared) = shared.filter(|_| !leaked.is_empty()) else { return };
         for Leaked { lease, tensors, .. } in leaked {
             match tensors {
-                Some(tensors) if tensors.is_shared(py, &inner.torch) => inner.watch(tensors),
+                Some(tensors) if tensors.is_shared(py, &shared.torch) => shared.watch(tensors),
                 Some(_) => {}
                 None => py.detach(|| {
                     if lease.is_shared() && !lease.is_sealed() {
@@ -128,7 +130,7 @@ impl Use {
             }
         }
         // Another thread may have kept leases in the meantime. New ones compare the checksums.
-        inner.drop_kept_leases();
+        shared.drop_kept_leases();
     }
 }
 
@@ -139,59 +141,59 @@ impl Use {
     /// something refers to their implementations.
     pub(super) fn for_forward(
         py: Python<'_>,
-        inner: &Arc<StreamerInner>,
+        shared: &Arc<Shared>,
         unit: usize,
         lent: &[Own<'_>],
     ) -> PyResult<Self> {
-        let lent = if ensure_pass(py, inner)? { &[] } else { lent };
-        let stream = inner.current_stream(py)?;
-        if let Some(tensors) = inner.use_kept(unit) {
-            return Self::of_forward(py, inner, stream, (tensors, None), lent);
+        let lent = if ensure_pass(py, shared)? { &[] } else { lent };
+        let stream = shared.current_stream(py)?;
+        if let Some(tensors) = shared.use_kept(unit) {
+            return Self::of_forward(py, shared, stream, (tensors, None), lent);
         }
-        let mut leases = inner.acquire(py, &[unit])?;
+        let mut leases = shared.acquire(py, &[unit])?;
         let lease = leases.pop().expect("`acquire` returns a lease for each unit");
-        Self::of_forward(py, inner, stream, inner.share(unit, lease), lent)
+        Self::of_forward(py, shared, stream, shared.share(unit, lease), lent)
     }
 
     /// Like `for_forward`, but does not block, and belongs to no pass. Returns None if the unit is
     /// not in memory.
     pub(super) fn if_present(
         py: Python<'_>,
-        inner: &Arc<StreamerInner>,
+        shared: &Arc<Shared>,
         unit: usize,
         lent: &[Own<'_>],
     ) -> PyResult<Option<Self>> {
         // See `for_forward`.
-        let lent = if inner.torch.is_profiler_enabled(py)? { &[] } else { lent };
-        let stream = inner.current_stream(py)?;
-        if let Some(tensors) = inner.use_kept(unit) {
-            return Self::of_forward(py, inner, stream, (tensors, None), lent).map(Some);
+        let lent = if shared.torch.is_profiler_enabled(py)? { &[] } else { lent };
+        let stream = shared.current_stream(py)?;
+        if let Some(tensors) = shared.use_kept(unit) {
+            return Self::of_forward(py, shared, stream, (tensors, None), lent).map(Some);
         }
-        let lease = inner.engine(py)?.try_acquire(UnitId(unit as u32));
+        let lease = shared.engine(py)?.try_acquire(UnitId(unit as u32));
         let Some(lease) = lease.map_err(|error| to_python(py, &error.into()))? else {
             return Ok(None);
         };
-        Self::of_forward(py, inner, stream, inner.share(unit, lease), lent).map(Some)
+        Self::of_forward(py, shared, stream, shared.share(unit, lease), lent).map(Some)
     }
 
     fn of_forward(
         py: Python<'_>,
-        inner: &Arc<StreamerInner>,
+        shared: &Arc<Shared>,
         stream: Option<AnyStream>,
         (tensors, extra): (Arc<UnitTensors>, Option<Lease>),
         lent: &[Own<'_>],
     ) -> PyResult<Self> {
         let state = UseState {
-            inner: Some(Arc::clone(inner)),
+            shared: Some(Arc::clone(shared)),
             tensors: smallvec![Arc::clone(&tensors)],
             extra_leases: extra.into_iter().collect(),
             ..UseState::default()
         };
         // If this fails, dropping the use ends it.
         let mut this = Self { state: Mutex::new(state) };
-        inner.use_on(py, stream.as_ref(), &tensors)?;
+        shared.use_on(py, stream.as_ref(), &tensors)?;
         for Own { parameter, weight } in lent {
-            if WeightRef::borrow_memory(weight, inner, parameter, &tensors)? {
+            if WeightRef::borrow_memory(weight, shared, parameter, &tensors)? {
                 let both = (parameter.clone().unbind(), weight.clone().unbind());
                 this.state.get_mut().lent.push(both);
             }
@@ -215,25 +217,25 @@ impl Use {
     /// Leases units for one operation. Blocks.
     pub(super) fn for_operation(
         py: Python<'_>,
-        inner: &Arc<StreamerInner>,
+        shared: &Arc<Shared>,
         units: &[u32],
     ) -> PyResult<Self> {
-        ensure_pass(py, inner)?;
-        let stream = inner.current_stream(py)?;
-        let state = UseState { inner: Some(Arc::clone(inner)), ..UseState::default() };
+        ensure_pass(py, shared)?;
+        let stream = shared.current_stream(py)?;
+        let state = UseState { shared: Some(Arc::clone(shared)), ..UseState::default() };
         // If this function fails, dropping the use ends what has begun.
         let this = Self { state: Mutex::new(state) };
         // A unit in use is not leased again. Its existing lease lasts until the last use of its
         // tensors ends.
         let mut missing = Vec::new();
         for &unit in units {
-            match inner.tensors_in_use(unit as usize) {
+            match shared.tensors_in_use(unit as usize) {
                 Some(tensors) => this.lock().tensors.push(tensors),
                 None => missing.push(unit as usize),
             }
         }
-        if inner.keeps_leases() && inner.knows_together(py, &missing)? {
-            let is_missing = |&unit: &usize| match inner.use_kept(unit) {
+        if shared.keeps_leases() && shared.knows_together(py, &missing)? {
+            let is_missing = |&unit: &usize| match shared.use_kept(unit) {
                 Some(tensors) => {
                     this.lock().tensors.push(tensors);
                     false
@@ -243,16 +245,16 @@ impl Use {
             missing.retain(is_missing);
         }
         if !missing.is_empty() {
-            let leases = inner.acquire(py, &missing)?;
+            let leases = shared.acquire(py, &missing)?;
             for (unit, lease) in missing.into_iter().zip(leases) {
-                let (tensors, extra) = inner.share(unit, lease);
+                let (tensors, extra) = shared.share(unit, lease);
                 let mut state = this.lock();
                 state.extra_leases.extend(extra);
                 state.tensors.push(tensors);
             }
         }
         for tensors in &this.lock().tensors {
-            inner.use_on(py, stream.as_ref(), tensors)?;
+            shared.use_on(py, stream.as_ref(), tensors)?;
         }
         Ok(this)
     }
@@ -275,20 +277,20 @@ impl UseState {
     /// Releases tensors and leases, except the leases of units whose memory other objects
     /// reference: `ended` gets these. Returns the name of a weight that was written to, or None.
     fn end(self, py: Python<'_>, ended: &mut Self) -> Option<String> {
-        let Self { inner, tensors, extra_leases, lent, mut leaked } = self;
-        let inner = inner?;
+        let Self { shared, tensors, extra_leases, lent, mut leaked } = self;
+        let shared = shared?;
         for (parameter, weight) in lent {
-            weight.get().return_memory(&inner, parameter.bind(py));
+            weight.get().return_memory(&shared, parameter.bind(py));
         }
         let mut written = None;
         for tensors in tensors {
-            let ended = inner.end(py, tensors);
+            let ended = shared.end(py, tensors);
             leaked.extend(ended.leaked);
             written = ended.written.or(written);
         }
         drop(extra_leases);
         if !leaked.is_empty() {
-            (ended.inner, ended.leaked) = (Some(inner), leaked);
+            (ended.shared, ended.leaked) = (Some(shared), leaked);
         }
         written
     }
@@ -298,7 +300,7 @@ impl Drop for Use {
     /// Ends a use that was not closed, for example because of an exception. A unit that was written
     /// to is read again for its next use, but no error is raised.
     fn drop(&mut self) {
-        if self.state.get_mut().inner.is_none() {
+        if self.state.get_mut().shared.is_none() {
             return; // it has ended
         }
         Python::attach(|py| {

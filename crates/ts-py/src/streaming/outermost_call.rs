@@ -7,7 +7,8 @@ use std::sync::Arc;
 use pyo3::intern;
 use pyo3::prelude::*;
 
-use super::inner::{RunningPass, StreamerInner};
+use super::passes::RunningPass;
+use super::shared::Shared;
 use crate::errors::written_error;
 use crate::signals::interruptible;
 
@@ -29,7 +30,7 @@ struct Outermost {
 
 /// What the outermost call of a module is to a streamer.
 struct PassOfCall {
-    inner: Arc<StreamerInner>,
+    shared: Arc<Shared>,
     /// The pass, unless the call is not one.
     pass: Option<RunningPass>,
     /// Shows the progress of the first pass until it is closed.
@@ -73,12 +74,12 @@ impl Drop for Call {
 /// Blocks while other passes run, if the call is one of the whole model. Returns whether PyTorch's
 /// profiler ran when the call began: it refers weakly to the implementations of tensors that
 /// operations use.
-pub(super) fn ensure_pass(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResult<bool> {
+pub(super) fn ensure_pass(py: Python<'_>, shared: &Arc<Shared>) -> PyResult<bool> {
     if DEPTH.get() == 0 {
         return Ok(false);
     }
     let known = OUTERMOST.with_borrow(|outermost| {
-        let known = outermost.passes.iter().find(|pass| Arc::ptr_eq(&pass.inner, inner));
+        let known = outermost.passes.iter().find(|pass| Arc::ptr_eq(&pass.shared, shared));
         known.map(|known| known.profiled)
     });
     if let Some(profiled) = known {
@@ -87,25 +88,25 @@ pub(super) fn ensure_pass(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResul
     let module = OUTERMOST
         .with_borrow(|outermost| outermost.module.as_ref().map(|module| module.clone_ref(py)));
     let Some(module) = module else { return Ok(false) };
-    let profiled = inner.torch.is_profiler_enabled(py)?;
-    let mut known = PassOfCall { inner: Arc::clone(inner), pass: None, progress: None, profiled };
-    if let Some(passes) = inner.passes(py) {
+    let profiled = shared.torch.is_profiler_enabled(py)?;
+    let mut known = PassOfCall { shared: Arc::clone(shared), pass: None, progress: None, profiled };
+    if let Some(passes) = shared.passes(py) {
         if profiled {
-            inner
+            shared
                 .torch
                 .uncompiled(py, || passes.call_method0(intern!(py, "profiled")).map(drop))?;
         }
-        let kind = inner.torch.uncompiled(py, || {
+        let kind = shared.torch.uncompiled(py, || {
             passes.call_method1(intern!(py, "kind"), (module,))?.extract::<u8>()
         })?;
         known.pass = match kind {
             0 => None,
-            1 => inner.try_begin_pass(py)?,
-            _ => inner.begin_pass(py)?,
+            1 => shared.try_begin_pass(py)?,
+            _ => shared.begin_pass(py)?,
         };
         if known.pass.is_some() {
             let progress =
-                inner.torch.uncompiled(py, || passes.call_method0(intern!(py, "progress")))?;
+                shared.torch.uncompiled(py, || passes.call_method0(intern!(py, "progress")))?;
             known.progress = (!progress.is_none()).then(|| progress.unbind());
         }
     }
@@ -122,29 +123,29 @@ pub(super) fn end_passes(py: Python<'_>, succeeded: bool) -> Option<PyErr> {
     let Outermost { module, passes } = OUTERMOST.take();
     drop(module);
     let mut failed = None;
-    for PassOfCall { inner, pass, progress, .. } in passes {
+    for PassOfCall { shared, pass, progress, .. } in passes {
         if let Some(progress) = progress
             && let Err(error) = progress.call_method0(py, intern!(py, "close"))
         {
             failed = Some(error);
         }
         let Some(pass) = pass else { continue };
-        let (proposed, written) = inner.end_pass(py, &pass);
+        let (proposed, written) = shared.end_pass(py, &pass);
         if let Some(names) = written {
             failed = Some(written_error(py, &names));
         }
-        let finished = if succeeded { inner.torch.clear_autocast_cache(py) } else { Ok(()) }
-            .and_then(|()| if proposed { replan_if_idle(py, &inner) } else { Ok(()) });
+        let finished = if succeeded { shared.torch.clear_autocast_cache(py) } else { Ok(()) }
+            .and_then(|()| if proposed { replan_if_idle(py, &shared) } else { Ok(()) });
         failed = finished.err().or(failed);
     }
     failed
 }
 
-fn replan_if_idle(py: Python<'_>, inner: &StreamerInner) -> PyResult<()> {
-    if inner.is_in_use() {
+fn replan_if_idle(py: Python<'_>, shared: &Shared) -> PyResult<()> {
+    if shared.is_in_use() {
         return Ok(());
     }
-    let engine = inner.engine(py)?;
-    inner.drop_cached(py);
+    let engine = shared.engine(py)?;
+    shared.drop_cached(py);
     interruptible(py, |interrupt| engine.replan_interruptible(interrupt)).map(|_: bool| ())
 }

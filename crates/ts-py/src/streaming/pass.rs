@@ -5,14 +5,15 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 
-use super::inner::{RunningPass, StreamerInner};
+use super::passes::RunningPass;
+use super::shared::Shared;
 use crate::errors::written_error;
 
 /// A pass over the units on one thread. Has no effect if the thread was already in a pass. Dropping
 /// this object ends the pass.
 #[pyclass(frozen, module = "tensorstream._native")]
 pub(crate) struct Pass {
-    begun: Option<(Arc<StreamerInner>, RunningPass)>,
+    begun: Option<(Arc<Shared>, RunningPass)>,
 }
 
 #[pymethods]
@@ -43,15 +44,15 @@ impl Pass {
 }
 
 impl Pass {
-    pub(super) fn begin(py: Python<'_>, inner: &Arc<StreamerInner>) -> PyResult<Self> {
-        let pass = inner.begin_pass(py)?;
-        Ok(Self { begun: pass.map(|pass| (Arc::clone(inner), pass)) })
+    pub(super) fn begin(py: Python<'_>, shared: &Arc<Shared>) -> PyResult<Self> {
+        let pass = shared.begin_pass(py)?;
+        Ok(Self { begun: pass.map(|pass| (Arc::clone(shared), pass)) })
     }
 
     /// Ends the pass. Returns whether to replan, and the names of weights that were written to.
     fn finish(&self, py: Python<'_>) -> (bool, Option<String>) {
         match &self.begun {
-            Some((inner, pass)) => inner.end_pass(py, pass),
+            Some((shared, pass)) => shared.end_pass(py, pass),
             None => (false, None),
         }
     }

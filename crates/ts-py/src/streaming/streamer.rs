@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The methods of the class `Streamer`.
+//! The class `Streamer`.
 
 use std::sync::Arc;
 
@@ -7,14 +7,15 @@ use parking_lot::Mutex;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use tensorstream::orchestrator::UnitId;
+use tensorstream::format::TensorMeta;
+use tensorstream::orchestrator::{TableId, UnitId};
 use tensorstream::{Governor, PressureMonitor, Resized, Speeds, trace_html, trace_json};
 
 use super::engine::{Settings, TableSpec, UnitSpec, engine_factory};
 use super::expected::Expected;
-use super::inner::{Streamer, StreamerInner};
 use super::lease::Use;
 use super::pass::Pass;
+use super::shared::{Shared, is_referenced};
 use super::stats::{curve_list, stats_dict};
 use super::torch::Torch;
 use super::weight::{Weight, WeightSpec};
@@ -22,6 +23,30 @@ use crate::dlpack::CPU;
 use crate::errors::to_python;
 use crate::files::checkpoint::Checkpoint;
 use crate::signals::interruptible;
+
+/// Streams the weights of a model.
+///
+/// Args:
+///     checkpoint: The checkpoint that contains the weights.
+///     units: The name and the tensors of each unit, and whether the data of a pass select the
+///         unit. A tensor has a name, a safetensors dtype name, a shape, parts, and an address
+///         modulo 64. None stands for the address that a mapping of the file would have.
+///     weights: The parameters. Each has the number of its unit, its index in the unit, its shape
+///         and strides (None for those of the bytes), its name and its dtype. The index of a
+///         parameter in this list is its key.
+///     budget: The memory for weights, in bytes.
+///     together: Sets of units that one operation needs at the same time.
+///     classes: The class of parameters with the memory of their unit, and that of stand-ins.
+///     settings: The settings of the engine; None for the defaults.
+///     tables: The tensors whose rows ``gather`` reads, each with its dtype.
+///     scores: The scores of routed units in an earlier run, from ``routing_scores``.
+///     limits: The least part of the budget to use, and the part to use at first, in bytes. With
+///         limits, the used part follows the memory that other programs leave.
+#[pyclass(frozen, weakref, module = "tensorstream._native")]
+pub(crate) struct Streamer {
+    pub(super) shared: Arc<Shared>,
+    pub(super) monitor: Mutex<Option<PressureMonitor>>,
+}
 
 #[pymethods]
 impl Streamer {
@@ -60,24 +85,23 @@ impl Streamer {
         let weights = weights.into_iter().map(weight).collect::<PyResult<_>>()?;
         let device = accelerator.as_ref().map_or((CPU, 0), |device| device.get().dlpack());
         let torch = Torch::new(py, classes, device)?;
-        let inner =
-            StreamerInner::new(py, content, new_engine, weights, tables, torch, accelerator)?;
-        let inner = Arc::new(inner);
+        let shared = Shared::new(py, content, new_engine, weights, tables, torch, accelerator)?;
+        let shared = Arc::new(shared);
         let monitor = limits.map(|(least, limit)| {
-            let engine = inner.engine(py)?;
+            let engine = shared.engine(py)?;
             let least = least.max(engine.smallest_limit()).min(budget);
             let limit = limit.max(least);
-            inner.set_limit(py, limit, true)?;
-            Ok::<_, PyErr>(monitor(&inner, Governor::new(least, limit, budget))?)
+            shared.set_limit(py, limit, true)?;
+            Ok::<_, PyErr>(monitor(&shared, Governor::new(least, limit, budget))?)
         });
         let monitor = Mutex::new(monitor.transpose()?);
-        Ok(Self { inner, monitor })
+        Ok(Self { shared, monitor })
     }
 
     /// Begins a pass on this thread, unless the thread is already in a pass. Blocks while
     /// ``max_passes`` other passes are running.
     fn begin_pass(&self, py: Python<'_>) -> PyResult<Pass> {
-        Pass::begin(py, &self.inner)
+        Pass::begin(py, &self.shared)
     }
 
     /// Sets the object that says which calls of modules are passes. It must not refer to the
@@ -89,7 +113,7 @@ impl Streamer {
     ///         part that is called by itself, and 0 for others. Its method ``progress`` returns
     ///         ``None``, or an object that is closed at the end of the pass.
     fn set_passes(&self, py: Python<'_>, passes: Py<PyAny>) {
-        self.inner.set_passes(py, passes);
+        let _ = self.shared.passes.set(py, passes);
     }
 
     /// Switches to a better plan, if there is one. Keeps the plan if a pass is running or the
@@ -98,8 +122,8 @@ impl Streamer {
     /// Returns:
     ///     Whether the plan has changed.
     fn replan(&self, py: Python<'_>) -> PyResult<bool> {
-        let engine = self.inner.engine(py)?;
-        self.inner.drop_cached(py);
+        let engine = self.shared.engine(py)?;
+        self.shared.drop_cached(py);
         interruptible(py, |interrupt| engine.replan_interruptible(interrupt))
     }
 
@@ -113,7 +137,7 @@ impl Streamer {
     ///     An object that ends the announcement when it is closed or dropped.
     fn expect(&self, py: Python<'_>, units: Vec<(u32, u32)>) -> PyResult<Expected> {
         let ids: Vec<_> = units.into_iter().map(|(unit, uses)| (UnitId(unit), uses)).collect();
-        let engine = self.inner.engine(py)?;
+        let engine = self.shared.engine(py)?;
         let expectation =
             py.detach(|| engine.expect(&ids)).map_err(|e| to_python(py, &e.into()))?;
         Ok(Expected::new(expectation))
@@ -124,24 +148,24 @@ impl Streamer {
     /// wrong. Does not block.
     fn guess(&self, py: Python<'_>, units: Vec<u32>) -> PyResult<()> {
         let ids: Vec<_> = units.into_iter().map(UnitId).collect();
-        let engine = self.inner.engine(py)?;
+        let engine = self.shared.engine(py)?;
         py.detach(|| engine.guess(&ids)).map_err(|e| to_python(py, &e.into()))
     }
 
     /// Returns whether guesses save time at present.
     fn guesses_pay(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.inner.engine(py)?.guesses_pay())
+        Ok(self.shared.engine(py)?.guesses_pay())
     }
 
     /// Returns the score of each routed unit, for the engine of a later run.
     fn routing_scores(&self, py: Python<'_>) -> PyResult<Vec<(u32, f64)>> {
-        let scores = self.inner.engine(py)?.routing_scores();
+        let scores = self.shared.engine(py)?.routing_scores();
         Ok(scores.into_iter().map(|(unit, score)| (unit.0, score)).collect())
     }
 
     /// Leases units for one operation on their weights. Blocks until they are in memory.
     fn hold(&self, py: Python<'_>, units: Vec<u32>) -> PyResult<Use> {
-        Use::for_operation(py, &self.inner, &units)
+        Use::for_operation(py, &self.shared, &units)
     }
 
     /// Reads rows of a table. Blocks.
@@ -153,23 +177,48 @@ impl Streamer {
     /// Returns:
     ///     A tensor with these rows, in this order. It occupies memory of the budget.
     fn gather(&self, py: Python<'_>, table: u32, rows: Vec<u64>) -> PyResult<Py<PyAny>> {
-        self.inner.gather(py, table, &rows)
+        let shared = &*self.shared;
+        let engine = shared.engine(py)?;
+        shared.drop_kept_leases();
+        let gather =
+            || interruptible(py, |interrupt| engine.gather(TableId(table), &rows, interrupt));
+        let bytes = match gather() {
+            // Cached tensors and garbage occupy memory, but can be freed.
+            Err(error) if is_referenced(py, &error)? => {
+                shared.drop_cached(py);
+                py.import("gc")?.call_method0("collect")?;
+                gather()
+            }
+            other => other,
+        }?;
+        let (table, dtype) = &shared.tables[table as usize];
+        let mut shape = table.meta().shape.clone();
+        shape[0] = rows.len() as u64;
+        let meta = TensorMeta { dtype: table.meta().dtype, shape };
+        shared.torch.row_major(py, bytes, (CPU, 0), &meta, dtype)
     }
 
     /// Returns whether a pass runs on this thread.
     fn in_pass(&self) -> bool {
-        self.inner.in_pass()
+        self.shared.in_pass()
     }
 
     /// Returns the tensors of a unit, by index. They keep the memory of the unit allocated, even
     /// after the streamer is deleted. Blocks until the unit is in memory.
     fn take(&self, py: Python<'_>, unit: u32) -> PyResult<Vec<Py<PyAny>>> {
-        self.inner.detached_tensors(py, unit as usize)
+        let shared = &*self.shared;
+        let leases = shared.acquire(py, &[unit as usize])?;
+        let mut weights: Vec<&Weight> =
+            shared.weights.iter().filter(|weight| weight.unit == unit as usize).collect();
+        weights.sort_by_key(|weight| weight.index);
+        let tensor =
+            |weight: &Weight| shared.torch.tensor(py, leases[0].tensor(weight.index), weight);
+        weights.into_iter().map(tensor).collect()
     }
 
     /// Returns the plan and all measurements so far.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        stats_dict(py, &self.inner.engine(py)?.stats())
+        stats_dict(py, &self.shared.engine(py)?.stats())
     }
 
     /// Limits the memory to a part of the budget, in bytes.
@@ -182,12 +231,12 @@ impl Streamer {
     /// Raises:
     ///     BudgetError: The limit is too small. Then it stays as it was.
     fn set_limit(&self, py: Python<'_>, limit: usize, now: bool) -> PyResult<()> {
-        self.inner.set_limit(py, limit, now)
+        self.shared.set_limit(py, limit, now)
     }
 
     /// Makes the limit that was set take effect if nothing is in use.
     fn apply_limit(&self, py: Python<'_>) -> PyResult<()> {
-        self.inner.apply_limit(py)
+        self.shared.apply_limit(py)
     }
 
     /// Ends the thread that limits the memory, and waits for it.
@@ -198,12 +247,12 @@ impl Streamer {
 
     /// Returns whether the memory is within the limit that was set last.
     fn limit_in_force(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.inner.engine(py)?.limit_in_force())
+        Ok(self.shared.engine(py)?.limit_in_force())
     }
 
     /// Returns the smallest limit that works, in bytes.
     fn smallest_limit(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.inner.engine(py)?.smallest_limit())
+        Ok(self.shared.engine(py)?.smallest_limit())
     }
 
     /// Predicts passes with other budgets, from all measurements so far.
@@ -214,14 +263,14 @@ impl Streamer {
     /// Returns:
     ///     A dictionary for each budget that works.
     fn curve<'py>(&self, py: Python<'py>, budgets: Vec<usize>) -> PyResult<Bound<'py, PyList>> {
-        let engine = self.inner.engine(py)?;
+        let engine = self.shared.engine(py)?;
         curve_list(py, &py.detach(|| engine.curve(&budgets)))
     }
 
     /// Begins to record a trace. A trace that is running is dropped.
     fn begin_trace(&self, py: Python<'_>) -> PyResult<()> {
-        self.inner.drop_kept_leases();
-        self.inner.engine(py)?.begin_trace();
+        self.shared.drop_kept_leases();
+        self.shared.engine(py)?.begin_trace();
         Ok(())
     }
 
@@ -239,7 +288,7 @@ impl Streamer {
         page: bool,
         budgets: Vec<usize>,
     ) -> PyResult<Option<String>> {
-        let engine = self.inner.engine(py)?;
+        let engine = self.shared.engine(py)?;
         let Some(trace) = engine.end_trace() else { return Ok(None) };
         Ok(Some(py.detach(|| match page {
             true => trace_html(&trace, &engine.curve(&budgets)),
@@ -249,8 +298,8 @@ impl Streamer {
 
     /// Remembers the measured speeds, so that later plans predict from them.
     fn remember_speeds(&self, py: Python<'_>) -> PyResult<()> {
-        let stats = self.inner.engine(py)?.stats();
-        let content = self.inner.content();
+        let stats = self.shared.engine(py)?.stats();
+        let content = self.shared.content();
         py.detach(|| Speeds::default().remember(&content.checkpoint, &stats));
         Ok(())
     }
@@ -267,12 +316,12 @@ impl Streamer {
     ///     BudgetError: The later state is compressed and needs more memory. Nothing changes.
     ///     StorageError: The system refuses memory or threads. Nothing changes.
     fn reload(&self, py: Python<'_>, newer: &Checkpoint) -> PyResult<()> {
-        self.inner.reload(py, &newer.inner)
+        self.shared.reload(py, &newer.inner)
     }
 
     /// Returns whether a forward or an operation on a weight is running.
     fn in_use(&self) -> bool {
-        self.inner.is_in_use()
+        self.shared.is_in_use()
     }
 }
 
@@ -286,14 +335,14 @@ impl Drop for Streamer {
 }
 
 /// Starts a thread that limits the memory of a streamer. It ends when the streamer is dropped.
-fn monitor(inner: &Arc<StreamerInner>, governor: Governor) -> std::io::Result<PressureMonitor> {
-    let inner = Arc::downgrade(inner);
+fn monitor(shared: &Arc<Shared>, governor: Governor) -> std::io::Result<PressureMonitor> {
+    let shared = Arc::downgrade(shared);
     PressureMonitor::new(governor, move |limit| {
         let resize = |py: Python<'_>| {
-            let inner = inner.upgrade()?;
-            let engine = inner.engine(py).ok()?;
+            let shared = shared.upgrade()?;
+            let engine = shared.engine(py).ok()?;
             // A pass may have used units together, and so need more than before.
-            let _ = inner.set_limit(py, limit.max(engine.smallest_limit()), true);
+            let _ = shared.set_limit(py, limit.max(engine.smallest_limit()), true);
             let stats = engine.stats();
             Some(Resized {
                 limit_bytes: stats.limit_bytes,

@@ -21,7 +21,7 @@ pub(super) struct UnitEntry {
     /// The tensors of a resident unit, for its next use. Dropped when memory is short, and before
     /// the plan changes.
     pub(super) cached: Option<Arc<UnitTensors>>,
-    /// A lease for the next use. See `StreamerInner::keeps_leases`.
+    /// A lease for the next use. See `Shared::keeps_leases`.
     pub(super) kept: Option<Lease>,
     /// Whether the unit had tensors before.
     pub(super) was_used: bool,

@@ -10,7 +10,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyTuple, PyType, PyWeakrefMethods, PyWeakrefReference};
 
-use super::inner::{Streamer, StreamerInner};
+use super::shared::Shared;
+use super::streamer::Streamer;
 use super::unit_tensors::UnitTensors;
 
 /// The attribute of a tensor that contains its `WeightRef`.
@@ -31,7 +32,7 @@ pub(crate) struct WeightRef {
     /// The object itself, or a weak reference to it.
     weights: Py<PyAny>,
     is_weak: bool,
-    inner: Weak<StreamerInner>,
+    shared: Weak<Shared>,
     key: usize,
     original: Option<Py<PyAny>>,
     is_copy: bool,
@@ -60,12 +61,12 @@ impl WeightRef {
         is_copy: bool,
     ) -> PyResult<Self> {
         let streamer = weights.getattr(intern!(weights.py(), "streamer"))?;
-        let inner = Arc::downgrade(&streamer.cast::<Streamer>()?.get().inner);
+        let shared = Arc::downgrade(&streamer.cast::<Streamer>()?.get().shared);
         let weights = weights.clone().unbind();
         Ok(Self {
             weights,
             is_weak: false,
-            inner,
+            shared,
             key,
             original,
             is_copy,
@@ -124,8 +125,8 @@ impl WeightRef {
     }
 
     /// Returns the streamer, or None if it no longer exists.
-    pub(super) fn inner(&self) -> Option<Arc<StreamerInner>> {
-        self.inner.upgrade()
+    pub(super) fn shared(&self) -> Option<Arc<Shared>> {
+        self.shared.upgrade()
     }
 
     /// Returns a reference to the same weight that does not keep the weights alive, for tensors
@@ -133,13 +134,13 @@ impl WeightRef {
     fn weak(&self, py: Python<'_>) -> PyResult<&Py<Self>> {
         self.weak.get_or_try_init(py, || {
             let weights = PyWeakrefReference::new(self.weights.bind(py))?;
-            let (weights, inner) = (weights.into_any().unbind(), Weak::clone(&self.inner));
+            let (weights, shared) = (weights.into_any().unbind(), Weak::clone(&self.shared));
             Py::new(
                 py,
                 Self {
                     weights,
                     is_weak: true,
-                    inner,
+                    shared,
                     key: self.key,
                     original: None,
                     is_copy: false,
@@ -157,7 +158,7 @@ impl WeightRef {
     /// Returns an error if PyTorch cannot create the tensor. Then the parameter is unchanged.
     pub(super) fn borrow_memory(
         this: &Bound<'_, Self>,
-        inner: &StreamerInner,
+        shared: &Shared,
         parameter: &Bound<'_, PyAny>,
         tensors: &UnitTensors,
     ) -> PyResult<bool> {
@@ -168,9 +169,9 @@ impl WeightRef {
             return Ok(true);
         }
         drop(borrowed);
-        let torch = &inner.torch;
+        let torch = &shared.torch;
         let requires_grad = torch.requires_grad(parameter)?;
-        let weight = &inner.weights[own.key];
+        let weight = &shared.weights[own.key];
         let identity = this.as_ptr().addr();
         let other = tensors.for_parameter(py, torch, weight, identity, requires_grad, |new| {
             new.setattr(intern!(py, ATTRIBUTE), own.weak(py)?)
@@ -191,7 +192,7 @@ impl WeightRef {
     }
 
     /// Ends a use of `borrow_memory`. The last one gives the parameter the stand-in back.
-    pub(super) fn return_memory(&self, inner: &StreamerInner, parameter: &Bound<'_, PyAny>) {
+    pub(super) fn return_memory(&self, shared: &Shared, parameter: &Bound<'_, PyAny>) {
         let py = parameter.py();
         // Nothing here allocates an object of Python, so no other thread runs until it has ended.
         let mut borrowed = self.borrowed.lock();
@@ -200,7 +201,7 @@ impl WeightRef {
             return;
         }
         let Some((pair, class)) = borrowed.swapped.take() else { return };
-        let torch = &inner.torch;
+        let torch = &shared.torch;
         let swapped =
             torch.swap(py, pair.bind(py)).and_then(|()| torch.set_class(parameter, class.bind(py)));
         if let Err(error) = swapped {
