@@ -7,6 +7,7 @@ import contextlib
 import copy
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -227,8 +228,15 @@ def test_num_io_threads_are_threads(linear: Any) -> None:
     x = torch.randn(3, 64)
     assert torch.equal(model(x), reference(x))
     readers = re.compile(r"ts-io-\d+")
-    count = sum(map(bool, map(readers.fullmatch, threads())))
-    assert count - sum(map(bool, map(readers.fullmatch, before))) == 3
+
+    def more() -> int:
+        return sum(bool(readers.fullmatch(name)) for name in threads()) - already
+
+    already = sum(bool(readers.fullmatch(name)) for name in before)
+    end = time.monotonic() + 10
+    while more() != 3 and time.monotonic() < end:
+        time.sleep(0.01)  # a thread names itself after its start
+    assert more() == 3
     assert ts.stats(model)["workers"] == 3
     assert ts.Config(io_depth=3).settings()["threads"] is None
 

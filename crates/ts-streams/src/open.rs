@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-use crate::{AnyDevice, Device, DeviceRegistry, Error};
+use crate::{AnyDevice, Device, DeviceRegistry, Error, GpuStatus};
 
 /// A device, or the number of a GPU, from 0. Functions that need a device take either.
 ///
@@ -8,7 +8,7 @@ use crate::{AnyDevice, Device, DeviceRegistry, Error};
 ///
 /// assert!(CpuDevice::new()?.open().is_ok());
 /// let gpu = 0.open(); // fails if there is no GPU 0
-/// assert!(gpu.is_ok() || matches!(gpu, Err(Error::DeviceUnavailable { .. })));
+/// assert!(gpu.is_ok() || matches!(gpu, Err(Error::NoGpu { ordinal: 0, .. })));
 /// # Ok::<(), Error>(())
 /// ```
 pub trait OpenDevice {
@@ -18,7 +18,8 @@ pub trait OpenDevice {
     /// Returns the device. Blocks while the driver starts.
     ///
     /// # Errors
-    /// For numbers, the same as [`DeviceRegistry::open`] for `cuda:N`.
+    /// For numbers, [`Error::NoGpu`] if there is no such GPU, and the errors of
+    /// [`DeviceRegistry::open`] for `cuda:N`.
     fn open(self) -> Result<Self::Device, Error>;
 }
 
@@ -36,6 +37,9 @@ macro_rules! ordinals {
             type Device = AnyDevice;
 
             fn open(self) -> Result<AnyDevice, Error> {
+                let exists = |ordinal| GpuStatus::detect().require(ordinal);
+                // Of a negative number, the registry says that it is not valid.
+                usize::try_from(self).map_or(Ok(()), exists)?;
                 DeviceRegistry::builtin().open(Some(&format!("cuda:{self}")))
             }
         }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import _native
-from .errors import ConfigurationError
+from .errors import ConfigurationError, DeviceUnavailableError
 
 if TYPE_CHECKING:
     import torch
@@ -155,7 +155,8 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
     """Opens a device that ``device_of`` has returned. Returns ``None`` for the CPU.
 
     Raises:
-        ConfigurationError: The device does not exist, or its library is not registered.
+        DeviceUnavailableError: The device does not exist.
+        ConfigurationError: Its library is not registered.
     """
     import torch
 
@@ -164,7 +165,7 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
     index = int(device.index)
     if device.type == "cuda" and "cuda" not in _libraries:
         if not torch.cuda.is_available() or torch.version.hip is not None:
-            raise ConfigurationError(
+            raise DeviceUnavailableError(
                 f"cannot use the device {device}: this PyTorch finds no NVIDIA GPU"
             )
         # PyTorch makes the context that the copies use, too.
@@ -178,7 +179,7 @@ def accelerator(device: torch.device) -> _native.Accelerator | None:
         )
     present = torch.accelerator.current_accelerator()
     if present is None or present.type != device.type:
-        raise ConfigurationError(
+        raise DeviceUnavailableError(
             f"cannot use the device {device}: the accelerator of this PyTorch is {present}"
         )
 
