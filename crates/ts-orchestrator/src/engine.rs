@@ -41,8 +41,8 @@ const INTERRUPT_PERIOD: Duration = Duration::from_millis(20);
 ///
 /// The engine keeps the units that its [plan](Self::plan) makes resident, and reads the others
 /// ahead of their use. [`begin_pass`](Self::begin_pass) announces a pass over the units,
-/// [`acquire`](Self::acquire) returns a [`Lease`] of one unit, and [`end_pass`](Self::end_pass)
-/// ends the pass.
+/// [`acquire`](Self::acquire) returns a [`Lease`](crate::Lease) of one unit, and
+/// [`end_pass`](Self::end_pass) ends the pass.
 ///
 /// Units live in the memory of the engine's device. With a [`CpuDevice`] they are read directly
 /// into their final memory. For a device with its own memory ([`with_device`](Self::with_device))

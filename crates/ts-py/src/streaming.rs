@@ -17,6 +17,7 @@ mod shared;
 mod sharing;
 mod stats;
 mod streamer;
+mod thread_passes;
 mod torch;
 mod tree;
 mod unit_tensors;
@@ -34,7 +35,7 @@ type Lease = orchestrator::Lease<AnyDevice>;
 type TensorBytes = orchestrator::TensorBytes<AnyDevice>;
 
 pub(crate) fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<streamer::Streamer>()?;
+    m.add_class::<shared::Streamer>()?;
     m.add_class::<lease::Use>()?;
     m.add_class::<calls::ModuleCalls>()?;
     m.add_class::<weight_ref::WeightRef>()?;

@@ -24,8 +24,8 @@ use super::acquire::SHORTAGE_TRIES;
 use super::{Engine, InterruptTimer, Shared, StateGuard};
 
 impl<D: Device> Engine<D> {
-    /// Reads rows of a [table](EngineConfig::tables), in this order, and blocks until they are in
-    /// memory.
+    /// Reads rows of a [table](crate::EngineConfig::tables), in this order, and blocks until they
+    /// are in memory.
     ///
     /// The reads go out together, and rows with consecutive numbers are read in one piece. The rows
     /// lie one after the other in host memory, at an address that is a multiple of

@@ -93,8 +93,8 @@ impl<D: Device> Engine<D> {
     ///
     /// Each entry contains the id of a unit, and the indices of its tensors that overlap a modified
     /// page. Drop the tensors of these units and call [`discard`](Self::discard). The result is
-    /// always empty unless [`EngineConfig::watch_writes`] is set and supported
-    /// ([`EngineStats::watches_writes`]).
+    /// always empty unless [`EngineConfig::watch_writes`](crate::EngineConfig::watch_writes) is set
+    /// and supported ([`EngineStats::watches_writes`]).
     ///
     /// Queries the kernel for modified pages, and does not read the units' bytes.
     pub fn modified_units(&self) -> Vec<(UnitId, Vec<usize>)> {

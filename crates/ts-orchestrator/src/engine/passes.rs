@@ -35,7 +35,7 @@ const EARLY_ENCODE_GAIN: f64 = 0.3;
 impl<D: Device> Engine<D> {
     /// Begins a pass over the units and starts to prefetch.
     ///
-    /// Blocks while [`max_passes`](EngineConfig::max_passes) other passes are running.
+    /// Blocks while [`max_passes`](crate::EngineConfig::max_passes) other passes are running.
     pub fn begin_pass(&self) -> PassId {
         self.begin_pass_interruptible(never_interrupt()).expect("the wait is never interrupted")
     }
@@ -249,7 +249,7 @@ impl<D: Device> Shared<D> {
         }
     }
 
-    /// Switches to a new plan like [`replan`](Self::replan), if no read is in flight. Returns
+    /// Switches to a new plan like [`Engine::replan`], if no read is in flight. Returns
     /// whether none was. Does not block.
     pub(crate) fn try_replan(&self) -> bool {
         let mut state = self.lock();

@@ -18,7 +18,7 @@ use super::Engine;
 impl Engine {
     /// Returns the plan that an engine would start with, and the initial statistics of each unit.
     /// The engine is one in host memory, unless the configuration has
-    /// [`device_memory`](EngineConfig::device_memory).
+    /// [`device_memory`](crate::EngineConfig::device_memory).
     ///
     /// Reserves no memory for weights, starts no threads and reads nothing.
     ///

@@ -12,8 +12,7 @@ use tensorstream::streams::AnyStream;
 
 use super::Lease;
 use super::outermost_call::ensure_pass;
-use super::shared::Shared;
-use super::streamer::Streamer;
+use super::shared::{Shared, Streamer};
 use super::unit_tensors::UnitTensors;
 use super::uses::Leaked;
 use super::weight_ref::{Own, WeightRef};

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The passes of threads.
 
-use std::cell::RefCell;
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,6 +9,7 @@ use tensorstream::orchestrator::PassId;
 
 use super::Engine;
 use super::shared::Shared;
+use super::thread_passes::{PASSES, ThreadPass};
 use super::weight::Weight;
 use crate::heap;
 use crate::signals::interruptible;
@@ -20,25 +19,6 @@ pub(super) struct RunningPass {
     engine: Arc<Engine>,
     id: PassId,
     ended: Arc<AtomicBool>,
-}
-
-thread_local! {
-    /// The most recent pass of this thread in each [`StreamerInner`]. The key is the address of the
-    /// [`StreamerInner`].
-    static PASSES: RefCell<HashMap<usize, ThreadPass>> = RefCell::default();
-}
-
-/// A pass of a thread.
-pub(super) struct ThreadPass {
-    /// The pass, for leases. `None` if leases were kept when it began: then the engine would see
-    /// only some of the units that the pass visits, and learn a wrong order.
-    pub(super) visits: Option<PassId>,
-    ended: Arc<AtomicBool>,
-}
-
-/// Forgets the passes of this thread, which do not exist in a forked child.
-pub(super) fn forget_passes() {
-    PASSES.with_borrow_mut(HashMap::clear);
 }
 
 impl Shared {

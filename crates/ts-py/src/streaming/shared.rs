@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a `Streamer` shares with its passes, uses and parameters.
+//! The class `Streamer` without its methods, and what it shares with its passes, uses and
+//! parameters.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,12 +8,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
+use tensorstream::PressureMonitor;
 use tensorstream::orchestrator::{Table, UnitId};
 use tensorstream::streams::AnyStream;
 
 use super::Engine;
 use super::engine::{EngineContent, EngineFactory};
-use super::passes::forget_passes;
+use super::thread_passes::forget_passes;
 use super::torch::Torch;
 use super::unit_tensors::UnitEntry;
 use super::weight::Weight;
@@ -22,6 +24,31 @@ use crate::errors::{configuration_error, to_python};
 use crate::openmp::IdleTeam;
 use crate::signals::interruptible;
 
+/// Streams the weights of a model.
+///
+/// Args:
+///     checkpoint: The checkpoint that contains the weights.
+///     units: The name and the tensors of each unit, and whether the data of a pass select the
+///         unit. A tensor has a name, a safetensors dtype name, a shape, parts, and an address
+///         modulo 64. None stands for the address that a mapping of the file would have.
+///     weights: The parameters. Each has the number of its unit, its index in the unit, its shape
+///         and strides (None for those of the bytes), its name and its dtype. The index of a
+///         parameter in this list is its key.
+///     budget: The memory for weights, in bytes.
+///     together: Sets of units that one operation needs at the same time.
+///     classes: The class of parameters with the memory of their unit, and that of stand-ins.
+///     settings: The settings of the engine; None for the defaults.
+///     tables: The tensors whose rows ``gather`` reads, each with its dtype.
+///     scores: The scores of routed units in an earlier run, from ``routing_scores``.
+///     limits: The least part of the budget to use, and the part to use at first, in bytes. With
+///         limits, the used part follows the memory that other programs leave.
+#[pyclass(frozen, weakref, module = "tensorstream._native")]
+pub(crate) struct Streamer {
+    pub(super) shared: Arc<Shared>,
+    pub(super) monitor: Mutex<Option<PressureMonitor>>,
+}
+
+/// What a streamer shares.
 pub(super) struct Shared {
     /// Whether leases of all units are kept in `entries` from use to use: the generation of the
     /// process that keeps them, or 0. Changed only while the GIL is held.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The class `Streamer`.
+//! The methods of the class `Streamer`.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use super::engine::{Settings, TableSpec, UnitSpec, engine_factory};
 use super::expected::Expected;
 use super::lease::Use;
 use super::pass::Pass;
-use super::shared::{Shared, is_referenced};
+use super::shared::{Shared, Streamer, is_referenced};
 use super::stats::{curve_list, stats_dict};
 use super::torch::Torch;
 use super::weight::{Weight, WeightSpec};
@@ -23,30 +23,6 @@ use crate::dlpack::CPU;
 use crate::errors::to_python;
 use crate::files::checkpoint::Checkpoint;
 use crate::signals::interruptible;
-
-/// Streams the weights of a model.
-///
-/// Args:
-///     checkpoint: The checkpoint that contains the weights.
-///     units: The name and the tensors of each unit, and whether the data of a pass select the
-///         unit. A tensor has a name, a safetensors dtype name, a shape, parts, and an address
-///         modulo 64. None stands for the address that a mapping of the file would have.
-///     weights: The parameters. Each has the number of its unit, its index in the unit, its shape
-///         and strides (None for those of the bytes), its name and its dtype. The index of a
-///         parameter in this list is its key.
-///     budget: The memory for weights, in bytes.
-///     together: Sets of units that one operation needs at the same time.
-///     classes: The class of parameters with the memory of their unit, and that of stand-ins.
-///     settings: The settings of the engine; None for the defaults.
-///     tables: The tensors whose rows ``gather`` reads, each with its dtype.
-///     scores: The scores of routed units in an earlier run, from ``routing_scores``.
-///     limits: The least part of the budget to use, and the part to use at first, in bytes. With
-///         limits, the used part follows the memory that other programs leave.
-#[pyclass(frozen, weakref, module = "tensorstream._native")]
-pub(crate) struct Streamer {
-    pub(super) shared: Arc<Shared>,
-    pub(super) monitor: Mutex<Option<PressureMonitor>>,
-}
 
 #[pymethods]
 impl Streamer {

@@ -10,8 +10,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyTuple, PyType, PyWeakrefMethods, PyWeakrefReference};
 
-use super::shared::Shared;
-use super::streamer::Streamer;
+use super::shared::{Shared, Streamer};
 use super::unit_tensors::UnitTensors;
 
 /// The attribute of a tensor that contains its `WeightRef`.
