@@ -107,7 +107,7 @@ def test_group_offload_of_models(pipeline: Path, tmp_path: Path) -> None:
     assert group_offload.HookRegistry is diffusers.hooks.HookRegistry
     assert group_offload.DDIMScheduler is diffusers.DDIMScheduler
     for call, message in (
-        (lambda f: f(expected, "cuda"), "execute on cuda"),
+        (lambda f: f(expected, "cuda"), "device cuda"),
         (lambda f: f(expected, "cpu", "meta"), "execute on meta"),
         (lambda f: f(expected, offload_type="rows"), "rows"),
         (lambda f: f(expected, budget="1GiB"), "offload_to_disk_path"),
