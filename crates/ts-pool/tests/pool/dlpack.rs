@@ -85,7 +85,9 @@ proptest! {
         prop_assert_eq!((layout.shape, layout.strides), (sizes, None));
         prop_assert_eq!((layout.data_type, layout.device.kind), (data_type, CPU));
         prop_assert_eq!(layout.read_only, versioned);
-        prop_assert_eq!(layout.data.cast_const() == at.wrapping_add(offset), versioned);
+        // Empty allocations have no address of their own.
+        let is_same = layout.data.cast_const() == at.wrapping_add(offset);
+        prop_assert!(content.is_empty() || is_same == versioned);
         prop_assert_eq!(tensor.bytes().unwrap(), &content[offset..offset + len]);
         let bytes = tensor.into_bytes().unwrap();
         let part = bytes.slice(..len / 2);
